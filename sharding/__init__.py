@@ -1,0 +1,39 @@
+"""Models that outgrow one chip: annotate a few tensors on a mesh, see how the rest is split and why, run it.
+
+with sharding.mesh(data=2, tensor=4):
+    step = sharding.jit(train_step, donate_argnums=(0,))
+    print(step.complete(state, batch))
+    state, loss = step(state, batch)
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from jax.sharding import PartitionSpec as P
+
+# what one says
+from .annotation import annotate
+
+# what one gets
+from .completion import Completion
+from .errors import ShardingError
+from .jit import jit
+
+# where it runs
+from .mesh import mesh, topology
+from .placement import put
+
+if TYPE_CHECKING:
+    from . import checkpoint
+
+__all__ = ["Completion", "P", "ShardingError", "annotate", "checkpoint", "jit", "mesh", "put", "topology"]
+
+_LAZY = ("checkpoint",)
+
+
+def __getattr__(name: str) -> Any:
+    """Rooms that load heavy packages come when they are first touched (PEP 562)."""
+    if name in _LAZY:
+        import importlib
+
+        return importlib.import_module(f".{name}", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

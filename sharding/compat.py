@@ -1,0 +1,110 @@
+"""Everything that differs between JAX releases or is not public there; the only file that touches `jax._src`.
+
+Supported: JAX 0.10.2 up to the newest. The differences met here: `ClosedJaxpr` merged into `Jaxpr` (0.12), `scan`
+lost `num_consts` and `num_carry` (0.12).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+from jax._src import source_info_util as _source
+from jax.interpreters import ad as ad
+from jax.interpreters import batching as batching
+from jax.interpreters import mlir as mlir
+
+_source.register_exclusion(os.path.dirname(__file__))  # our own frames are never the user's line
+
+
+def is_literal(atom: Any) -> bool:
+    """Whether a jaxpr atom is a literal constant rather than a variable."""
+    return isinstance(atom, jex.Literal)
+
+
+def is_drop(var: Any) -> bool:
+    """Whether a variable is the `_` of an equation's unused result."""
+    return isinstance(var, jex.DropVar)
+
+
+def new_var(aval: Any) -> Any:
+    """A fresh jaxpr variable of the given abstract value."""
+    return jex.Var(aval)
+
+
+def new_eqn(like: Any, invars: Sequence[Any], outvars: Sequence[Any], primitive: Any, params: dict[str, Any]) -> Any:
+    """An effect-free equation that keeps the source line, name stack and context of the equation `like`."""
+    return jex.new_jaxpr_eqn(list(invars), list(outvars), primitive, params, set(), like.source_info, like.ctx)
+
+
+def is_jaxpr(x: Any) -> bool:
+    """Whether `x` is a jaxpr, open or closed."""
+    return hasattr(x, "eqns") and hasattr(x, "outvars")
+
+
+def is_closed(jaxpr: Any) -> bool:
+    """Whether `jaxpr` carries its constants (always so from JAX 0.12 on)."""
+    return isinstance(jaxpr, jex.ClosedJaxpr)
+
+
+def open_jaxpr(jaxpr: Any) -> Any:
+    """The jaxpr with `invars`, `constvars`, `eqns` and `outvars` as attributes, whether `jaxpr` is closed or open."""
+    return jaxpr.jaxpr if is_closed(jaxpr) else jaxpr
+
+
+def rebuild(jaxpr: Any, *, eqns: Sequence[Any], outvars: Sequence[Any]) -> Any:
+    """`jaxpr` with other equations and results; constants, debug names and effects as they were."""
+    inner = open_jaxpr(jaxpr)
+    new = inner.replace(eqns=list(eqns), outvars=list(outvars))
+    if is_closed(jaxpr) and not is_closed(new):
+        return jex.ClosedJaxpr(new, jaxpr.consts)
+    return new
+
+
+def jaxpr_fun(closed: Any) -> Any:
+    """A function of flat arrays that evaluates a closed jaxpr."""
+    return jex.jaxpr_as_fun(closed)
+
+
+def scan_parts(params: dict[str, Any]) -> tuple[int, int]:
+    """The numbers of loop constants and of carried values of a `scan` equation."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()
+    return len(consts), len(carry)
+
+
+def sub_jaxprs(params: dict[str, Any]) -> Iterator[tuple[str, int, Any]]:
+    """(parameter, position, jaxpr) of every jaxpr among an equation's parameters."""
+    for key, value in params.items():
+        if is_jaxpr(value):
+            yield key, 0, value
+        elif isinstance(value, (tuple, list)):
+            for i, item in enumerate(value):
+                if is_jaxpr(item):
+                    yield key, i, item
+
+
+def source_line(eqn: Any) -> str:
+    """`file.py:line (function)` of the user's line that made an equation; empty when JAX kept none."""
+    frame = _source.user_frame(eqn.source_info.traceback)
+    if frame is None:
+        return ""
+    return f"{os.path.basename(frame.file_name)}:{frame.start_line} ({frame.function_name})"
+
+
+def in_trace() -> bool:
+    """Whether a JAX transformation (`jit`, `grad`, `vmap`, ...) is tracing the caller."""
+    try:  # the public way to ask: in traced code JAX refuses to tell the mesh
+        jax.sharding.get_mesh()
+    except ValueError:
+        return True
+    return False
+
+
+def is_committed(x: Any) -> bool:
+    """Whether an array was placed on its devices on purpose (`device_put`, a jit's result)."""
+    return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and bool(x.committed)

@@ -1,0 +1,200 @@
+"""`Completion`: what a user holds after the pass, before anything compiles."""
+
+from __future__ import annotations
+
+import html
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec as P
+
+from . import paths
+from .errors import ShardingError
+from .propagation import Assignment, Conflict, Reason
+from .spec import Spec, axis_name, divisible, to_partition_spec
+
+
+@dataclass(frozen=True, slots=True)
+class Why:
+    """The steps from one axis of one dim back to the annotation it came from; prints one step a line."""
+
+    lines: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines)
+
+    __repr__ = __str__
+
+    def __iter__(self):
+        return iter(self.lines)
+
+
+class Completion:
+    """How every array of a program is split over a mesh, and why.
+
+    Prints as a table of arguments, results and named values. `assignment` holds every value.
+    """
+
+    def __init__(self, assignment: Assignment, *, name: str, in_trees: Sequence[Any], out_tree: Any):
+        self.assignment = assignment
+        self.name = name
+        self._in_trees, self._out_tree = tuple(in_trees), out_tree
+
+    @property
+    def _graph(self):
+        return self.assignment.graph
+
+    @property
+    def in_shardings(self) -> tuple[Any, ...]:
+        """Per argument a pytree like it, of PartitionSpecs."""
+        specs = [self.boundary(v) for v in self._graph.inputs]
+        trees, at = [], 0
+        for tree in self._in_trees:
+            trees.append(jax.tree.unflatten(tree, specs[at : at + tree.num_leaves]))
+            at += tree.num_leaves
+        return tuple(trees)
+
+    @property
+    def out_shardings(self) -> Any:
+        """A pytree like the result, of PartitionSpecs."""
+        return jax.tree.unflatten(self._out_tree, [self.boundary(v) for v in self._graph.outputs])
+
+    def boundary(self, value: int) -> P:
+        """The PartitionSpec of an argument or result: what of its spec divides its dims."""
+        spec = divisible(self.assignment.specs[value], self._graph.shapes[value], self.assignment.sizes)
+        return to_partition_spec(spec)
+
+    @property
+    def conflicts(self) -> tuple[Conflict, ...]:
+        """Where two claims met that one op can't have both."""
+        return self.assignment.conflicts
+
+    @property
+    def unknown(self) -> dict[str, int]:
+        """Primitives that have no rule, with the number of ops: nothing flowed through those."""
+        return self._graph.unknown
+
+    @cached_property
+    def uneven(self) -> tuple[str, ...]:
+        """Named values whose inferred split doesn't divide them: cut at arguments and results, padded elsewhere."""
+        from .spec import indivisible
+
+        lines = []
+        for name, v in self._graph.names.items():
+            for line in indivisible(self.assignment.specs[v], self._graph.shapes[v], self.assignment.sizes):
+                lines.append(f"{name}: {line}")
+        return tuple(lines)
+
+    def value(self, name: str) -> int:
+        """The index of a value by path, end of path or annotated name."""
+        return paths.find(self._graph.names, name, lambda v: str(self.assignment.specs[v]))
+
+    def spec(self, name: str) -> P:
+        """The PartitionSpec of an argument, result or annotated value.
+
+        Args:
+            name: `state/params/blocks/0/mlp/w1`, an end of it that is unique, or a name given to `annotate`.
+        """
+        v = self.value(name)
+        return self.boundary(v) if v in self._ends else to_partition_spec(self.assignment.specs[v])
+
+    @cached_property
+    def _ends(self) -> frozenset[int]:
+        return frozenset((*self._graph.inputs, *self._graph.outputs))
+
+    def why(self, name: str, dim: int | None = None) -> Why:
+        """The way of each axis on a value (on one dim of it) from the annotation that it came from.
+
+        Args:
+            name: as for `spec`.
+            dim: one dim; all of them if not given.
+        """
+        v = self.value(name)
+        spec, ndim = self.assignment.specs[v], len(self._graph.shapes[v])
+        if dim is not None and not -ndim <= dim < ndim:
+            raise ShardingError(
+                f"why({name!r}, dim={dim})", there=f"{ndim} dims: {self._graph.shapes[v]}", must=f"0 <= dim < {ndim}"
+            )
+        lines = []
+        for d in range(ndim) if dim is None else [dim % ndim]:
+            if not spec.dims[d].axes:
+                lines.append(f"{name} dim {d} is whole: {self._whole(v, d)}")
+            for axis in spec.dims[d].axes:
+                lines.append(f"{name} dim {d} is split by {axis_name(axis)}:")
+                lines += [f"  {self._step(*step)}" for step in self.assignment.chain(v, d, axis)]
+        return Why(tuple(lines))
+
+    def _whole(self, v: int, d: int) -> str:
+        pin = self._graph.pins.get(v)
+        if pin is not None and not pin.spec.dims[d].open:
+            return f"{pin.origin} closes it"
+        lost = [c for c in self.conflicts if c.kept.value == v]
+        if lost:
+            return "; ".join(f"{c.lost} was refused: {c.rule}" for c in lost[:2])
+        return "no annotation reaches it"
+
+    def _step(self, v: int, d: int, reason: Reason) -> str:
+        who = f"{self._label(v)} dim {d}"
+        if reason.value is None:
+            return f"{who} <- {reason.source}"
+        return f"{who} <- {reason.word}" + (f" at {reason.source}" if reason.source else "")
+
+    def _label(self, v: int) -> str:
+        name = self._by_value.get(v)
+        return name or f"{self._graph.dtypes[v]}{list(self._graph.shapes[v])}"
+
+    @cached_property
+    def _by_value(self) -> dict[int, str]:
+        return {v: n for n, v in reversed(self._graph.names.items())}
+
+    def word(self, value: int) -> str:
+        """The reason of a value's split in a word or two: `annotated`, or the ops that brought its axes."""
+        spec = self.assignment.specs[value]
+        reasons = (self.assignment.reason(value, d, a) for d, dim in enumerate(spec.dims) for a in dim.axes)
+        return ", ".join(dict.fromkeys(r.word for r in reasons if r is not None)) or "-"
+
+    def rows(self) -> list[tuple[str, str, str, str]]:
+        """(name, shape, spec, reason) of every named value; layers that are alike share a row."""
+        groups: dict[tuple[str, str, str, str], int] = {}
+        for name, v in self._graph.names.items():
+            shape = "x".join(map(str, self._graph.shapes[v])) or "scalar"
+            row = (re.sub(r"(?<=[/#])\d+(?=/|$)", "*", name), shape, str(self.assignment.specs[v]), self.word(v))
+            groups[row] = groups.get(row, 0) + 1
+        return [(f"{n} (x{k})" if k > 1 else n, *rest) for (n, *rest), k in groups.items()]  # type: ignore[misc]
+
+    def __str__(self) -> str:
+        mesh = ", ".join(f"{k}={v}" for k, v in self.assignment.sizes.items())
+        head = f"{self.name} on mesh {mesh}: {len(self._graph.shapes)} values, {len(self._graph.ops)} ops"
+        table = [("value", "shape", "spec", "reason"), *self.rows()]
+        widths = [max(len(row[i]) for row in table) for i in range(4)]
+        lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in table]
+        return "\n".join([head, lines[0], "-" * min(sum(widths) + 6, 120), *lines[1:], *self._notes()])
+
+    __repr__ = __str__
+
+    def _notes(self) -> list[str]:
+        notes = []
+        if self.conflicts:
+            lost = sum(c.bytes_lost for c in self.conflicts)
+            notes.append(f"{len(self.conflicts)} conflicts, {lost} bytes per device not split as asked (.conflicts)")
+        if self.unknown:
+            notes.append("no rule for " + ", ".join(f"{k} (x{n})" for k, n in sorted(self.unknown.items())))
+        notes += [f"uneven: {line}" for line in self.uneven[:8]]
+        return notes
+
+    def _repr_html_(self) -> str:
+        cells = [f"<tr>{''.join(f'<td>{html.escape(c)}</td>' for c in row)}</tr>" for row in self.rows()]
+        head = "<tr><th>value</th><th>shape</th><th>spec</th><th>reason</th></tr>"
+        notes = "".join(f"<li>{html.escape(n)}</li>" for n in self._notes())
+        title = html.escape(str(self).splitlines()[0])
+        return f"<p>{title}</p><table>{head}{''.join(cells)}</table><ul>{notes}</ul>"
+
+    def num_bytes(self, value: int, spec: Spec) -> int:
+        """Bytes of a value on one device under a spec."""
+        item = int(getattr(self._graph.dtypes[value], "itemsize", 0) or 0)
+        return math.prod(self._graph.shapes[value]) * item // spec.num_shards(self.assignment.sizes)

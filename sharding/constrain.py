@@ -1,0 +1,158 @@
+"""The rewriter: a program and an `Assignment` in, the same program with every value constrained out.
+
+The jaxpr is rewritten in place: behind each equation comes a constraint on each of its results, in nested jaxprs
+too, which go back into their own equations with all other parameters untouched. So remat stays remat, custom
+derivatives keep their rules, effects keep their order. Constraining every value compiles to the program that XLA
+would have made from the same shardings, and leaves it nothing to decide.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh
+
+from . import annotation, compat
+from .graph import CALLS, Atom, Scope
+from .propagation import Assignment
+from .spec import Spec
+
+
+def constrain(closed_jaxpr: Any, assignment: Assignment, mesh: AbstractMesh, *, inputs: bool = False) -> Any:
+    """A closed jaxpr of the same type whose values are split as `assignment` says.
+
+    Args:
+        closed_jaxpr: the program that the assignment's graph was built from.
+        assignment: a spec per value.
+        mesh: what the specs' axes are axes of.
+        inputs: constrain the arguments too, for a program that runs inside another one.
+    """
+    assert assignment.graph.scope is not None
+    rewriter = _Rewriter(assignment, mesh)
+    return rewriter.jaxpr(closed_jaxpr, assignment.graph.scope, inputs=inputs)
+
+
+class _Rewriter:
+    def __init__(self, assignment: Assignment, mesh: AbstractMesh):
+        self.specs = assignment.specs
+        self.pins = assignment.graph.pins
+        self.mesh = mesh
+        self.done: dict[Any, Any] = {}
+
+    def jaxpr(self, jaxpr: Any, scope: Scope, *, inputs: bool = False) -> Any:
+        key = (id(jaxpr), self.signature(scope), inputs)
+        if key not in self.done:  # one body called twice with equal splits stays one body
+            self.done[key] = _Body(self, jaxpr, scope).rebuilt(inputs)
+        return self.done[key]
+
+    def signature(self, scope: Scope) -> tuple:
+        env = tuple(self.spec(a) for a in scope.env.values())
+        moves = tuple(tuple(self.spec(a) for a in row) for row in (*scope.entries.values(), scope.exits))
+        return env, moves, tuple(self.signature(child) for child in scope.children.values())
+
+    def spec(self, atom: Atom) -> Spec | None:
+        return None if atom is None else self.specs[atom]
+
+    def wanted(self, atom: Atom, aval: Any) -> Spec | None:
+        """The spec to constrain a value to; None for scalars, constants, keys and values left to XLA."""
+        if atom is None or not getattr(aval, "shape", ()):
+            return None
+        spec = self.specs[atom]
+        is_key = jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended)
+        return None if spec.is_open or (is_key and not any(spec.axes)) else spec
+
+
+class _Body:
+    """The rewriting of one jaxpr in one scope."""
+
+    def __init__(self, rewriter: _Rewriter, jaxpr: Any, scope: Scope):
+        self.rewriter, self.original, self.scope = rewriter, jaxpr, scope
+        self.eqns: list[Any] = []
+        self.swapped: dict[Any, Any] = {}
+
+    def rebuilt(self, inputs: bool) -> Any:
+        source = self.scope.jaxpr
+        if inputs and source.eqns:
+            for var in source.invars:
+                self.argument(var, source.eqns[0])
+        for i, eqn in enumerate(source.eqns):
+            self.equation(i, eqn)
+        outvars = [self.read(v) for v in source.outvars]
+        if self.scope.exits and source.eqns:
+            pairs = zip(outvars, source.outvars, self.scope.exits, strict=True)
+            outvars = [self.moved(new, old, target, source.eqns[-1]) for new, old, target in pairs]
+        return compat.rebuild(self.original, eqns=self.eqns, outvars=outvars)
+
+    def argument(self, var: Any, eqn: Any) -> None:
+        atom = self.scope.env[var]
+        spec = self.rewriter.wanted(atom, var.aval)
+        if spec is not None:
+            pin = self.rewriter.pins.get(atom)
+            self.swapped[var] = self.emit(var, spec, eqn, asked=pin.spec if pin else None)
+
+    def read(self, atom: Any) -> Any:
+        return atom if compat.is_literal(atom) else self.swapped.get(atom, atom)
+
+    def equation(self, i: int, eqn: Any) -> None:
+        invars = [self.read(v) for v in eqn.invars]
+        if eqn.primitive is annotation.annotate_p:
+            self.annotated(eqn, invars[0])
+            return
+        if i in self.scope.entries:
+            skip = len(invars) - len(self.scope.entries[i])
+            pairs = zip(invars, eqn.invars, [None] * skip + self.scope.entries[i], strict=True)
+            invars = [self.moved(new, old, target, eqn) for new, old, target in pairs]
+        self.eqns.append(eqn.replace(invars=invars, params=self.parameters(i, eqn)))
+        if eqn.primitive.name in CALLS:
+            return  # constrained inside
+        for var in list(eqn.outvars):
+            if not compat.is_drop(var):
+                self.constraint(var, var, self.scope.env[var], eqn)
+
+    def annotated(self, eqn: Any, operand: Any) -> None:
+        """An annotation stays where it is, with the completed spec in place of the asked one."""
+        (var,) = eqn.outvars
+        if compat.is_drop(var):
+            return
+        self.swapped[var] = operand
+        spec = self.rewriter.wanted(self.scope.env[var], var.aval)
+        if spec is not None:
+            self.swapped[var] = self.emit(operand, spec, eqn, asked=eqn.params["asked"], name=eqn.params["name"])
+
+    def atom(self, var: Any) -> Atom:
+        return None if compat.is_literal(var) else self.scope.env[var]
+
+    def constraint(self, var: Any, operand: Any, atom: Atom, eqn: Any) -> None:
+        """From here on `var` is its constrained self."""
+        spec = self.rewriter.wanted(atom, var.aval)
+        if spec is not None:
+            self.swapped[var] = self.emit(operand, spec, eqn)
+
+    def moved(self, operand: Any, var: Any, target: Atom, eqn: Any) -> Any:
+        """The operand, resharded first if what it enters is split otherwise."""
+        spec = self.rewriter.wanted(target, var.aval)
+        if spec is None or self.rewriter.spec(self.atom(var)) == spec:
+            return operand
+        return self.emit(operand, spec, eqn)
+
+    def emit(self, operand: Any, spec: Spec, eqn: Any, *, asked: Spec | None = None, name: str | None = None) -> Any:
+        new = compat.new_var(operand.aval)
+        params = annotation.completed(spec, self.rewriter.mesh, asked=asked, name=name)
+        self.eqns.append(compat.new_eqn(eqn, [operand], [new], annotation.annotate_p, params))
+        return new
+
+    def parameters(self, i: int, eqn: Any) -> dict[str, Any]:
+        params = dict(eqn.params)
+        for key, pos, jaxpr in compat.sub_jaxprs(eqn.params):
+            child = self.scope.children.get((i, key, pos))
+            if child is None:
+                continue
+            new = self.rewriter.jaxpr(jaxpr, child)
+            if isinstance(params[key], (tuple, list)):
+                items = list(params[key])
+                items[pos] = new
+                params[key] = tuple(items)
+            else:
+                params[key] = new
+        return params

@@ -1,0 +1,6 @@
+"""The pass: from a few annotations to a spec for every value."""
+
+from .assignment import Assignment, Claim, Conflict, Reason
+from .complete import complete, unannotated
+
+__all__ = ["Assignment", "Claim", "Conflict", "Reason", "complete", "unannotated"]

@@ -1,0 +1,88 @@
+"""What the pass decided: a spec for every value, a reason for every axis of every dim, the conflicts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ..graph import Graph
+from ..spec import Axis, Spec, axis_name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reason:
+    """One step of the way that an axis came: from (value, dim) through an op."""
+
+    word: str
+    """`annotated`, or the name of the op."""
+    source: str
+    """The user's line of the op, or the annotation's origin."""
+    value: int | None = None
+    """The value that brought the axis; None for an annotation."""
+    dim: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """One side of a conflict: a value's dim, the axes it is split by there, and the annotation they came from."""
+
+    value: int
+    dim: int
+    axes: tuple[Axis, ...]
+    origin: str
+
+    def __str__(self) -> str:
+        return f"({','.join(map(axis_name, self.axes)) or 'whole'}) from {self.origin}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conflict:
+    """Two claims that one op can't have both; the value `kept.value` stays as it is and data has to move."""
+
+    op: str
+    source: str
+    """The user's line of the op."""
+    kept: Claim
+    lost: Claim
+    rule: str
+    """By which rule the kept claim won."""
+    bytes_lost: int
+    """How many bytes more each device holds, or has to gather, because the lost claim is not met."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Assignment:
+    """A spec per value of a graph, with reasons and conflicts."""
+
+    graph: Graph
+    sizes: Mapping[str, int]
+    specs: tuple[Spec, ...]
+    reasons: Mapping[tuple[int, int, Axis], Reason]
+    conflicts: tuple[Conflict, ...]
+
+    def chain(self, value: int, dim: int, axis: Axis) -> list[tuple[int, int, Reason]]:
+        """The steps by which an axis reached a dim, back to the annotation: (value, dim, reason) each."""
+        steps: list[tuple[int, int, Reason]] = []
+        seen: set[tuple[int, int]] = set()
+        at: tuple[int | None, int | None] = (value, dim)
+        while at[0] is not None and at[1] is not None and (at[0], at[1]) not in seen:
+            seen.add((at[0], at[1]))
+            reason = self.reason(at[0], at[1], axis)
+            if reason is None:
+                break
+            steps.append((at[0], at[1], reason))
+            at = (reason.value, reason.dim)
+        return steps
+
+    def reason(self, value: int, dim: int, axis: Axis) -> Reason | None:
+        """Why a dim is split by an axis (the whole or a part of it); None if it is not."""
+        name = axis if isinstance(axis, str) else axis[0]
+        exact = self.reasons.get((value, dim, axis))
+        return exact or next(
+            (r for (v, d, a), r in self.reasons.items() if (v, d) == (value, dim) and name in (a, a[0])), None
+        )
+
+    def origin(self, value: int, dim: int, axis: Axis) -> str:
+        """The annotation that an axis came from."""
+        steps = self.chain(value, dim, axis)
+        return steps[-1][2].source if steps else "unknown"

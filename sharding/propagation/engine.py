@@ -1,0 +1,314 @@
+"""The fixed-point engine: extends shardings along factors until nothing changes.
+
+The hierarchy is Shardy's (openxla/shardy, `docs/propagation.md`): user priorities outside, five op priorities inside,
+and within one op the aggressive step: every factor takes the longest axes that its arrays agree on, conflicts between
+factors go to the larger source. Annotations are never overwritten; an inferred dim only ever grows. A worklist
+holds the ops whose arrays changed, so a sweep costs what it changes.
+
+Arrays are indices and splits are tuples of atoms (`atoms.py`) in flat lists; the objects come back at the end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..graph import Graph, Op
+from ..rules import Flow, Kind
+from .atoms import Atoms, AtomTable
+
+NONE, FORWARD, BACKWARD, BOTH = 0, 1, 2, 3
+LEVELS = 5
+
+
+@dataclass(slots=True)
+class Step:
+    """Why one dim of one value has an atom: the op that brought it, and the value and dim it came from."""
+
+    op: int
+    source: int
+    source_dim: int
+
+
+@dataclass(slots=True)
+class Tensor:
+    """One array of one op: its value and per dim its factors."""
+
+    value: int
+    dims: tuple[tuple[int, ...], ...]
+    simple: bool
+    """Whether every dim is one factor, so that a dim's split is its factor's."""
+
+
+class Engine:
+    """The state of one propagation: per value and dim the atoms so far, closed or not, and why."""
+
+    def __init__(self, graph: Graph, table: AtomTable):
+        self.graph, self.table = graph, table
+        n = len(graph.shapes)
+        self.axes: list[list[Atoms]] = [[()] * len(s) for s in graph.shapes]
+        self.closed: list[list[bool]] = [[False] * len(s) for s in graph.shapes]
+        self.held: list[frozenset[int]] = [frozenset()] * n  # atoms promised to a dim of lower priority
+        self.split: list[bool] = [False] * n  # whether any dim has atoms
+        self.why: dict[tuple[int, int, int], Step] = {}
+        self.ops = [op for op in graph.ops if op.rule is not None]
+        self.tensors = [_tensors(op) for op in self.ops]
+        self.users: list[list[int]] = [[] for _ in range(n)]
+        self.makers: list[list[int]] = [[] for _ in range(n)]
+        for i, op in enumerate(self.ops):
+            for v in op.operands:
+                self.users[v].append(i)
+            for v in op.results:
+                self.makers[v].append(i)
+        counts = [0] * n
+        for op in graph.ops:
+            for v in op.operands:
+                counts[v] += 1
+        self.single_use = [all(counts[v] == 1 or not graph.shapes[v] for v in op.operands) for op in self.ops]
+        self.level = 0
+
+    def run(self) -> None:
+        """Propagates all annotations, priority by priority, to the fixed point."""
+        later = self.start()
+        self.settle()
+        for priority in sorted(later):
+            for v in later[priority]:
+                self.release(v, priority)
+            self.settle()
+
+    def start(self) -> dict[int, list[int]]:
+        """Lays down the annotations; dims of lower priority wait, and their axes are held for them."""
+        later: dict[int, list[int]] = {}
+        for v, pin in self.graph.pins.items():
+            held: set[int] = set()
+            for d, dim in enumerate(pin.spec.dims):
+                waits = dim.priority > 0 and bool(dim.axes or not dim.open)
+                if waits:
+                    later.setdefault(dim.priority, []).append(v)
+                    held.update(self.table.split(dim.axes))
+                self.axes[v][d] = () if waits else self.table.split(dim.axes)
+                self.closed[v][d] = waits or not dim.open
+            self.held[v] = frozenset(held)
+            self.split[v] = any(self.axes[v])
+        return later
+
+    def release(self, v: int, priority: int) -> None:
+        """Lays down the dims of one value that have waited for this priority."""
+        for d, dim in enumerate(self.graph.pins[v].spec.dims):
+            if dim.priority == priority:
+                self.axes[v][d] = self.table.split(dim.axes)
+                self.closed[v][d] = not dim.open
+                self.held[v] -= set(self.axes[v][d])
+        self.split[v] = any(self.axes[v])
+
+    def settle(self) -> None:
+        """Runs the five op priorities, each to its fixed point."""
+        for self.level in range(LEVELS):
+            stack = [i for i in range(len(self.ops) - 1, -1, -1) if self.touched(i)]
+            queued = set(stack)
+            while stack:
+                i = stack.pop()
+                queued.discard(i)
+                for v in self.visit(i):
+                    for j in (*self.makers[v], *reversed(self.users[v])):
+                        if j != i and j not in queued:
+                            queued.add(j)
+                            stack.append(j)
+
+    def touched(self, i: int) -> bool:
+        split = self.split
+        return any(split[t.value] for t in self.tensors[i])
+
+    def direction(self, i: int, factor: int) -> int:
+        """Which way a factor may flow through an op at the present level."""
+        op, level = self.ops[i], self.level
+        rule = op.rule
+        assert rule is not None
+        if factor in rule.blocked:
+            return NONE
+        if level == 4:
+            return BOTH
+        backward_only = BACKWARD if rule.flow is Flow.BROADCAST else BOTH
+        if level == 3:
+            return backward_only
+        allowed = NONE
+        if level == 2 and rule.kinds[factor] is Kind.PASS:
+            allowed = backward_only
+        if level >= 1 or self.single_use[i]:
+            if rule.flow in (Flow.ELEMENTWISE, Flow.MOVE):
+                allowed = BOTH
+            elif rule.flow is Flow.SLICE:
+                allowed |= FORWARD
+        return allowed
+
+    def visit(self, i: int) -> list[int]:
+        """Propagates once through op i; the values that changed."""
+        tensors, op = self.tensors[i], self.ops[i]
+        if not self.touched(i):
+            return []
+        rule, n = op.rule, len(op.operands)
+        assert rule is not None
+        parts = [self.project(t, rule.sizes) for t in tensors]
+        wanted: dict[int, Atoms] = {}
+        for factor in range(len(rule.sizes)):
+            axes = self.agreed(parts, factor, n, self.direction(i, factor))
+            if axes:
+                wanted[factor] = axes
+        if not wanted:
+            return []
+        order, sources = self.order(wanted, parts, rule.sizes, rule.flow is Flow.ELEMENTWISE)
+        grown: dict[int, list[int]] = {}
+        for t in (*range(n, len(tensors)), *range(n)):
+            for factor in order:
+                new = self.fitting(wanted[factor], factor, tensors[t], parts[t], rule.sizes)
+                if new and t < n and rule.flow is Flow.ELEMENTWISE:
+                    new = _no_further_than(new, factor, parts[n:])
+                if new and _extends(new, parts[t][0][factor]):
+                    parts[t][0][factor] = new
+                    grown.setdefault(t, []).append(factor)
+        origins = {f: (tensors[t].value, _dim_of(f, tensors[t])) for f, t in sources.items()}
+        return [tensors[t].value for t in sorted(grown) if self.write(i, tensors[t], grown[t], parts[t], origins)]
+
+    def project(self, t: Tensor, sizes: Sequence[int]) -> tuple[dict[int, Atoms], frozenset[int], set[int]]:
+        """An array's split per factor; the atoms that fit no factor; the factors closed to growth."""
+        axes, closed = self.axes[t.value], self.closed[t.value]
+        if t.simple:
+            return (
+                {f[0]: axes[d] for d, f in enumerate(t.dims)},
+                frozenset(),
+                {f[0] for d, f in enumerate(t.dims) if closed[d]},
+            )
+        factors: dict[int, Atoms] = {}
+        overflow: set[int] = set()
+        shut: set[int] = set()
+        for d, dim in enumerate(t.dims):
+            rest, over = axes[d], False
+            for k, f in enumerate(dim):
+                if closed[d] or over:
+                    shut.add(f)
+                if over or k == len(dim) - 1:
+                    factors[f] = () if over else rest
+                    rest = ()
+                    continue
+                room, taken = sizes[f], 0
+                while taken < len(rest) and room % self.table.sizes[rest[taken]] == 0:
+                    room //= self.table.sizes[rest[taken]]
+                    taken += 1
+                factors[f], rest = rest[:taken], rest[taken:]
+                if room > 1 and rest:
+                    overflow.update(rest)
+                    shut.add(f)
+                    over, rest = True, ()
+        return factors, frozenset(overflow), shut
+
+    def agreed(self, parts: Sequence, factor: int, n: int, direction: int) -> Atoms:
+        """The longest axes of a factor that its arrays agree on, major first."""
+        if direction == NONE:
+            return ()
+        groups = (parts[:n], parts[n:]) if direction != BACKWARD else (parts[n:], parts[:n])
+        axes: Atoms = ()
+        grow = True
+        for second, group in enumerate(groups):
+            grow = grow and not (second and direction != BOTH)
+            for factors, _, _ in group:
+                new = factors.get(factor)
+                if new is None or new == axes:
+                    continue
+                k = min(len(axes), len(new))
+                if axes[:k] != new[:k]:
+                    k = next(i for i in range(k) if axes[i] != new[i])
+                    axes, grow = axes[:k], False
+                elif len(new) > k and grow:
+                    axes = new
+        return axes
+
+    def order(
+        self, wanted: dict[int, Atoms], parts: Sequence, sizes: Sequence[int], flat: bool
+    ) -> tuple[list[int], dict[int, int]]:
+        """Factors in the order in which they may claim axes, and the array that each one's axes come from.
+
+        Larger source first; for elementwise ops the more split factor; then the earlier array and factor.
+        """
+        totals = [math.prod(sizes[f] for f in factors) for factors, _, _ in parts]
+        sources, keys = {}, {}
+        for f, axes in wanted.items():
+            holders = [t for t, (factors, _, _) in enumerate(parts) if factors.get(f, ())[: len(axes)] == axes]
+            sources[f] = max(holders, key=lambda t: (totals[t], -t))
+            width = math.prod(self.table.sizes[a] for a in axes) if flat else 1
+            keys[f] = (-totals[sources[f]], -width, sources[f], f)
+        return sorted(wanted, key=keys.__getitem__), sources
+
+    def fitting(self, axes: Atoms, factor: int, t: Tensor, part: tuple, sizes: Sequence[int]) -> Atoms:
+        """The head of `axes` that one array can take for a factor; empty if it wouldn't grow."""
+        factors, overflow, shut = part
+        have = factors.get(factor)
+        if have is None or not _extends(axes, have):
+            return ()
+        held = self.held[t.value]
+        if factor in shut and not have:
+            return ()
+        minor = t.simple or any(dim[-1] == factor for dim in t.dims)
+        used = set(overflow)
+        for f, a in factors.items():
+            if f != factor:
+                used.update(a)
+        taken, room = 0, sizes[factor]
+        for k, atom in enumerate(axes):
+            size = self.table.sizes[atom]
+            fits = k < len(have) or (factor not in shut and (minor or room % size == 0))
+            if not fits or atom in held or atom in used:
+                break
+            room = room // size if room % size == 0 else 0
+            taken += 1
+        return axes[:taken] if taken > len(have) else ()
+
+    def write(self, i: int, tensor: Tensor, factors: list[int], part: tuple, origins: dict) -> bool:
+        """Writes an array's grown factors back to its dims; whether anything changed."""
+        split, overflow, _ = part
+        rule, v = self.ops[i].rule, tensor.value
+        assert rule is not None
+        changed = False
+        for d, dim in enumerate(tensor.dims):
+            if overflow or not any(f in factors for f in dim):
+                continue
+            old, new = self.axes[v][d], self.dim_axes(dim, split, rule.sizes)
+            if not _extends(new, old):
+                continue
+            self.axes[v][d] = new
+            self.split[v] = changed = True
+            for atom in new[len(old) :]:
+                source, source_dim = origins[next(f for f in dim if atom in split[f])]
+                self.why[v, d, atom] = Step(i, source, source_dim)
+        return changed
+
+    def dim_axes(self, dim: tuple[int, ...], split: dict[int, Atoms], sizes: Sequence[int]) -> Atoms:
+        axes: Atoms = ()
+        for f in dim:
+            axes += split[f]
+            if math.prod(self.table.sizes[a] for a in split[f]) < sizes[f]:
+                break  # a minor factor split under a whole major one would be a strided view
+        return axes
+
+
+def _tensors(op: Op) -> list[Tensor]:
+    assert op.rule is not None
+    pairs = zip((*op.operands, *op.results), (*op.rule.operands, *op.rule.results), strict=True)
+    return [Tensor(v, dims, all(len(d) == 1 for d in dims)) for v, dims in pairs]
+
+
+def _dim_of(factor: int, tensor: Tensor) -> int:
+    return next(d for d, dim in enumerate(tensor.dims) if factor in dim)
+
+
+def _extends(new: Atoms, old: Atoms) -> bool:
+    return len(new) > len(old) and new[: len(old)] == old
+
+
+def _no_further_than(new: Atoms, factor: int, results: Sequence) -> Atoms:
+    """Keeps a split from going sideways between operands where the result can't take it."""
+    for factors, _, _ in results:
+        have = factors.get(factor)
+        if have is not None and _extends(new, have):
+            new = have
+    return new

@@ -1,0 +1,18 @@
+"""One factor rule per primitive: how an op's dims belong together."""
+
+from .rule import Dims, Flow, Kind, Rule, RuleBuilder, Shape, pointwise
+from .table import CONSTANT_PRESERVING, MOVES, identity, rule_for
+
+__all__ = [
+    "CONSTANT_PRESERVING",
+    "MOVES",
+    "Dims",
+    "Flow",
+    "Kind",
+    "Rule",
+    "RuleBuilder",
+    "Shape",
+    "identity",
+    "pointwise",
+    "rule_for",
+]

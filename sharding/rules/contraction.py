@@ -1,0 +1,100 @@
+"""Factor rules of contractions and reductions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .rule import Kind, Rule, RuleBuilder, Shape
+from .shape import Params
+
+
+def dot_general(ins: Sequence[Shape], outs: Sequence[Shape], params: Params) -> Rule:
+    """`"b i k, b k j -> b i j"`: batch and free dims pass, contracted ones are summed."""
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = params["dimension_numbers"]
+    lhs, rhs, *rest = ins
+    none = [None] * len(rest)
+    rule, out = RuleBuilder(ins, outs), 0
+    for i, j in zip(lhs_batch, rhs_batch, strict=True):
+        rule.factor([i, j, *none], [out], lhs[i])
+        out += 1
+    for i in range(len(lhs)):
+        if i not in lhs_contract and i not in lhs_batch:
+            rule.factor([i, None, *none], [out], lhs[i])
+            out += 1
+    for j in range(len(rhs)):
+        if j not in rhs_contract and j not in rhs_batch:
+            rule.factor([None, j, *none], [out], rhs[j])
+            out += 1
+    for i, j in zip(lhs_contract, rhs_contract, strict=True):
+        rule.factor([i, j, *none], [None], lhs[i], Kind.REDUCE)
+    return rule.build()
+
+
+def reduce(ins: Sequence[Shape], outs: Sequence[Shape], params: Params) -> Rule:
+    """Dims in `axes` are reduced, the others pass; several arrays of one shape go alike, scalars take no part."""
+    axes = params["axes"] if "axes" in params else params["dimensions"]
+    shape = ins[0]
+    rule, out = RuleBuilder(ins, outs), 0
+    for d, size in enumerate(shape):
+        at = [d if s == shape and s else None for s in ins]
+        rule.factor(at, [None if d in axes else out] * len(outs), size, Kind.REDUCE if d in axes else Kind.PASS)
+        out += d not in axes
+    return rule.build()
+
+
+def cumulative(ins: Sequence[Shape], outs: Sequence[Shape], params: Params) -> Rule:
+    """The running dim passes partial results between neighbours; the others pass."""
+    rule = RuleBuilder(ins, outs)
+    for d, size in enumerate(ins[0]):
+        rule.everywhere(d, size, Kind.PERMUTE if d == params["axis"] else Kind.PASS)
+    return rule.build()
+
+
+def sort(ins: Sequence[Shape], outs: Sequence[Shape], params: Params) -> Rule:
+    """The sorted dim has to be whole."""
+    rule = RuleBuilder(ins, outs)
+    for d, size in enumerate(ins[0]):
+        whole = d == params["dimension"]
+        rule.everywhere(d, size, Kind.REPLICATE if whole else Kind.PASS, blocked=whole)
+    return rule.build()
+
+
+def top_k(ins: Sequence[Shape], outs: Sequence[Shape], params: Params) -> Rule:
+    """The searched dim has to be whole."""
+    dim = params.get("axis", -1) % len(ins[0])
+    rule = RuleBuilder(ins, outs)
+    for d, size in enumerate(ins[0]):
+        rule.everywhere(d, size, Kind.REPLICATE if d == dim else Kind.PASS, blocked=d == dim)
+    return rule.build()
+
+
+def conv_general_dilated(ins: Sequence[Shape], outs: Sequence[Shape], params: Params) -> Rule:
+    """Batch and output features pass, input features are summed, spatial dims exchange borders.
+
+    A spatial dim is split by windows (result) or within the window (kernel); the greater of the two is the major
+    factor.
+    """
+    dims, (lhs, rhs), (out,) = params["dimension_numbers"], ins, outs
+    batch, feature, *space = dims.lhs_spec
+    out_feature, in_feature, *kernel = dims.rhs_spec
+    out_batch, out_channel, *out_space = dims.out_spec
+    batch_groups, groups = params["batch_group_count"], params["feature_group_count"]
+    rule = RuleBuilder(ins, outs)
+    if batch_groups > 1:
+        rule.factor([batch, out_feature], [out_channel], batch_groups)
+    rule.factor([batch, None], [out_batch], out[out_batch])
+    for i, k, o in zip(space, kernel, out_space, strict=True):
+        left = lhs[i]
+        windows = (out[o], [i, None], [o], Kind.PERMUTE)
+        within = (rhs[k], [i, k], [None], Kind.REDUCE)
+        for size, at, to, kind in sorted((windows, within), key=lambda part: -part[0]):
+            if min(left, size) > 1:
+                rule.factor(at, to, min(left, size), kind)
+                left //= min(left, size)
+    if groups > 1:
+        rule.factor([feature, out_feature], [out_channel], groups)
+    rule.factor([feature, in_feature], [None], rhs[in_feature], Kind.REDUCE)
+    features = out[out_channel] // (batch_groups * groups)
+    if features > 1:
+        rule.factor([None, out_feature], [out_channel], features)
+    return rule.build()

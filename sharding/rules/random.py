@@ -1,0 +1,31 @@
+"""Factor rules of random numbers: every device makes its own part, so nothing is communicated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .rule import Kind, Rule, RuleBuilder, Shape
+from .shape import Params
+
+
+def random_bits(ins: Sequence[Shape], outs: Sequence[Shape], params: Params) -> Rule:
+    """Dims of a batch of keys pass; the drawn dims are the result's own."""
+    del params
+    rule = RuleBuilder(ins, outs)
+    for d, size in enumerate(ins[0]):
+        rule.factor([d], [d], size)
+    return rule.build()
+
+
+def key_data(ins: Sequence[Shape], outs: Sequence[Shape], params: Params) -> Rule:
+    """`random_wrap` and `random_unwrap`: batch dims pass, a key's own words stay together."""
+    del params
+    rule = RuleBuilder(ins, outs)
+    ndim = min(len(ins[0]), len(outs[0]))
+    for d in range(ndim):
+        rule.factor([d], [d], ins[0][d])
+    for d in range(ndim, len(ins[0])):
+        rule.factor([d], [None], ins[0][d], Kind.REPLICATE)
+    for d in range(ndim, len(outs[0])):
+        rule.factor([None], [d], outs[0][d], Kind.REPLICATE)
+    return rule.build()

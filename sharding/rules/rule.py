@@ -1,0 +1,129 @@
+"""The factor rule: how the dims of an op's operands and results belong together.
+
+Every dim is a product of *factors*, major to minor; dims that share a factor are split alike. `dot_general` is
+`"b i k, b k j -> b i j"`, where `k` is a reduction. Notation and kinds follow Shardy's sharding rules
+(openxla/shardy, `docs/sharding_representation.md`).
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+Shape = tuple[int, ...]
+Dims = tuple[tuple[int, ...], ...]
+"""Per dim of one array the indices of its factors, major to minor."""
+
+
+class Kind(enum.Enum):
+    """What a sharded factor costs inside the op."""
+
+    PASS = "pass-through"
+    REDUCE = "reduction"
+    PERMUTE = "permutation"
+    REPLICATE = "need-replication"
+
+
+class Flow(enum.Enum):
+    """When an op takes part: the pass goes from cheap, obvious ops to the rest (Shardy's op priorities)."""
+
+    ELEMENTWISE = "elementwise"
+    MOVE = "data movement"
+    SLICE = "slice"
+    BROADCAST = "broadcast"
+    OTHER = "other"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """The factor rule of one op at given shapes."""
+
+    operands: tuple[Dims, ...]
+    results: tuple[Dims, ...]
+    sizes: tuple[int, ...]
+    """The size of each factor."""
+    kinds: tuple[Kind, ...]
+    blocked: frozenset[int] = frozenset()
+    """Factors along which nothing flows."""
+    flow: Flow = Flow.OTHER
+
+    def __str__(self) -> str:
+        names = "ijklmnopqrstuvwxyzabcdefgh"
+
+        def text(arrays: tuple[Dims, ...]) -> str:
+            return ", ".join(" ".join("".join(names[f % 26] for f in d) or "1" for d in dims) for dims in arrays)
+
+        return f"{text(self.operands)} -> {text(self.results)}"
+
+
+@dataclass(slots=True)
+class RuleBuilder:
+    """Collects factors one by one; `None` for a dim means that the array lacks the factor."""
+
+    operand_shapes: Sequence[Shape]
+    result_shapes: Sequence[Shape]
+    sizes: list[int] = field(default_factory=list)
+    kinds: list[Kind] = field(default_factory=list)
+    blocked: set[int] = field(default_factory=set)
+    dims: list[list[list[int]]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.dims = [[[] for _ in shape] for shape in (*self.operand_shapes, *self.result_shapes)]
+
+    def factor(
+        self,
+        operand_dims: Sequence[int | None],
+        result_dims: Sequence[int | None],
+        size: int,
+        kind: Kind = Kind.PASS,
+        *,
+        blocked: bool = False,
+    ) -> None:
+        """Adds a factor that is the next-minor part of the given dims."""
+        index = len(self.sizes)
+        self.sizes.append(size)
+        self.kinds.append(kind)
+        if blocked:
+            self.blocked.add(index)
+        for array, dim in zip(self.dims, (*operand_dims, *result_dims), strict=True):
+            if dim is not None and not (size == 1 and array[dim]):
+                array[dim].append(index)
+
+    def everywhere(self, dim: int, size: int, kind: Kind = Kind.PASS, *, blocked: bool = False) -> None:
+        """Adds a factor for the same dim of every array that has dims."""
+        at = [dim if array else None for array in self.dims]
+        n = len(self.operand_shapes)
+        self.factor(at[:n], at[n:], size, kind, blocked=blocked)
+
+    def build(self, flow: Flow = Flow.OTHER) -> Rule:
+        """The rule; dims that got no factor get one of their own."""
+        for array, shape in zip(self.dims, (*self.operand_shapes, *self.result_shapes), strict=True):
+            for d, factors in enumerate(array):
+                if not factors:
+                    factors.append(len(self.sizes))
+                    self.sizes.append(shape[d])
+                    self.kinds.append(Kind.PASS)
+        arrays = tuple(tuple(tuple(f) for f in array) for array in self.dims)
+        n = len(self.operand_shapes)
+        return Rule(
+            operands=arrays[:n],
+            results=arrays[n:],
+            sizes=tuple(self.sizes),
+            kinds=tuple(self.kinds),
+            blocked=frozenset(self.blocked),
+            flow=flow,
+        )
+
+
+def pointwise(operand_shapes: Sequence[Shape], result_shapes: Sequence[Shape], flow: Flow = Flow.ELEMENTWISE) -> Rule:
+    """Dim i of every array is factor i; scalars take no part."""
+    shape = max((*operand_shapes, *result_shapes), key=len)
+    factors = tuple((i,) for i in range(len(shape)))
+    return Rule(
+        operands=tuple(factors if s else () for s in operand_shapes),
+        results=tuple(factors if s else () for s in result_shapes),
+        sizes=tuple(shape),
+        kinds=(Kind.PASS,) * len(shape),
+        flow=flow,
+    )

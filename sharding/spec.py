@@ -1,0 +1,202 @@
+"""How one array is split: per dim the mesh axes that split it, major to minor.
+
+A `Spec` says what a `PartitionSpec` can say and four things more: a dim may be *open* (the pass may add axes), a dim
+has a *priority* (0 is propagated first), an axis may be a part of a mesh axis `(name, pre, size)` (view the axis of
+size n as `[pre, size, n / (pre * size)]` and take the middle), and axes may be *unreduced* (a sum still pending).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from jax.sharding import PartitionSpec as P
+
+from .errors import ShardingError
+
+Axis = str | tuple[str, int, int]
+"""A mesh axis, or a part of one: (name, pre, size)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dim:
+    """The split of one array dim."""
+
+    axes: tuple[Axis, ...] = ()
+    """Mesh axes, major to minor."""
+    open: bool = False
+    """Whether the pass may add axes behind these."""
+    priority: int = 0
+    """0 is propagated first; higher numbers wait."""
+
+    def __str__(self) -> str:
+        names = [axis_name(a) for a in self.axes] + (["?"] if self.open else [])
+        return "(" + ",".join(names) + ")" if len(names) > 1 else (names[0] if names else "-")
+
+
+OPEN = Dim(open=True)
+CLOSED = Dim()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spec:
+    """The split of one array: one `Dim` per dim."""
+
+    dims: tuple[Dim, ...]
+    unreduced: tuple[Axis, ...] = ()
+
+    def __str__(self) -> str:
+        return "[" + ", ".join(str(d) for d in self.dims) + "]"
+
+    @property
+    def axes(self) -> tuple[tuple[Axis, ...], ...]:
+        """Per dim the axes alone."""
+        return tuple(d.axes for d in self.dims)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether every dim is open and empty: nothing is asked."""
+        return all(d.open and not d.axes for d in self.dims)
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether some dim is split by a part of a mesh axis, which a `PartitionSpec` can't say."""
+        return any(not isinstance(a, str) for d in self.dims for a in d.axes)
+
+    def num_shards(self, sizes: Mapping[str, int]) -> int:
+        """Into how many pieces the array is cut."""
+        return math.prod(axis_size(a, sizes) for d in self.dims for a in d.axes)
+
+
+def open_spec(ndim: int) -> Spec:
+    """The spec that asks nothing."""
+    return Spec(dims=(OPEN,) * ndim)
+
+
+def axis_name(axis: Axis) -> str:
+    """`tensor`, or `tensor:(1)2` for a part, as Shardy writes it."""
+    return axis if isinstance(axis, str) else f"{axis[0]}:({axis[1]}){axis[2]}"
+
+
+def axis_size(axis: Axis, sizes: Mapping[str, int]) -> int:
+    """The number of devices along an axis or a part of one."""
+    return sizes[axis] if isinstance(axis, str) else axis[2]
+
+
+def from_partition_spec(
+    spec: P, shape: tuple[int, ...], sizes: Mapping[str, int], *, asked: str, priority: int = 0
+) -> Spec:
+    """The `Spec` of a `PartitionSpec`: missing trailing dims are closed, `P.UNCONSTRAINED` is open, `(a, ...)` grows.
+
+    Raises:
+        ShardingError: unknown axis, axis used twice, or more entries than dims; all of them in one message.
+    """
+    faults = _faults(spec, shape, sizes)
+    if faults:
+        raise ShardingError(
+            asked,
+            there=[f"spec {spec}, array of shape {tuple(shape)}, mesh axes {_sizes_text(sizes)}", *faults],
+            must="each entry is None, P.UNCONSTRAINED, a mesh axis or a tuple of them; each axis at most once; "
+            "at most one entry per dim",
+            fix=_fix(spec, shape, sizes),
+        )
+    entries = tuple(spec) + (None,) * (len(shape) - len(spec))
+    dims = tuple(_dim(e, sizes, priority) for e in entries)
+    return Spec(dims=dims, unreduced=tuple(sorted(getattr(spec, "unreduced", ()) or ())))
+
+
+def to_partition_spec(spec: Spec, *, keep_open: bool = False) -> P:
+    """The nearest `PartitionSpec`; trailing empty entries dropped.
+
+    A part of an axis can't be said there: the dim is cut before it. With `keep_open`, dims that may grow or that were
+    cut become `P.UNCONSTRAINED`, which leaves them to XLA.
+    """
+    entries = [_entry(d, keep_open) for d in spec.dims]
+    while entries and entries[-1] is None:
+        entries.pop()
+    return P(*entries)
+
+
+def divisible(spec: Spec, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Spec:
+    """`spec` with each dim cut to the longest axes whose sizes divide it, as JAX asks of arguments and results."""
+    dims = []
+    for dim, size in zip(spec.dims, shape, strict=True):
+        kept: list[Axis] = []
+        for axis in dim.axes:
+            if size % math.prod([axis_size(a, sizes) for a in (*kept, axis)]) or not isinstance(axis, str):
+                break
+            kept.append(axis)
+        dims.append(Dim(axes=tuple(kept), open=dim.open, priority=dim.priority))
+    return Spec(dims=tuple(dims), unreduced=spec.unreduced)
+
+
+def indivisible(spec: Spec, shape: tuple[int, ...], sizes: Mapping[str, int]) -> list[str]:
+    """One line of arithmetic per dim whose size its axes don't divide."""
+    lines = []
+    for i, (dim, size) in enumerate(zip(spec.dims, shape, strict=True)):
+        parts = math.prod(axis_size(a, sizes) for a in dim.axes)
+        if size % parts:
+            factors = " x ".join(f"{axis_name(a)}={axis_size(a, sizes)}" for a in dim.axes)
+            lines.append(
+                f"dim {i} of size {size} over {factors} = {parts}: {size} = {size // parts} x {parts} + {size % parts}"
+            )
+    return lines
+
+
+def _entry(dim: Dim, keep_open: bool) -> object:
+    whole = [a for a in dim.axes if isinstance(a, str)]
+    if keep_open and ((dim.open and not dim.axes) or len(whole) < len(dim.axes)):
+        return P.UNCONSTRAINED
+    names = tuple(whole[: next((i for i, a in enumerate(dim.axes) if not isinstance(a, str)), len(whole))])
+    return None if not names else names[0] if len(names) == 1 else names
+
+
+def _names(entry: object) -> tuple[object, ...]:
+    if entry is None or entry is P.UNCONSTRAINED:
+        return ()
+    items = entry if isinstance(entry, tuple) else (entry,)
+    return tuple(a for a in items if a is not Ellipsis and a is not P.UNCONSTRAINED)
+
+
+def _dim(entry: object, sizes: Mapping[str, int], priority: int) -> Dim:
+    if entry is P.UNCONSTRAINED:
+        return Dim(open=True, priority=priority)
+    grows = isinstance(entry, tuple) and any(a is Ellipsis or a is P.UNCONSTRAINED for a in entry)
+    axes = tuple(str(a) for a in _names(entry) if sizes[str(a)] > 1)
+    return Dim(axes=axes, open=grows, priority=priority)
+
+
+def _faults(spec: P, shape: tuple[int, ...], sizes: Mapping[str, int]) -> list[str]:
+    faults = []
+    if len(spec) > len(shape):
+        faults.append(f"{len(spec)} entries for {len(shape)} dims")
+    seen: dict[object, int] = {}
+    for i, entry in enumerate(spec):
+        for name in _names(entry):
+            if name not in sizes:
+                faults.append(f"entry {i} names {name!r}, which is no axis of the mesh")
+            elif name in seen:
+                faults.append(f"axis {name!r} is used twice: in entries {seen[name]} and {i}")
+            seen.setdefault(name, i)
+    return faults
+
+
+def _fix(spec: P, shape: tuple[int, ...], sizes: Mapping[str, int]) -> list[str]:
+    import difflib
+
+    fixes = []
+    unknown = [n for e in spec for n in _names(e) if n not in sizes]
+    for name in unknown:
+        near = difflib.get_close_matches(str(name), list(sizes), n=1, cutoff=0.5)
+        if near:
+            fixes.append(f"{near[0]!r} in place of {name!r}")
+    if len(spec) > len(shape):
+        fixes.append(f"P{tuple(spec)[: len(shape)]}" if len(shape) != 1 else f"P({tuple(spec)[0]!r})")
+    if unknown and not fixes:
+        fixes.append("add the axis to sharding.mesh(...), or use one of " + ", ".join(map(repr, sizes)))
+    return fixes
+
+
+def _sizes_text(sizes: Mapping[str, int]) -> str:
+    return ", ".join(f"{k}={v}" for k, v in sizes.items()) or "(none)"

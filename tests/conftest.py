@@ -1,0 +1,14 @@
+"""Eight virtual CPU devices, and the strictness that every test runs under."""
+
+import os
+
+# Under xdist every worker would otherwise start as many XLA threads as the machine has cores. XLA reads it when it
+# starts, so this comes before JAX.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("NPROC", "2")
+
+import jax
+
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_numpy_rank_promotion", "raise")

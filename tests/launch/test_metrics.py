@@ -1,0 +1,72 @@
+import math
+import xml.etree.ElementTree as xml
+
+import pytest
+
+from sharding.launch import curve, metrics
+
+
+def test_lines_are_there_at_once_and_exact(tmp_path):
+    loss = 1 / 3
+    with metrics.start(tmp_path) as file:
+        file.log(1, {"loss": loss})
+        assert metrics.read(tmp_path / metrics.FILE_NAME) == [{"step": 1, "loss": loss}]
+        file.log(1, {"heldout_bits_per_byte": 2.5})
+        assert file.series("loss") == [(1, loss)]
+        assert file.series("heldout_bits_per_byte") == [(1, 2.5)]
+
+
+def test_resume_forgets_what_came_after(tmp_path):
+    with metrics.start(tmp_path) as file:
+        for step in range(1, 6):
+            file.log(step, {"loss": float(step)})
+    with metrics.resume(tmp_path, step=3) as file:
+        file.log(4, {"loss": 0.5})
+    assert metrics.series(metrics.read(tmp_path / metrics.FILE_NAME), "loss") == [(1, 1), (2, 2), (3, 3), (4, 0.5)]
+
+
+def test_a_line_cut_short_is_left_out(tmp_path):
+    path = tmp_path / metrics.FILE_NAME
+    path.write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo')
+    assert metrics.read(path) == [{"step": 1, "loss": 2.0}]
+
+
+def test_bits_per_byte():
+    assert metrics.bits_per_byte(math.log(256)) == pytest.approx(8)
+
+
+def test_memory_is_that_of_a_python_process():
+    assert 10e6 < metrics.memory_bytes() < 1e12
+
+
+POINTS = [(step, 8 / step**0.2) for step in range(1, 200)]
+
+
+@pytest.mark.parametrize("y_scale", ["linear", "log"])
+@pytest.mark.parametrize("x_scale", ["linear", "log"])
+@pytest.mark.parametrize("train", [POINTS, POINTS[:1], [], [(1, float("nan"))], [(1, 2.0), (2, 2.0)]])
+@pytest.mark.parametrize("heldout", [POINTS[::50], []])
+def test_the_curve_is_an_svg_picture(train, heldout, x_scale, y_scale):
+    picture = curve.svg(train, heldout, title="a < b & c", x_scale=x_scale, y_scale=y_scale)
+    root = xml.fromstring(picture)
+    assert root.tag == "{http://www.w3.org/2000/svg}svg"
+    assert "nan" not in picture
+    assert len(root.findall("{*}circle")) == len(heldout)
+
+
+def test_points_lie_inside_the_frame():
+    root = xml.fromstring(curve.svg(POINTS, POINTS[::50]))
+    for line in root.findall("{*}polyline"):
+        for point in line.attrib["points"].split():
+            x, y = map(float, point.split(","))
+            assert curve.LEFT <= x <= curve.WIDTH - curve.RIGHT
+            assert curve.TOP <= y <= curve.HEIGHT - curve.BOTTOM
+
+
+@pytest.mark.parametrize(("low", "high"), [(1.9, 8.1), (2.0, 2.1), (0.01, 300)])
+@pytest.mark.parametrize("scale", ["linear", "log"])
+def test_ticks_lie_inside_and_are_few(low, high, scale):
+    ticks = curve.Axis(low=low, high=high, start=0, end=100, scale=scale).ticks()
+    assert 3 <= len(ticks) <= 16
+    assert all(low <= tick <= high for tick in ticks)
+    assert ticks == sorted(ticks)

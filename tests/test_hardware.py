@@ -1,0 +1,73 @@
+"""Descriptions of devices as texts."""
+
+import pytest
+
+from sharding.errors import ShardingError
+from sharding.hardware import CHIPS, Devices, chip, parse
+
+
+@pytest.mark.parametrize(
+    ("text", "num_devices", "num_hosts", "devices_per_island"),
+    [
+        ("v5p:4x8x8", 256, None, 256),
+        ("v5p:8x16x16", 2048, None, 2048),
+        ("v4:2x2x1", 4, None, 4),
+        ("v5e:16x16", 256, None, 256),
+        ("v6e:8x8", 64, None, 64),
+        ("tpu7x:4x4x4", 128, None, 128),
+        ("h100:16x8", 128, 16, 8),
+        ("a100:8", 8, 1, 8),
+        ("h200:2x4", 8, 2, 4),
+        ("b200:1x8", 8, 1, 8),
+        ("cpu:8", 8, 1, 8),
+        (" H100:2X8 ", 16, 2, 8),
+    ],
+)
+def test_counts(text, num_devices, num_hosts, devices_per_island):
+    devices = parse(text)
+    assert (devices.num_devices, devices.num_hosts) == (num_devices, num_hosts)
+    assert devices.devices_per_island == devices_per_island
+
+
+@pytest.mark.parametrize("text", ["v5p:4x8x8", "v5e:4x4", "h100:16x8", "cpu:1x8"])
+def test_text_comes_back(text):
+    assert str(parse(text)) == text
+    assert parse(str(parse(text))) == parse(text)
+
+
+def test_descriptions_are_values():
+    assert hash(parse("h100:8")) == hash(Devices(chip=CHIPS["h100"], shape=(1, 8)))
+    assert parse("h100:8") == parse("h100:1x8")
+
+
+@pytest.mark.parametrize("name", CHIPS)
+def test_chips_are_named_and_have_memory(name):
+    known = chip(name.upper())
+    assert known.name == name
+    assert known.memory_bytes is None if name == "cpu" else known.memory_bytes >= 16 * 10**9
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("h10:16x8", r'try: +"h100:16x8"'),
+        ("v5:4x4", r"the chip is one of v4, v5e, v5p"),
+        ("quantum:8", r"no chip 'quantum'"),
+        ("v5p", r'try: +"v5p:4x4x8"'),
+        ("v5p:", r"a torus of three dims, in chips"),
+        ("v5p:4x8", r'try: +"v5p:4x8x1"'),
+        ("v5e:4x4x4", r'try: +"v5e:4x16"'),
+        ("v5e:0x4", r"a torus of two dims"),
+        ("h100:16x", r"hosts x devices per host"),
+        ("h100:2x4x8", r'try: +"h100:2x32"'),
+        ("h100:-1x8", r"hosts x devices per host"),
+    ],
+)
+def test_errors_offer_the_nearest(text, message):
+    with pytest.raises(ShardingError, match=message):
+        parse(text)
+
+
+def test_unknown_chip_alone():
+    with pytest.raises(ShardingError, match=r'the chip \'h10\'(.|\n)*try: +"h100"'):
+        chip("h10")
