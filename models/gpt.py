@@ -8,9 +8,9 @@ What is unusual:
   - with `remat` the output of each attention is kept, so the backward pass runs no forward reduction again;
   - RMS norms before each branch, rotary or learned positions, no biases.
 
-Shape suffixes: B batch, S sequence (T: as keys), M features, F hidden features of the MLP, V vocabulary, L layers, C context,
-H query heads, G head groups (one key and value head each), Q query heads of a group, N = Q + 2 heads of a group with
-its key and value, D features of a head.
+Shape suffixes: B batch, S sequence, T sequence of keys, M features, F hidden features of the MLP, V vocabulary,
+L layers, H query heads, G head groups (one key and value head each), Q query heads of a group, N = Q + 2 heads of a
+group with its key and value, D features of a head.
 """
 
 import dataclasses
@@ -26,6 +26,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
+    """The sizes of a model and how it is computed; mistakes are all reported together."""
+
     vocab: int
     """Number of different tokens."""
     context: int
@@ -106,11 +108,11 @@ PRESETS = {
 
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-"""(q_BSHD, k_BSGD, v_BSGD) -> out_BSHD, causal."""
+"""(q_BSHD, k_BTGD, v_BTGD) -> out_BSHD, causal."""
 
 
 class Branch(Protocol):
-    """What `attention` and `mlp` must make from a config: a module x_BSM -> x_BSM."""
+    """What `attention` and `mlp` are: a function or class that makes a module x_BSM -> x_BSM."""
 
     def __call__(self, config: Config, *, rngs: nnx.Rngs) -> Callable[[jax.Array], jax.Array]: ...
 
@@ -147,16 +149,13 @@ def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
     return jnp.where(keep, x / (1 - rate), jnp.zeros_like(x))
 
 
-def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], scale: float = 0.02) -> nnx.Param[jax.Array]:
-    return nnx.Param(scale * jax.random.normal(rngs.params(), shape, jnp.float32))
-
-
-def _branch_scale(config: Config) -> float:
-    # Each layer adds two branches to the residual stream: smaller starts keep its variance independent of depth.
-    return 0.02 / math.sqrt(2 * config.layers)
+def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], *, fan_in: int) -> nnx.Param[jax.Array]:
+    return nnx.Param(jax.random.normal(rngs.params(), shape, jnp.float32) / math.sqrt(fan_in))
 
 
 class RMSNorm(nnx.Module):
+    """Each position divided by its root mean square, in float32, then scaled by feature."""
+
     def __init__(self, features: int):
         self.scale = nnx.Param(jnp.ones((features,), jnp.float32))
 
@@ -167,12 +166,22 @@ class RMSNorm(nnx.Module):
 
 
 class Attention(nnx.Module):
+    """x_BSM -> x_BSM through heads that `attend` to each other's positions.
+
+    Args:
+        config: its sizes.
+        rngs: its `params` stream gives the initial values.
+        attend: (q_BSHD, k_BTGD, v_BTGD) -> out_BSHD, causal.
+    """
+
     def __init__(self, config: Config, *, rngs: nnx.Rngs, attend: Attend = causal_attention):
         groups, size = config.kv_heads, config.head_features
         self.config = config
         self.attend = attend
-        self.qkv = _normal(rngs, (config.features, groups, config.heads // groups + 2, size))
-        self.out = _normal(rngs, (config.heads, size, config.features), _branch_scale(config))
+        shape = (config.features, groups, config.heads // groups + 2, size)
+        self.qkv = _normal(rngs, shape, fan_in=config.features)
+        # Every branch adds to the residual stream; counting them all in the fan-in keeps its variance at any depth.
+        self.out = _normal(rngs, (config.heads, size, config.features), fan_in=2 * config.layers * config.features)
 
     def __call__(self, x_BSM: jax.Array) -> jax.Array:
         config, dtype = self.config, x_BSM.dtype
@@ -186,9 +195,11 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
+    """x_BSM -> x_BSM, each position for itself: two matrices and a GELU between them."""
+
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
-        self.w1 = _normal(rngs, (config.features, config.mlp_features))
-        self.w2 = _normal(rngs, (config.mlp_features, config.features), _branch_scale(config))
+        self.w1 = _normal(rngs, (config.features, config.mlp_features), fan_in=config.features)
+        self.w2 = _normal(rngs, (config.mlp_features, config.features), fan_in=2 * config.layers * config.mlp_features)
 
     def __call__(self, x_BSM: jax.Array) -> jax.Array:
         h_BSF = jax.nn.gelu(jnp.einsum("BSM,MF->BSF", x_BSM, self.w1[...].astype(x_BSM.dtype)))
@@ -213,10 +224,14 @@ class Block(nnx.Module):
 
 
 class Embed(nnx.Module):
+    """tokens_BS -> x_BSM: a row of the table for each token, plus one for its position if positions are learned."""
+
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
         self.dtype = config.dtype
-        self.table = _normal(rngs, (config.vocab, config.features))
-        self.positions = None if config.positions == "rotary" else _normal(rngs, (config.context, config.features))
+        self.table = _normal(rngs, (config.vocab, config.features), fan_in=config.features)
+        self.positions = None
+        if config.positions == "learned":
+            self.positions = _normal(rngs, (config.context, config.features), fan_in=config.features)
 
     def __call__(self, tokens_BS: jax.Array) -> jax.Array:
         x_BSM = jnp.take(self.table[...].astype(self.dtype), tokens_BS, axis=0, mode="clip")
@@ -226,8 +241,10 @@ class Embed(nnx.Module):
 
 
 class Head(nnx.Module):
+    """The table that makes logits, laid out as the embedding's, which takes its place when they are tied."""
+
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
-        self.table = _normal(rngs, (config.vocab, config.features))
+        self.table = _normal(rngs, (config.vocab, config.features), fan_in=config.features)
 
 
 class GPT(nnx.Module):
@@ -265,9 +282,7 @@ class GPT(nnx.Module):
         run = _rematerialised(self.config) if self.config.remat else Block.__call__
         keys_L = None if key is None else jax.random.split(key, self.config.layers)
         if isinstance(self.blocks, Block):
-            return jax.lax.scan(
-                lambda x_BSM, layer: (run(layer[0], x_BSM, layer[1]), None), x_BSM, (self.blocks, keys_L)
-            )[0]
+            return jax.lax.scan(lambda x, layer: (run(layer[0], x, layer[1]), None), x_BSM, (self.blocks, keys_L))[0]
         for i, block in enumerate(self.blocks):
             x_BSM = run(block, x_BSM, None if keys_L is None else keys_L[i])
         return x_BSM

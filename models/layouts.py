@@ -13,13 +13,16 @@ from typing import Any
 import jax
 
 import sharding
-from sharding import P
+from sharding import P, ShardingError, paths
+from sharding.errors import raise_together
 
 U = P.UNCONSTRAINED
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rule:
+    """One line of a layout: the parameters that it speaks of, and how they are split."""
+
     pattern: str
     """A glob over the parameter's path, with or without its layer index: `*/mlp/w1` is `blocks/0/mlp/w1`."""
     spec: P
@@ -61,8 +64,8 @@ def specs(params: Any, layout: Layout) -> Any:
     _check(params, layout)
 
     def joined(key_path: tuple[Any, ...], leaf: Any) -> P | None:
-        rules = [_whole(rule, _path(key_path), leaf.ndim) for rule in _matching(_path(key_path), layout)]
-        return P(*(next((e for e in entries if e is not U), U) for entries in zip(*rules))) if rules else None
+        wholes = [_whole(rule, leaf.ndim) for rule in _matching(paths.text(key_path), layout)]
+        return P(*(_first(entries) for entries in zip(*wholes, strict=True))) if wholes else None
 
     return jax.tree_util.tree_map_with_path(joined, params)
 
@@ -72,15 +75,19 @@ def annotate(params: Any, layout: Layout) -> Any:
     _check(params, layout)
 
     def annotated(key_path: tuple[Any, ...], leaf: Any) -> Any:
-        for rule in _matching(_path(key_path), layout):
-            leaf = sharding.annotate(leaf, _whole(rule, _path(key_path), leaf.ndim), priority=rule.priority)
+        for rule in _matching(paths.text(key_path), layout):
+            leaf = sharding.annotate(leaf, _whole(rule, leaf.ndim), priority=rule.priority)
         return leaf
 
     return jax.tree_util.tree_map_with_path(annotated, params)
 
 
-def _path(key_path: tuple[Any, ...]) -> str:
-    return jax.tree_util.keystr(key_path, simple=True, separator="/").removesuffix("/value")
+def _first(entries: Iterable[Any]) -> Any:
+    return next((entry for entry in entries if entry is not U), U)
+
+
+def _whole(rule: Rule, ndim: int) -> P:
+    return P(*[U] * (ndim - len(rule.spec)), *rule.spec)
 
 
 def _without_indices(path: str) -> str:
@@ -92,22 +99,29 @@ def _matching(path: str, layout: Layout) -> list[Rule]:
     return [rule for rule in layout if any(fnmatch.fnmatchcase(form, rule.pattern) for form in forms)]
 
 
-def _whole(rule: Rule, path: str, ndim: int) -> P:
-    if ndim < len(rule.spec):
-        raise ValueError(
-            f"layout rule {rule.pattern!r}: {path} has {ndim} dims, the spec {rule.spec} has {len(rule.spec)}"
-        )
-    return P(*[U] * (ndim - len(rule.spec)), *rule.spec)
-
-
 def _check(params: Any, layout: Layout) -> None:
-    paths = [_path(key_path) for key_path, _ in jax.tree_util.tree_leaves_with_path(params)]
-    matched = {rule for path in paths for rule in _matching(path, layout)}
-    unused = dict.fromkeys(rule.pattern for rule in layout if rule not in matched)
-    if unused:
-        raise ValueError("layout rules that match no parameter: " + "; ".join(_nearest(name, paths) for name in unused))
+    ndims = {paths.text(key_path): leaf.ndim for key_path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+    uses = {rule: [path for path in ndims if rule in _matching(path, layout)] for rule in layout}
+    failures = [_unused(rule, ndims) for rule in layout if not uses[rule]]
+    failures += [
+        _too_long(rule, path, ndims[path]) for rule in layout for path in uses[rule] if ndims[path] < len(rule.spec)
+    ]
+    raise_together("layout", failures)
 
 
-def _nearest(pattern: str, paths: list[str]) -> str:
-    known = sorted({_without_indices(path) for path in paths})
-    return f"{pattern!r}, nearest are {', '.join(difflib.get_close_matches(pattern, known, n=3, cutoff=0)) or 'none'}"
+def _unused(rule: Rule, known: Iterable[str]) -> ShardingError:
+    names = sorted({_without_indices(path) for path in known})
+    return ShardingError(
+        f"layout rule {rule.pattern!r}",
+        there=f"no path that it matches among {len(names)}",
+        must="every rule matches a parameter",
+        fix=difflib.get_close_matches(rule.pattern, names, n=3, cutoff=0),
+    )
+
+
+def _too_long(rule: Rule, path: str, ndim: int) -> ShardingError:
+    return ShardingError(
+        f"layout rule {rule.pattern!r}",
+        there=f"{path} has {ndim} dims, {rule.spec} has {len(rule.spec)}",
+        must="a rule has one entry for each dim of the parameter in one layer",
+    )

@@ -17,8 +17,8 @@ from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from . import compat
-from .mesh import current
 from .errors import ShardingError
+from .mesh import current
 from .spec import OPEN, Spec, from_partition_spec, indivisible, to_partition_spec
 
 annotate_p = jex.Primitive("annotate")
@@ -40,7 +40,11 @@ def annotate(x: Any, spec: P | None = None, *, name: str | None = None, priority
     The gradient of an annotated array gets the same spec. A dim that its axes don't divide is padded, with a warning
     that says what that costs; `sharding.jit(..., strict=True)` makes it an error.
     """
-    return jax.tree.map(lambda leaf: _annotate_leaf(leaf, spec, name=name, priority=priority), x)
+    leaves, tree = jax.tree.flatten(x)
+    done = []
+    for leaf in leaves:
+        done.append(_annotate_leaf(leaf, spec, name=name, priority=priority))
+    return jax.tree.unflatten(tree, done)
 
 
 def _annotate_leaf(x: Any, spec: P | None, *, name: str | None, priority: int) -> Any:
@@ -80,7 +84,7 @@ def _warn_padding(spec: Spec, x: Any, sizes: dict[str, int], asked: str) -> None
     if lines:
         warnings.warn(
             f"{asked}: {'; '.join(lines)}. XLA pads it: {padding_bytes(spec, x, sizes)} bytes more over all devices.",
-            stacklevel=5,
+            stacklevel=4,
         )
 
 

@@ -11,7 +11,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
-from . import compat, paths
+from . import compat
 from .errors import ShardingError, raise_together
 from .graph import Pin, merged
 from .spec import Spec, from_partition_spec, indivisible, to_partition_spec

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.extend.core as jex
 from jax._src import source_info_util as _source
+from jax.core import Tracer as Tracer
 from jax.interpreters import ad as ad
 from jax.interpreters import batching as batching
 from jax.interpreters import mlir as mlir
@@ -107,4 +108,9 @@ def in_trace() -> bool:
 
 def is_committed(x: Any) -> bool:
     """Whether an array was placed on its devices on purpose (`device_put`, a jit's result)."""
-    return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and bool(x.committed)
+    return isinstance(x, jax.Array) and not isinstance(x, Tracer) and bool(x.committed)
+
+
+def is_extended(dtype: Any) -> bool:
+    """Whether a dtype is one of JAX's own, like that of random keys."""
+    return jax.numpy.issubdtype(dtype, jax.dtypes.extended)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 from jax.sharding import AbstractMesh
 
 from . import annotation, compat
@@ -59,7 +58,7 @@ class _Rewriter:
         if atom is None or not getattr(aval, "shape", ()):
             return None
         spec = self.specs[atom]
-        is_key = jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended)
+        is_key = compat.is_extended(aval.dtype)
         return None if spec.is_open or (is_key and not any(spec.axes)) else spec
 
 
@@ -88,7 +87,7 @@ class _Body:
         atom = self.scope.env[var]
         spec = self.rewriter.wanted(atom, var.aval)
         if spec is not None:
-            pin = self.rewriter.pins.get(atom)
+            pin = self.rewriter.pins.get(atom) if atom is not None else None
             self.swapped[var] = self.emit(var, spec, eqn, asked=pin.spec if pin else None)
 
     def read(self, atom: Any) -> Any:

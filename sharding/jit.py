@@ -307,7 +307,7 @@ class _Entry:
         )
 
     def run(self, leaves: list[Any]) -> Any:
-        if any(isinstance(x, jax.core.Tracer) for x in leaves):
+        if any(isinstance(x, compat.Tracer) for x in leaves):
             return jax.tree.unflatten(self.out_tree, self.nested(*leaves))
         if isinstance(self.mesh, AbstractMesh):
             raise ShardingError(
@@ -379,7 +379,7 @@ class _Entry:
 
 def _leaf_key(x: Any) -> Any:
     if isinstance(x, jax.Array):
-        sharding = None if isinstance(x, jax.core.Tracer) or not x.committed else x.sharding
+        sharding = None if isinstance(x, compat.Tracer) or not x.committed else x.sharding
         return x.shape, x.dtype, x.weak_type, sharding
     if isinstance(x, jax.ShapeDtypeStruct):
         return x.shape, x.dtype, x.weak_type, x.sharding

@@ -8,6 +8,7 @@ Every dim is a product of *factors*, major to minor; dims that share a factor ar
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -117,13 +118,25 @@ class RuleBuilder:
 
 
 def pointwise(operand_shapes: Sequence[Shape], result_shapes: Sequence[Shape], flow: Flow = Flow.ELEMENTWISE) -> Rule:
-    """Dim i of every array is factor i; scalars take no part."""
-    shape = max((*operand_shapes, *result_shapes), key=len)
-    factors = tuple((i,) for i in range(len(shape)))
+    """Dim i of every array is factor i; scalars take no part, nor do dims of size 1 that are stretched."""
+    shapes = (*operand_shapes, *result_shapes)
+    shape = max(shapes, key=lambda s: (len(s), math.prod(s)))
+    sizes = list(shape)
+
+    def dims(own: Shape) -> Dims:
+        factors = []
+        for i, size in enumerate(own):
+            if size != shape[i]:
+                sizes.append(size)
+            factors.append((i if size == shape[i] else len(sizes) - 1,))
+        return tuple(factors)
+
+    arrays = [dims(s) for s in shapes]
+    n = len(operand_shapes)
     return Rule(
-        operands=tuple(factors if s else () for s in operand_shapes),
-        results=tuple(factors if s else () for s in result_shapes),
-        sizes=tuple(shape),
-        kinds=(Kind.PASS,) * len(shape),
+        operands=tuple(arrays[:n]),
+        results=tuple(arrays[n:]),
+        sizes=tuple(sizes),
+        kinds=(Kind.PASS,) * len(sizes),
         flow=flow,
     )

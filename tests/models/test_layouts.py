@@ -5,12 +5,12 @@ import re
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import NamedSharding
 
-from sharding import P
+import sharding
+from sharding import P, ShardingError
 from sharding.models import gpt, layouts
 
 SMALL = gpt.Config(vocab=32, context=16, layers=2, features=32, heads=8, kv_heads=8, mlp_features=64)
@@ -78,34 +78,28 @@ def test_patterns_with_and_without_index(pattern):
     assert specs.keys() <= {"blocks/0/mlp/w1", "blocks/1/mlp/w1"}
 
 
-def test_an_unused_rule_is_an_error():
+def test_unused_rules_are_errors_that_name_the_nearest():
     layout = (*layouts.gpt(("tensor",)), layouts.Rule("*/mlp/w3", P(U, "tensor")), layouts.Rule("heads", P("tensor")))
-    with pytest.raises(ValueError, match=r"'\*/mlp/w3', nearest are blocks/mlp/w\d.*; 'heads', nearest are"):
+    with pytest.raises(ShardingError, match=r"(?s)rule '\*/mlp/w3'.*try: +blocks/mlp/w\d.*rule 'heads'"):
         layouts.specs(_model(), layout)
 
 
 def test_a_rule_with_too_many_dims_is_an_error():
-    with pytest.raises(ValueError, match=r"'\*/scale': .*norm1/scale has 1 dims, the spec .* has 2"):
+    with pytest.raises(ShardingError, match=r"(?s)rule '\*/scale'.*norm1/scale has 1 dims, .* has 2"):
         layouts.specs(_model(), (layouts.Rule("*/scale", P("tensor", U)),))
-
-
-def _mesh(**axes):
-    devices = np.array(jax.devices()).reshape(tuple(axes.values()))
-    return Mesh(devices, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
 
 
 def _closed(mesh, spec):
     return NamedSharding(mesh, P(*(None if entry is U else entry for entry in spec or ())))
 
 
-def _compiled(mesh, function, config):
-    """Compiled text of `function(model, tokens)` with parameters placed by the layout."""
+def _compiled(function, config, **axes):
+    """The compiled text of `function(model, tokens)` under plain `jax.jit`, parameters placed by the layout."""
     model = jax.eval_shape(lambda: gpt.GPT(config, rngs=nnx.Rngs(0)))
-    specs = layouts.specs(model, layouts.gpt(mesh.axis_names))
-    places = jax.tree.map(lambda spec: _closed(mesh, spec), specs, is_leaf=lambda x: x is None or isinstance(x, P))
-    batch = NamedSharding(mesh, layouts.batch(mesh.axis_names))
-    with jax.set_mesh(mesh):
-        step = jax.jit(function, in_shardings=(places, batch))
+    with sharding.mesh(**axes) as mesh:
+        specs = layouts.specs(model, layouts.gpt(axes))
+        places = jax.tree.map(lambda spec: _closed(mesh, spec), specs, is_leaf=lambda x: x is None or isinstance(x, P))
+        step = jax.jit(function, in_shardings=(places, NamedSharding(mesh, layouts.batch(axes))))
         return step.lower(model, jax.ShapeDtypeStruct((8, 17), jnp.int32)).compile().as_text()
 
 
@@ -121,10 +115,20 @@ def test_a_layer_reduces_twice_forward_and_twice_back(axes, remat):
     # [B / data, S, M] is the shape of the residual stream, which only the tensor axis reduces; outside of the layers
     # that is once for the embedding and once for the gradient of the head's input.
     shape = f"f32[{8 // axes.get('data', 1)},16,32]"
-    backward = jax.value_and_grad(gpt.next_token_loss)
-    for layers in (1, 3):
-        config = dataclasses.replace(SMALL, layers=layers, remat=remat)
-        assert _count(_compiled(_mesh(**axes), gpt.next_token_loss, config), shape) == 2 * layers + 1
-        assert _count(_compiled(_mesh(**axes), backward, config), shape) == 4 * layers + 2
-    scanned = dataclasses.replace(SMALL, layers=3, remat=remat, scan=True)
-    assert _count(_compiled(_mesh(**axes), backward, scanned), shape) == 4 + 2
+    both = jax.value_and_grad(gpt.next_token_loss)
+    config, deeper, scanned = (
+        dataclasses.replace(SMALL, remat=remat, **changes) for changes in ({}, {"layers": 3}, {"scan": True})
+    )
+    assert _count(_compiled(gpt.next_token_loss, config, **axes), shape) == 2 * 2 + 1
+    assert _count(_compiled(both, config, **axes), shape) == 4 * 2 + 2
+    assert _count(_compiled(both, deeper, **axes), shape) == 4 * 3 + 2
+    assert _count(_compiled(both, scanned, **axes), shape) == 4 + 2
+
+
+def test_annotate_places_parameters():
+    layout = layouts.gpt(("tensor",))
+    with sharding.mesh(tensor=8):
+        placed = jax.jit(lambda model: layouts.annotate(model, layout))(_model())
+    assert placed.blocks[0].mlp.w1.sharding.shard_shape((32, 64)) == (32, 8)
+    assert placed.blocks[1].attention.qkv.sharding.shard_shape((32, 8, 3, 4)) == (32, 1, 3, 4)
+    assert placed.embed.table.sharding.shard_shape((32, 32)) == (4, 32)
