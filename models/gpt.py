@@ -227,11 +227,10 @@ class Embed(nnx.Module):
     """tokens_BS -> x_BSM: a row of the table for each token, plus one for its position if positions are learned."""
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
+        learned = config.positions == "learned"
         self.dtype = config.dtype
         self.table = _normal(rngs, (config.vocab, config.features), fan_in=config.features)
-        self.positions = None
-        if config.positions == "learned":
-            self.positions = _normal(rngs, (config.context, config.features), fan_in=config.features)
+        self.positions = _normal(rngs, (config.context, config.features), fan_in=config.features) if learned else None
 
     def __call__(self, tokens_BS: jax.Array) -> jax.Array:
         x_BSM = jnp.take(self.table[...].astype(self.dtype), tokens_BS, axis=0, mode="clip")

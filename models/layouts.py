@@ -101,12 +101,17 @@ def _matching(path: str, layout: Layout) -> list[Rule]:
 
 def _check(params: Any, layout: Layout) -> None:
     ndims = {paths.text(key_path): leaf.ndim for key_path, leaf in jax.tree_util.tree_leaves_with_path(params)}
-    uses = {rule: [path for path in ndims if rule in _matching(path, layout)] for rule in layout}
-    failures = [_unused(rule, ndims) for rule in layout if not uses[rule]]
-    failures += [
-        _too_long(rule, path, ndims[path]) for rule in layout for path in uses[rule] if ndims[path] < len(rule.spec)
-    ]
+    failures = [failure for rule in layout if (failure := _failure(rule, ndims)) is not None]
     raise_together("layout", failures)
+
+
+def _failure(rule: Rule, ndims: dict[str, int]) -> ShardingError | None:
+    """What is wrong with a rule for parameters with these paths and numbers of dims."""
+    matched = [path for path in ndims if _matching(path, (rule,))]
+    if not matched:
+        return _unused(rule, ndims)
+    short = next((path for path in matched if ndims[path] < len(rule.spec)), None)
+    return None if short is None else _too_long(rule, short, ndims[short])
 
 
 def _unused(rule: Rule, known: Iterable[str]) -> ShardingError:

@@ -50,8 +50,8 @@ def save(directory: str | os.PathLike[str], step: int, state: Tree, extra: Json 
     import orbax.checkpoint as ocp
 
     arrays = named_leaves(state)
-    sums = jax.device_get({name: _checksum(array) for name, array in arrays.items()})
-    facts = {name: _facts(array, int(sums[name])) for name, array in arrays.items()}
+    sums = _checksums(arrays)
+    facts = {name: _facts(array, sums[name]) for name, array in arrays.items()}
     manager = _manager(directory, max_to_keep=keep)
     if step not in manager.all_steps():
         items = ocp.args.Composite(
@@ -125,7 +125,19 @@ def _facts(array: jax.Array, checksum: int) -> dict[str, Json]:
     }
 
 
+def _checksums(arrays: Mapping[str, jax.Array]) -> dict[str, int]:
+    # All in one program, and nothing else under way: XLA:CPU (seen with JAX 0.10.2) may hang when several programs that
+    # communicate are in flight on fewer cores than devices.
+    jax.block_until_ready(arrays)
+    sums = jax.block_until_ready(_checksum_tree(dict(arrays)))
+    return {name: int(value) for name, value in jax.device_get(sums).items()}
+
+
 @jax.jit
+def _checksum_tree(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    return jax.tree.map(_checksum, arrays)
+
+
 def _checksum(array: jax.Array) -> jax.Array:
     """The sum modulo 2^32 of every element's bits times an odd number that its position gives.
 
@@ -200,8 +212,7 @@ def _check_same_arrays(
 def _check_sums(
     directory: str | os.PathLike[str], step: int, facts: Mapping[str, Mapping[str, Json]], arrays: Mapping[str, Any]
 ) -> None:
-    sums = jax.device_get({name: _checksum(array) for name, array in arrays.items()})
-    damaged = [name for name, value in sums.items() if int(value) != facts[name]["checksum"]]
+    damaged = [name for name, value in _checksums(arrays).items() if value != facts[name]["checksum"]]
     if damaged:
         raise _damaged(directory, step, f"checksums differ: {', '.join(damaged)}")
 

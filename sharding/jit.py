@@ -380,7 +380,7 @@ class _Entry:
 def _leaf_key(x: Any) -> Any:
     if isinstance(x, jax.Array):
         sharding = None if isinstance(x, compat.Tracer) or not x.committed else x.sharding
-        return x.shape, x.dtype, x.weak_type, sharding
+        return x.shape, x.dtype, getattr(x, "weak_type", False), sharding  # arrays of keys have no weak type
     if isinstance(x, jax.ShapeDtypeStruct):
         return x.shape, x.dtype, x.weak_type, x.sharding
     aval = jax.typeof(x)

@@ -105,7 +105,7 @@ class Engine:
     def settle(self) -> None:
         """Runs the five op priorities, each to its fixed point."""
         for self.level in range(LEVELS):
-            stack = [i for i in range(len(self.ops) - 1, -1, -1) if self.touched(i)]
+            stack = list(range(len(self.ops) - 1, -1, -1))
             queued = set(stack)
             while stack:
                 i = stack.pop()

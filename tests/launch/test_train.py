@@ -16,7 +16,7 @@ from sharding import checkpoint, launch
 from sharding.launch import metrics
 
 STEPS = 6
-SMALL = ["--steps", str(STEPS), "--batch", "8", "--eval-every", "3", "--checkpoint-every", "3", "--warmup", "2"]
+SMALL = ["--steps", str(STEPS), "--batch", "8", "--eval-every", "3", "--checkpoint-every", "3", "--lr", "1e-3"]
 MESH = "data=2,fsdp=2,tensor=2"
 
 

@@ -1,0 +1,43 @@
+"""The command line: `sharding train` trains a model over a mesh, `sharding explain` shows how it would be split."""
+
+import sys
+from collections.abc import Sequence
+
+from sharding.errors import ShardingError
+
+from .config import Explain, Train
+
+COMMANDS = {"train": Train, "explain": Explain}
+
+MISTAKE = 2
+"""Exit code after a request that cannot be met."""
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Run the command that `args`, by default those of the process, ask for."""
+    try:
+        _run(parse(args))
+    except ShardingError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(MISTAKE)
+
+
+def parse(args: Sequence[str] | None = None) -> Train | Explain:
+    """The command that `args` describe. Prints help or what is wrong, and exits, where they describe none."""
+    import tyro
+
+    return tyro.extras.subcommand_cli_from_dict(
+        COMMANDS, prog="sharding", description=__doc__, args=args, config=(tyro.conf.FlagCreatePairsOff,)
+    )
+
+
+def _run(command: Train | Explain) -> None:
+    # JAX and the models take seconds to import: only once the request is known to make sense.
+    if isinstance(command, Train):
+        from . import train
+
+        train.run(command)
+    else:
+        from . import explain
+
+        explain.run(command)

@@ -1,0 +1,197 @@
+"""What the command line asks for: one frozen dataclass per command, each made of the parts that it is about.
+
+The parts check themselves when they are made, without JAX: a wrong word is answered before anything heavy is loaded.
+"""
+
+import dataclasses
+import difflib
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from tyro.conf import OmitArgPrefixes, arg
+
+from sharding.errors import ShardingError
+
+MESH_AXES = ("data", "fsdp", "tensor")
+"""The axes that the layouts in `models` know."""
+
+BATCH_AXES = ("data", "fsdp")
+"""The axes that split a batch."""
+
+Dtype = Literal["float32", "bfloat16"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelChoice:
+    """A model by name, and what is to be different about it."""
+
+    name: Annotated[str, arg(name="model")] = "gpt-tiny"
+    """A preset: gpt-tiny, gpt-small, gpt-xl, gpt-7b, gpt3-175b."""
+    dtype: Dtype | None = None
+    """Type of activations; parameters stay float32. Default: the preset's."""
+    dropout: float | None = None
+    """Share of activations dropped in training. Default: the preset's."""
+    kv_heads: int | None = None
+    """Key and value heads, shared by the query heads. Default: the preset's."""
+    remat: bool = False
+    """Compute blocks again in the backward pass instead of keeping their activations."""
+    scan: bool = False
+    """Stack the layers and scan over them, which compiles one block for any depth."""
+
+    def changes(self) -> dict[str, Any]:
+        """The fields of the model's configuration that differ from the preset."""
+        given = {name: getattr(self, name) for name in ("dtype", "dropout", "kv_heads")}
+        changes = {name: value for name, value in given.items() if value is not None}
+        return changes | {name: True for name in ("remat", "scan") if getattr(self, name)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimization:
+    """AdamW with a linear warm-up, a cosine down to a tenth, and clipping by the global norm."""
+
+    lr: float = 3e-3
+    """Highest learning rate."""
+    warmup: int = 50
+    """Steps until it is reached."""
+    weight_decay: float = 0.1
+    """Decay of all matrices."""
+    clip: float = 1.0
+    """Largest norm of a gradient."""
+
+    def __post_init__(self) -> None:
+        _at_least("--lr", self.lr, 0)
+        _at_least("--warmup", self.warmup, 0)
+        _at_least("--weight-decay", self.weight_decay, 0)
+        if self.clip <= 0:
+            raise ShardingError(f"--clip {self.clip}", must="the norm must be more than 0", fix="--clip 1.0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train:
+    """Train a model on the sources of the Python standard library, and write all that is worth keeping to a folder."""
+
+    model: OmitArgPrefixes[ModelChoice] = field(default_factory=ModelChoice)
+    mesh: str = "data=2,tensor=2"
+    """Axes and their sizes, major axis first: data, fsdp and tensor. One size may be -1: what is left."""
+    devices: int | None = None
+    """How many virtual CPU devices to start. Default: as many as the mesh needs. Not for GPUs and TPUs."""
+    steps: int = 600
+    """Steps of training in all."""
+    batch: int = 16
+    """Sequences in a step, over all devices."""
+    optimization: OmitArgPrefixes[Optimization] = field(default_factory=Optimization)
+    seed: int = 0
+    """Of the initial values, the batches, dropout and the sample."""
+    eval_every: int = 100
+    """Steps between two looks at the held-out text; 0 looks at the end alone."""
+    checkpoint_every: int = 200
+    """Steps between two checkpoints; 0 saves at the end alone."""
+    sample: int = 256
+    """Bytes of text to generate at the end."""
+    out: Path = Path("runs/latest")
+    """Folder for metrics, checkpoints, curve and report."""
+    resume: bool = False
+    """Go on from the newest checkpoint in the folder."""
+
+    def __post_init__(self) -> None:
+        _at_least("--steps", self.steps, 1)
+        _at_least("--batch", self.batch, 1)
+        _at_least("--eval-every", self.eval_every, 0)
+        _at_least("--checkpoint-every", self.checkpoint_every, 0)
+        _at_least("--sample", self.sample, 0)
+        if self.devices is not None:
+            _at_least("--devices", self.devices, 1)
+        check_batch(self.batch, parse_mesh(self.mesh))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explain:
+    """Show how a model's train step would be split over a mesh, and why, without running it."""
+
+    model: OmitArgPrefixes[ModelChoice] = field(default_factory=ModelChoice)
+    mesh: str = "data=2,tensor=2"
+    """Axes and their sizes, major axis first: data, fsdp and tensor. One size may be -1: what is left."""
+    devices: str | None = None
+    """Described devices, such as v5p:4x8x8 or h100:16x8; none of them is needed. Default: devices of no kind."""
+    batch: int | None = None
+    """Sequences in a step, over all devices. Default: at least 16, as many as the mesh can split evenly."""
+    why: Annotated[str | None, arg(metavar="NAME")] = None
+    """Show where each axis of this tensor comes from, such as state/params/embed/table."""
+
+    def __post_init__(self) -> None:
+        axes = parse_mesh(self.mesh)
+        if self.batch is not None:
+            _at_least("--batch", self.batch, 1)
+            check_batch(self.batch, axes)
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """Axis sizes by name, in order, from a text such as `data=2,tensor=4`."""
+    axes: dict[str, int] = {}
+    wrong = []
+    for part in text.split(","):
+        name, equals, number = (piece.strip() for piece in part.partition("="))
+        problem = _axis_problem(name, equals, number, axes)
+        if problem:
+            wrong.append(problem)
+        else:
+            axes[name] = int(number)
+    if sum(size == -1 for size in axes.values()) > 1:
+        wrong.append("more than one size is -1")
+    if wrong:
+        raise ShardingError(
+            f"--mesh {text}",
+            there=wrong,
+            must=f"a mesh is written name=size,name=size with names among {', '.join(MESH_AXES)}, each once",
+            fix="--mesh data=2,fsdp=2,tensor=2",
+        )
+    return axes
+
+
+def _axis_problem(name: str, equals: str, number: str, axes: dict[str, int]) -> str:
+    if not (name and equals and number.lstrip("-").isdigit()):
+        return f"{name + equals + number!r} is not name=size"
+    if name not in MESH_AXES:
+        near = difflib.get_close_matches(name, MESH_AXES, n=1, cutoff=0.4)
+        return f"no layout knows the axis {name!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+    if name in axes:
+        return f"{name!r} is there twice"
+    if int(number) < 1 and int(number) != -1:
+        return f"the size of {name!r} is {number}, not at least 1"
+    return ""
+
+
+def batch_parts(axes: dict[str, int]) -> int:
+    """Into how many parts a mesh with these axes splits a batch. All sizes must be known."""
+    return math.prod(axes.get(axis, 1) for axis in BATCH_AXES)
+
+
+def check_batch(batch: int, axes: dict[str, int]) -> None:
+    """Raise an error if `batch` sequences cannot be split evenly; an axis of size -1 is left for later."""
+    if -1 in axes.values():
+        return
+    parts = batch_parts(axes)
+    if batch % parts == 0:
+        return
+    names = " * ".join(f"{axis}={axes[axis]}" for axis in BATCH_AXES if axis in axes)
+    lower, upper = batch // parts * parts, (batch // parts + 1) * parts
+    near = lower if lower and batch - lower < upper - batch else upper
+    raise ShardingError(
+        f"--batch {batch}",
+        there=f"{names} = {parts} parts; {batch} / {parts} = {batch / parts:g}",
+        must="each part of the mesh must get the same number of sequences",
+        fix=f"--batch {near}",
+    )
+
+
+def as_json(config: Any) -> dict[str, Any]:
+    """The configuration as plain values, for a checkpoint or a report."""
+    values = dataclasses.asdict(config)
+    return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
+
+
+def _at_least(option: str, value: float, least: float) -> None:
+    if value < least:
+        raise ShardingError(f"{option} {value}", must=f"must be at least {least}", fix=f"{option} {least}")

@@ -1,0 +1,85 @@
+"""What a run says while it goes on: a bar that is redrawn on a terminal, plain lines now and then elsewhere."""
+
+import sys
+import time
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console as RichConsole
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from . import metrics
+
+NUM_PLAIN_LINES = 20
+"""About so many lines a run writes where there is no terminal."""
+
+
+@dataclass(kw_only=True)
+class Console:
+    """Shows the progress of `num_steps` steps."""
+
+    num_steps: int
+    first_step: int = 0
+    rich: RichConsole = field(default_factory=lambda: RichConsole(highlight=False, soft_wrap=True))
+
+    def __post_init__(self) -> None:
+        self._started = time.monotonic()
+        self._progress: Progress | None = None
+        self._heldout = ""
+        if self.rich.is_terminal:
+            self._progress = Progress(
+                TextColumn("step"),
+                MofNCompleteColumn(),
+                BarColumn(bar_width=24),
+                TextColumn("{task.description}"),
+                TextColumn("left"),
+                TimeRemainingColumn(),
+                console=self.rich,
+            )
+            self._bar = self._progress.add_task("", total=self.num_steps, completed=self.first_step)
+
+    def __enter__(self) -> Self:
+        self._started = time.monotonic()
+        if self._progress:
+            self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._progress:
+            self._progress.stop()
+
+    def say(self, text: str) -> None:
+        """Write lines of text as they are."""
+        self.rich.print(text, markup=False)
+        sys.stdout.flush()
+
+    def heldout(self, step: int, bits_per_byte: float) -> None:
+        """Show the newest held-out figure."""
+        self._heldout = f"  held out {bits_per_byte:.3f}"
+        if not self._progress:
+            self.say(f"step {step}/{self.num_steps}  held out {bits_per_byte:.3f} bits per byte")
+
+    def step(self, step: int, figures: metrics.Figures) -> None:
+        """Show the figures of a finished step."""
+        text = _written(figures)
+        if self._progress:
+            self._progress.update(self._bar, completed=step, description=text + self._heldout)
+        elif step % max(1, self.num_steps // NUM_PLAIN_LINES) == 0 or step == self.first_step + 1:
+            self.say(f"step {step}/{self.num_steps}  {text}  left {self._left(step)}")
+
+    def _left(self, step: int) -> str:
+        done = step - self.first_step
+        seconds = (time.monotonic() - self._started) / done * (self.num_steps - step)
+        minutes, seconds = divmod(round(seconds), 60)
+        return f"{minutes}:{seconds:02d}"
+
+
+def _written(figures: metrics.Figures) -> str:
+    bits = metrics.bits_per_byte(figures["loss"])
+    return (
+        f"loss {bits:.3f} bits per byte  {figures['tokens_per_second']:,.0f} tokens/s  "
+        f"{figures['memory_bytes'] / 1e6:,.0f} MB"
+    )

@@ -1,0 +1,64 @@
+"""Devices for a run: virtual ones on a CPU, as many as the mesh needs, or those that the machine has."""
+
+import contextlib
+import math
+import os
+
+import jax
+
+from sharding.errors import ShardingError
+
+from .config import check_batch
+
+Axes = dict[str, int]
+
+
+def start(axes: Axes, *, num_devices: int | None, batch_size: int) -> Axes:
+    """Start the backend with enough devices for `axes`; the axes with every size known.
+
+    Args:
+        axes: sizes by name; one may be -1, what is left.
+        num_devices: virtual CPU devices to start; None for as many as the axes need.
+        batch_size: checked once every size is known.
+    """
+    known = math.prod(size for size in axes.values() if size != -1)
+    _ask_for_cpu_devices(num_devices or known)
+    there = _count(num_devices)
+    if known > there:
+        raise ShardingError(
+            "--mesh " + written(axes),
+            there=f"{there} {jax.default_backend()} devices; the mesh needs {_product(axes)}",
+            must="a mesh cannot need more devices than there are",
+            fix=_smaller_mesh(there, num_devices),
+        )
+    full = {axis: there // known if size == -1 else size for axis, size in axes.items()}
+    check_batch(batch_size, full)
+    return full
+
+
+def written(axes: Axes) -> str:
+    """The axes as the command line writes them."""
+    return ",".join(f"{axis}={size}" for axis, size in axes.items())
+
+
+def _ask_for_cpu_devices(count: int) -> None:
+    # A flag in the environment is the same request; JAX refuses to hear it twice. The number cannot change once the
+    # backend runs, as in a notebook: then those that are there must do.
+    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+        with contextlib.suppress(RuntimeError):
+            jax.config.update("jax_num_cpu_devices", count)
+
+
+def _count(asked: int | None) -> int:
+    there = len(jax.devices())
+    return min(there, asked) if asked and jax.default_backend() == "cpu" else there
+
+
+def _product(axes: Axes) -> str:
+    sizes = [size for size in axes.values() if size != -1]
+    return " * ".join(map(str, sizes)) + f" = {math.prod(sizes)}"
+
+
+def _smaller_mesh(there: int, asked: int | None) -> list[str]:
+    mesh = f"--mesh data={there}"
+    return [mesh, "leave --devices out"] if asked else [mesh]

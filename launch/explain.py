@@ -1,0 +1,35 @@
+"""`sharding explain`: how a train step would be split over a mesh, and why. No device is needed, nothing is run."""
+
+import math
+from typing import Any
+
+import sharding
+
+from ..models import layouts
+from . import task as tasks
+from .config import Explain, Optimization, batch_parts, check_batch, parse_mesh
+
+LEAST_SEQUENCES = 16
+"""In a batch whose size is not given."""
+
+
+def run(config: Explain) -> None:
+    """Print what `config` asks for."""
+    completion = complete(config)
+    print(completion if config.why is None else completion.why(config.why))
+
+
+def complete(config: Explain) -> Any:
+    """The completion of the train step over the mesh of `config`, of real shapes and described devices."""
+    model = tasks.model_config(config.model)
+    task = tasks.build(model, Optimization(), steps=1000, seed=0)
+    axes = parse_mesh(config.mesh)
+    # Without a description, devices of no particular kind, as many as the mesh needs.
+    devices = config.devices or math.prod(max(size, 1) for size in axes.values())
+    with sharding.mesh(axes, devices=devices) as mesh:
+        sizes = dict(mesh.shape)
+        parts = batch_parts(sizes)
+        batch = config.batch or parts * math.ceil(LEAST_SEQUENCES / parts)
+        check_batch(batch, sizes)
+        step = sharding.jit(task.train_step, in_shardings=(None, layouts.batch(mesh.axis_names)), donate_argnums=(0,))
+        return step.complete(task.state_shapes, task.batch_shapes(batch))

@@ -1,0 +1,38 @@
+"""Ctrl-C and SIGTERM as a request that a loop answers at the end of its step."""
+
+import signal
+from dataclasses import dataclass, field
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+@dataclass(kw_only=True)
+class Interrupt:
+    """While entered, the first signal sets `asked`; a second one acts as it does elsewhere."""
+
+    asked: bool = False
+    _before: dict[signal.Signals, Any] = field(default_factory=dict)
+
+    def __enter__(self) -> Self:
+        # Only the main thread may set a handler.
+        try:
+            self._before = {number: signal.signal(number, self._hear) for number in SIGNALS}
+        except ValueError:
+            self._before = {}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._restore()
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        self.asked = True
+        self._restore()
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}

@@ -1,0 +1,98 @@
+"""What a run measured, one JSON object a line, in a file that can be read while the run goes on.
+
+A line holds `step` and some of the figures below; each figure's unit ends its name. Python writes floats so that they
+read back to the same bits: two runs can be compared exactly.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+FILE_NAME = "metrics.jsonl"
+
+Figures = Mapping[str, float | int]
+"""Figures of one step: `loss` (nats a token), `gradient_norm`, `learning_rate`, `tokens_per_second`, `seconds`,
+`memory_bytes`, `heldout_bits_per_byte`."""
+
+
+def bits_per_byte(nats: float) -> float:
+    """Nats a token as bits a byte, for tokens that are bytes."""
+    return nats / math.log(2)
+
+
+def memory_bytes() -> int:
+    """Resident memory of this process; 0 where the system does not say."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except (OSError, ValueError, IndexError):
+        return 0
+    import resource
+
+    return pages * resource.getpagesize()
+
+
+@dataclass(kw_only=True)
+class MetricsFile:
+    """An open metrics file. `log` writes a line and flushes it."""
+
+    path: Path
+    lines: list[Figures] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._file = self.path.open("w")
+        for line in self.lines:
+            self._write(line)
+
+    def log(self, step: int, figures: Figures) -> None:
+        """Append the figures of `step`, here and in the file."""
+        line = {"step": step, **figures}
+        self.lines.append(line)
+        self._write(line)
+
+    def series(self, name: str) -> list[tuple[int, float]]:
+        """(step, value) of every line that has `name`."""
+        return series(self.lines, name)
+
+    def _write(self, line: Figures) -> None:
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+
+def start(out: Path) -> MetricsFile:
+    """A new, empty metrics file in `out`."""
+    return MetricsFile(path=out / FILE_NAME)
+
+
+def resume(out: Path, *, step: int) -> MetricsFile:
+    """The metrics file in `out` cut back to what was measured up to `step`, to go on from there."""
+    path = out / FILE_NAME
+    known = read(path) if path.exists() else []
+    return MetricsFile(path=path, lines=[line for line in known if line["step"] <= step])
+
+
+def read(path: Path) -> list[Figures]:
+    """The lines of a metrics file. A last line that was cut short, by a crash, is left out."""
+    lines = []
+    for text in path.read_text().splitlines():
+        try:
+            lines.append(json.loads(text))
+        except json.JSONDecodeError:
+            break
+    return lines
+
+
+def series(lines: list[Figures], name: str) -> list[tuple[int, float]]:
+    """(step, value) of every line that has `name`."""
+    return [(int(line["step"]), float(line[name])) for line in lines if name in line]

@@ -1,0 +1,397 @@
+"""What `sharding.jit` costs beside a `jax.jit` that was sharded by hand: the same GPT train step, measured in turns.
+
+    python -m tests.benchmarks.step                                     # 8 virtual CPU devices, a few minutes
+    python -m tests.benchmarks.step --scan --mesh data=2,fsdp=2,tensor=2 --json step.json
+
+Three ratios, ours over by hand, medians of runs that alternate:
+  - step: one optimizer step, from the call until the new state is there;
+  - first step: trace, complete, constrain, lower, compile and run once, all caches cleared before;
+  - dispatch: the call alone, until it returns with the devices still at work, on programs too small to hide it.
+
+By hand means a spec for every array of the state in `in_shardings` and `out_shardings`, and a constraint on the output
+of each branch and on the logits. Ours has the layout of `sharding.models.layouts` and the spec of the batch. Both must
+give equal losses, or the run fails. `noise` is what two halves of the runs by hand differ by among themselves.
+Times depend on the machine, which is named beside them; on another one only ratios may be compared.
+"""
+
+import json
+import os
+import platform
+import re
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import tyro
+from flax import nnx
+from jax.sharding import NamedSharding
+
+import sharding
+from sharding import P, paths
+from sharding.models import gpt, layouts
+
+Step = Callable[[Any, jax.Array], tuple[Any, jax.Array]]
+
+BY_HAND = {
+    "table": P("tensor", "fsdp"),
+    "qkv": P("fsdp", "tensor", None, None),
+    "out": P("tensor", None, "fsdp"),
+    "w1": P("fsdp", "tensor"),
+    "w2": P("tensor", "fsdp"),
+    "scale": P(None),
+}
+"""Parameter -> spec, every dim written out; the moments of the optimizer lie as their parameter."""
+
+COLLECTIVES = re.compile(r" (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
+TOLERANCE = 1e-5
+"""How far two losses may be apart, relative: the order of sums differs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The model, the mesh and how often things are measured."""
+
+    mesh: str = "data=2,tensor=4"
+    """Axis sizes; axes are called data, fsdp and tensor."""
+    layers: int = 4
+    features: int = 128
+    heads: int = 8
+    vocab: int = 256
+    context: int = 128
+    batch: int = 16
+    scan: bool = False
+    """Layers stacked and scanned instead of unrolled."""
+    steps: int = 40
+    """Steps timed of each."""
+    first_steps: int = 5
+    """First steps timed of each; one more of each warms up."""
+    calls: int = 200
+    """Calls timed of each, per size of the state."""
+    leaves: tuple[int, ...] = (10, 100, 400)
+    """Sizes of the state, in arrays, whose dispatch is timed."""
+    json: Path | None = None
+    """Where to write the figures."""
+
+    @property
+    def axes(self) -> dict[str, int]:
+        return {name: int(size) for name, _, size in (part.partition("=") for part in self.mesh.split(","))}
+
+    @property
+    def model(self) -> gpt.Config:
+        return gpt.Config(
+            vocab=self.vocab, context=self.context, layers=self.layers, features=self.features, heads=self.heads,
+            kv_heads=self.heads, mlp_features=4 * self.features, scan=self.scan,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ratio:
+    """Times of ours and by hand, in seconds, run in turns."""
+
+    ours: float
+    by_hand: float
+    noise: float
+    """What the even and the odd runs by hand differ by, relative."""
+
+    @property
+    def ratio(self) -> float:
+        return self.ours / self.by_hand
+
+    def as_json(self) -> dict[str, float]:
+        return {
+            "ratio": round(self.ratio, 3),
+            "noise": round(self.noise, 3),
+            "ours_seconds": float(f"{self.ours:.4g}"),
+            "by_hand_seconds": float(f"{self.by_hand:.4g}"),
+        }
+
+
+# The two programs.
+
+
+def _optimizer() -> optax.GradientTransformation:
+    return optax.adamw(1e-3)
+
+
+def _graph(config: gpt.Config, **branches: Any) -> Any:
+    return nnx.split(nnx.eval_shape(lambda: gpt.GPT(config, rngs=nnx.Rngs(0), **branches)), nnx.Param)[0]
+
+
+def _initial(config: gpt.Config, key: jax.Array) -> Any:
+    params = nnx.state(gpt.GPT(config, rngs=nnx.Rngs(params=key)), nnx.Param)
+    return params, _optimizer().init(params)
+
+
+def _train_step(loss: Callable[[Any, jax.Array], jax.Array]) -> Step:
+    def train_step(state: Any, tokens: jax.Array) -> tuple[Any, jax.Array]:
+        params, opt_state = state
+        nats, gradients = jax.value_and_grad(loss)(params, tokens)
+        updates, opt_state = _optimizer().update(gradients, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), nats
+
+    return train_step
+
+
+def ours(config: gpt.Config, axes: dict[str, int]) -> Any:
+    """The step with the few annotations of the layout."""
+    graph, layout = _graph(config), layouts.gpt(axes)
+
+    def loss(params: Any, tokens: jax.Array) -> jax.Array:
+        return gpt.next_token_loss(nnx.merge(graph, layouts.annotate(params, layout)), tokens)
+
+    return sharding.jit(_train_step(loss), in_shardings=(None, layouts.batch(axes)), donate_argnums=(0,))
+
+
+def _residual(x: jax.Array) -> jax.Array:
+    batch = layouts.batch(jax.sharding.get_abstract_mesh().axis_names)
+    return jax.lax.with_sharding_constraint(x, P(*batch, None, None))
+
+
+class HandAttention(gpt.Attention):
+    def __call__(self, x_BSM: jax.Array) -> jax.Array:
+        return _residual(super().__call__(x_BSM))
+
+
+class HandMLP(gpt.MLP):
+    def __call__(self, x_BSM: jax.Array) -> jax.Array:
+        return _residual(super().__call__(x_BSM))
+
+
+def by_hand(config: gpt.Config, axes: dict[str, int], mesh: Any) -> Any:
+    """The step with every sharding written out for plain `jax.jit`."""
+    graph = _graph(config, attention=HandAttention, mlp=HandMLP)
+    logits_spec = P(*layouts.batch(axes), None, "tensor" if "tensor" in axes else None)
+
+    def loss(params: Any, tokens: jax.Array) -> jax.Array:
+        logits = nnx.merge(graph, params)(tokens[:, :-1])
+        return gpt.loss(jax.lax.with_sharding_constraint(logits, logits_spec), tokens[:, 1:])
+
+    places, whole = hand_places(config, axes, mesh), NamedSharding(mesh, P())
+    return jax.jit(
+        _train_step(loss),
+        in_shardings=(places, NamedSharding(mesh, layouts.batch(axes))),
+        out_shardings=(places, whole),
+        donate_argnums=(0,),
+    )
+
+
+def hand_places(config: gpt.Config, axes: dict[str, int], mesh: Any) -> Any:
+    """A tree like the state of shardings."""
+
+    def place(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
+        spec = BY_HAND.get(paths.text(path).rpartition("/")[2], P())
+        entries = [axis if axis in axes else None for axis in spec]
+        return NamedSharding(mesh, P(*[None] * (leaf.ndim - len(entries)), *entries))
+
+    return jax.tree_util.tree_map_with_path(place, _state_shapes(config))
+
+
+def _state_shapes(config: gpt.Config) -> Any:
+    return jax.eval_shape(partial(_initial, config), jax.random.key(0))
+
+
+# How they are measured.
+
+
+def _timed(run: Callable[[], Any]) -> float:
+    begun = time.perf_counter()
+    jax.block_until_ready(run())
+    return time.perf_counter() - begun
+
+
+def in_turns(a: Callable[[], float], b: Callable[[], float], times: int) -> tuple[list[float], list[float]]:
+    """What `a` and `b` return, `times` of each; who goes first alternates."""
+    of_a: list[float] = []
+    of_b: list[float] = []
+    for i in range(times):
+        for run, found in ((a, of_a), (b, of_b)) if i % 2 else ((b, of_b), (a, of_a)):
+            found.append(run())
+    return of_a, of_b
+
+
+def ratio(mine: Sequence[float], hand: Sequence[float]) -> Ratio:
+    """The medians, and how far the even and the odd runs by hand are apart."""
+    middle = statistics.median(hand)
+    noise = abs(statistics.median(hand[::2]) - statistics.median(hand[1::2])) / middle if len(hand) > 1 else 0.0
+    return Ratio(ours=statistics.median(mine), by_hand=middle, noise=noise)
+
+
+class _Run:
+    """A program with a state that it steps through."""
+
+    def __init__(self, step: Step, state: Any, tokens: Any):
+        self.step, self.state, self.tokens = step, state, tokens
+        self.losses: list[float] = []
+
+    def once(self) -> float:
+        begun = time.perf_counter()
+        self.state, loss = self.step(self.state, self.tokens)
+        jax.block_until_ready((self.state, loss))
+        seconds = time.perf_counter() - begun
+        self.losses.append(float(loss))
+        return seconds
+
+
+def _tokens(options: Options) -> np.ndarray:
+    rng = np.random.default_rng(0)
+    return rng.integers(0, options.vocab, (options.batch, options.context + 1), dtype=np.int32)
+
+
+def _started(step: Any, places: Any, options: Options, mesh: Any) -> _Run:
+    tokens = jax.device_put(_tokens(options), NamedSharding(mesh, layouts.batch(options.axes)))
+    return _Run(step, jax.jit(partial(_initial, options.model), out_shardings=places)(jax.random.key(0)), tokens)
+
+
+def step_time(options: Options, mesh: Any) -> tuple[Ratio, dict[str, Any]]:
+    """The ratio of step times, and facts about the two programs."""
+    config, axes = options.model, options.axes
+    mine, hand = ours(config, axes), by_hand(config, axes, mesh)
+    places = hand_places(config, axes, mesh)
+    runs = [_started(mine, places, options, mesh), _started(hand, places, options, mesh)]
+    for run in runs:
+        run.once()
+    times = in_turns(runs[0].once, runs[1].once, options.steps)
+    np.testing.assert_allclose(runs[0].losses, runs[1].losses, rtol=TOLERANCE)
+    completion = mine.complete(runs[0].state, runs[0].tokens)
+    pairs = zip(jax.tree.leaves(completion.in_shardings[0]), jax.tree.leaves(places), strict=True)
+    facts = {
+        "last_loss": {"ours": runs[0].losses[-1], "by_hand": runs[1].losses[-1]},
+        "state_arrays_split_otherwise": sum(not _same(mesh, a, b) for a, b in pairs),
+        "ours": facts_of(mine.lower(runs[0].state, runs[0].tokens).compile()),
+        "by_hand": facts_of(hand.lower(runs[1].state, runs[1].tokens).compile()),
+    }
+    return ratio(*times), facts
+
+
+def _same(mesh: Any, spec: P, place: NamedSharding) -> bool:
+    return NamedSharding(mesh, spec).is_equivalent_to(place, max(len(spec), len(place.spec)))
+
+
+def facts_of(compiled: Any) -> dict[str, Any]:
+    """The collectives of a compiled program by kind, its fusions and its temporary memory."""
+    text = compiled.as_text()
+    memory = compiled.memory_analysis()
+    return {
+        "collectives": dict(sorted(Counter(COLLECTIVES.findall(text)).items())),
+        "fusions": len(re.findall(r" fusion\(", text)),
+        "temp_bytes": memory.temp_size_in_bytes,
+    }
+
+
+def first_step(options: Options, mesh: Any) -> Ratio:
+    """The ratio of times from nothing to the first loss; the first round of each is dropped."""
+    config, axes = options.model, options.axes
+    places = hand_places(config, axes, mesh)
+
+    def fresh(make: Callable[[], Any]) -> float:
+        jax.clear_caches()
+        run = _started(None, places, options, mesh)
+        jax.block_until_ready(run.state)
+        begun = time.perf_counter()
+        run.step = make()
+        run.once()
+        return time.perf_counter() - begun
+
+    mine, hand = in_turns(
+        lambda: fresh(lambda: ours(config, axes)),
+        lambda: fresh(lambda: by_hand(config, axes, mesh)),
+        options.first_steps + 1,
+    )
+    return ratio(mine[1:], hand[1:])
+
+
+def dispatch(options: Options, mesh: Any, num_leaves: int) -> Ratio:
+    """The ratio of times that a call takes to return, for a state of so many small arrays, each scaled and shifted."""
+    spec = P(next(iter(options.axes)), None)
+    place = NamedSharding(mesh, spec)
+
+    def scaled(state: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        return {name: x * 0.5 + 1 for name, x in state.items()}
+
+    def annotated(state: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        return scaled({name: sharding.annotate(x, spec) for name, x in state.items()})
+
+    places = {f"w{i}": place for i in range(num_leaves)}
+    mine = sharding.jit(annotated, donate_argnums=(0,))
+    hand = jax.jit(scaled, in_shardings=(places,), out_shardings=places, donate_argnums=(0,))
+    calls = [_Calls(step, jax.device_put({name: np.ones((8, 8)) for name in places}, place)) for step in (mine, hand)]
+    for call in calls * 3:
+        call.once()
+    return ratio(*in_turns(calls[0].once, calls[1].once, options.calls))
+
+
+class _Calls:
+    def __init__(self, step: Callable[[Any], Any], state: Any):
+        self.step, self.state = step, state
+
+    def once(self) -> float:
+        begun = time.perf_counter()
+        self.state = self.step(self.state)
+        seconds = time.perf_counter() - begun
+        jax.block_until_ready(self.state)
+        return seconds
+
+
+# What comes of it.
+
+
+def machine() -> dict[str, Any]:
+    """The kind of machine, without its name."""
+    return {
+        "platform": jax.default_backend(),
+        "devices": f"{len(jax.devices())} x {jax.devices()[0].device_kind}",
+        "processor": platform.machine(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "jax": jax.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def table(ratios: dict[str, Ratio]) -> Iterator[str]:
+    """The lines that are printed."""
+    yield f"{'':<24}{'ratio':>8}{'noise':>8}{'ours':>12}{'by hand':>12}"
+    for name, found in ratios.items():
+        times = "".join(f"{1e3 * seconds:>9.2f} ms" for seconds in (found.ours, found.by_hand))
+        yield f"{name:<24}{found.ratio:>8.3f}{found.noise:>8.3f}{times}"
+
+
+@contextmanager
+def _mesh(axes: dict[str, int]) -> Iterator[Any]:
+    num_devices = int(np.prod(list(axes.values())))
+    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+        jax.config.update("jax_num_cpu_devices", num_devices)
+    with sharding.mesh(axes, devices=jax.devices()[:num_devices]) as mesh:
+        yield mesh
+
+
+def main(options: Options) -> None:
+    """Measure, print the ratios, and write them where `--json` says."""
+    with _mesh(options.axes) as mesh:
+        ratios: dict[str, Ratio] = {}
+        ratios["step"], facts = step_time(options, mesh)
+        for count in options.leaves:
+            ratios[f"dispatch, {count} arrays"] = dispatch(options, mesh, count)
+        ratios["first step"] = first_step(options, mesh)
+    print("\n".join(table(ratios)))
+    print(f"losses {facts['last_loss']}, arrays split otherwise: {facts['state_arrays_split_otherwise']}")
+    print(f"compiled, ours:    {facts['ours']}")
+    print(f"compiled, by hand: {facts['by_hand']}")
+    print(f"machine: {machine()}")
+    if options.json is not None:
+        asked = {name: value for name, value in asdict(options).items() if name != "json"}
+        figures = {name: found.as_json() for name, found in ratios.items()}
+        text = json.dumps({"machine": machine(), "options": asked, "ratios": figures, "programs": facts}, indent=2)
+        options.json.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__))
