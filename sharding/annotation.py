@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from . import compat
 from .errors import ShardingError
 from .mesh import current
-from .spec import OPEN, Spec, from_partition_spec, indivisible, to_partition_spec
+from .spec import OPEN, Spec, divisible, from_partition_spec, indivisible, to_partition_spec
 
 annotate_p = jex.Primitive("annotate")
 
@@ -76,6 +76,9 @@ def completed(spec: Spec, mesh: AbstractMesh, *, asked: Spec | None = None, name
 
 
 def _abstract(mesh: Any) -> AbstractMesh:
+    inside = jax.sharding.get_abstract_mesh()
+    if not inside.empty and inside.shape_tuple == mesh.shape_tuple:
+        return inside  # in the body of a shard_map some of its axes are Manual
     return mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
 
 
@@ -83,7 +86,7 @@ def _warn_padding(spec: Spec, x: Any, sizes: dict[str, int], asked: str) -> None
     lines = indivisible(spec, tuple(jax.numpy.shape(x)), sizes)
     if lines:
         warnings.warn(
-            f"{asked}: {'; '.join(lines)}. XLA pads it: {padding_bytes(spec, x, sizes)} bytes more over all devices.",
+            f"{asked}: {'; '.join(lines)}. XLA pads it: {padding_bytes(spec, x, sizes)} bytes more over its shards.",
             stacklevel=4,
         )
 
@@ -107,9 +110,11 @@ def _constraint(x: Any, *, mesh: AbstractMesh | None, spec: Spec | None, **_: An
 
 def _eager(x: Any, *, mesh: AbstractMesh | None, spec: Spec | None, **_: Any) -> Any:
     real = current()
+    x = jax.numpy.asarray(x)
     if spec is None or not isinstance(real, jax.sharding.Mesh):
         return x
-    return jax.lax.with_sharding_constraint(x, NamedSharding(real, to_partition_spec(spec)))
+    fits = divisible(spec, x.shape, dict(real.shape))  # only inside a program can XLA pad
+    return jax.lax.with_sharding_constraint(x, NamedSharding(real, to_partition_spec(fits)))
 
 
 def _jvp(primals: Any, tangents: Any, *, name: str | None, **kw: Any) -> Any:

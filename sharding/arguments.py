@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from . import compat
 from .errors import ShardingError, raise_together
-from .graph import Pin, merged
+from .graph import Pin
 from .spec import Spec, from_partition_spec, indivisible, to_partition_spec
 
 Names = str | Sequence[str]
@@ -60,14 +60,32 @@ class Signature:
                     must="each name is a positional parameter",
                     fix=[f"leave out {n!r}" for n in unknown],
                 )
+            outside = [n for n in nums if not -len(names) <= n < len(names)]
+            if outside and signature is not None and variadic is None:
+                raise ShardingError(
+                    f"sharding.jit({name}, {what}_argnums={list(nums)})",
+                    there=f"{name} has {len(names)} positional parameters: {', '.join(names) or '(none)'}",
+                    must="each number is that of a positional parameter",
+                    fix=[f"leave out {n}" for n in outside],
+                )
             return frozenset(n % len(names) if n < 0 and names else n for n in nums) | {names.index(n) for n in by_name}
 
+        static = positions(static_argnums, static_argnames, "static")
+        donated = positions(donate_argnums, donate_argnames, "donate")
+        if static & donated:
+            both = ", ".join(names[n] if n < len(names) else str(n) for n in sorted(static & donated))
+            raise ShardingError(
+                f"sharding.jit({name})",
+                there=f"{both}: both static and donated",
+                must="what is donated is an argument of the compiled program, what is static is not",
+                fix=f"leave {both} out of one of the two",
+            )
         return Signature(
             function=name,
             names=names,
             variadic=variadic,
-            static=positions(static_argnums, static_argnames, "static"),
-            donated=positions(donate_argnums, donate_argnames, "donate"),
+            static=static,
+            donated=donated,
             signature=signature,
         )
 
@@ -124,14 +142,22 @@ def per_leaf(specs: Any, trees: Sequence[Any], what: str, function: str) -> list
         try:
             full = jax.tree.broadcast(entry, tree, is_leaf=_is_spec)
         except ValueError as e:
+            whole = "argument" if what == "in_shardings" else "result"
             raise ShardingError(
                 f"{function}: {what}" + (f"[{i}]" if what == "in_shardings" else ""),
-                there=[f"the argument is {_outline(tree)}", f"the specs are {_outline(entry)}", str(e).splitlines()[0]],
-                must="the specs are a prefix of the argument's pytree",
-                fix="None for the whole argument, or sharding.annotate inside the function",
+                there=[f"the {whole} is {_outline(tree)}", f"the specs are {_outline(entry)}", _mismatch(e)],
+                must=f"the specs are a prefix of the {whole}'s pytree",
+                fix=f"None for the whole {whole}, or sharding.annotate inside the function",
             ) from e
         out += jax.tree.leaves(full, is_leaf=_is_spec)
     return out
+
+
+def _mismatch(error: ValueError) -> str:
+    """What JAX says of two trees that don't fit, and where: `different lengths of list at ['b']['d']`."""
+    what, where = [*str(error).splitlines(), ""][:2]
+    where = where.strip().removeprefix("broadcast_prefix prefix_tree") or "the top"
+    return f"{what.removeprefix('pytree structure error: ').removesuffix(' key path')} {where}"
 
 
 def _is_spec(x: Any) -> bool:
@@ -246,12 +272,12 @@ def placed(leaf: Any) -> Sharding | None:
 
 
 def _agreed(pin: Pin | None, have: Pin, asked: str) -> Pin:
-    if pin is None or pin.spec.axes == have.spec.axes:
-        return have if pin is None else pin
-    if all(d.open and h.axes[: len(d.axes)] == d.axes for d, h in zip(pin.spec.dims, have.spec.dims, strict=True)):
+    if pin is None:
         return have
-    opened = merged(pin.spec, have.spec)
-    if opened is not None and opened.axes == have.spec.axes:
+    if pin.spec.axes == have.spec.axes:
+        return Pin(spec=have.spec, origin=pin.origin)  # closed: where it lies, it stays
+    pairs = zip(pin.spec.dims, have.spec.dims, strict=True)
+    if all(h.axes == d.axes or (d.open and h.axes[: len(d.axes)] == d.axes) for d, h in pairs):
         return have
     raise ShardingError(
         asked,

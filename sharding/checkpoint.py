@@ -126,18 +126,13 @@ def _facts(array: jax.Array, checksum: int) -> dict[str, Json]:
 
 
 def _checksums(arrays: Mapping[str, jax.Array]) -> dict[str, int]:
-    # All in one program, and nothing else under way: XLA:CPU (seen with JAX 0.10.2) may hang when several programs that
-    # communicate are in flight on fewer cores than devices.
+    # One after the other: XLA:CPU of JAX 0.10.2 may hang when several programs that communicate are in flight at once
+    # on fewer cores than devices. Delete the waiting when that release is no longer supported.
     jax.block_until_ready(arrays)
-    sums = jax.block_until_ready(_checksum_tree(dict(arrays)))
-    return {name: int(value) for name, value in jax.device_get(sums).items()}
+    return {name: int(jax.block_until_ready(_checksum(array))) for name, array in arrays.items()}
 
 
 @jax.jit
-def _checksum_tree(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    return jax.tree.map(_checksum, arrays)
-
-
 def _checksum(array: jax.Array) -> jax.Array:
     """The sum modulo 2^32 of every element's bits times an odd number that its position gives.
 

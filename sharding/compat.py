@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.extend.core as jex
+from jax._src import config as _config
 from jax._src import source_info_util as _source
 from jax.core import Tracer as Tracer
 from jax.interpreters import ad as ad
@@ -37,8 +38,9 @@ def new_var(aval: Any) -> Any:
 
 
 def new_eqn(like: Any, invars: Sequence[Any], outvars: Sequence[Any], primitive: Any, params: dict[str, Any]) -> Any:
-    """An effect-free equation that keeps the source line, name stack and context of the equation `like`."""
-    return jex.new_jaxpr_eqn(list(invars), list(outvars), primitive, params, set(), like.source_info, like.ctx)
+    """An effect-free equation that keeps the source line, name stack and context of the equation `like`, if any."""
+    info, ctx = (like.source_info, like.ctx) if like is not None else (None, None)
+    return jex.new_jaxpr_eqn(list(invars), list(outvars), primitive, params, set(), info, ctx)
 
 
 def is_jaxpr(x: Any) -> bool:
@@ -104,6 +106,11 @@ def in_trace() -> bool:
     except ValueError:
         return True
     return False
+
+
+def trace_context() -> Any:
+    """What else than its arguments a trace depends on, as a key: x64, matmul precision, names of vmapped axes, ..."""
+    return _config.trace_context()
 
 
 def is_committed(x: Any) -> bool:

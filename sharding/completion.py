@@ -120,7 +120,7 @@ class Completion:
             raise ShardingError(
                 f"why({name!r}, dim={dim})", there=f"{ndim} dims: {self._graph.shapes[v]}", must=f"0 <= dim < {ndim}"
             )
-        lines = []
+        lines = [] if ndim else [f"{name} is a scalar"]
         for d in range(ndim) if dim is None else [dim % ndim]:
             if not spec.dims[d].axes:
                 lines.append(f"{name} dim {d} is whole: {self._whole(v, d)}")
@@ -150,7 +150,10 @@ class Completion:
 
     @cached_property
     def _by_value(self) -> dict[int, str]:
-        return {v: n for n, v in reversed(self._graph.names.items())}
+        first: dict[int, str] = {}
+        for name, v in self._graph.names.items():
+            first.setdefault(v, name)
+        return first
 
     def word(self, value: int) -> str:
         """The reason of a value's split in a word or two: `annotated`, or the ops that brought its axes."""
@@ -159,13 +162,19 @@ class Completion:
         return ", ".join(dict.fromkeys(r.word for r in reasons if r is not None)) or "-"
 
     def rows(self) -> list[tuple[str, str, str, str]]:
-        """(name, shape, spec, reason) of every named value; layers that are alike share a row."""
-        groups: dict[tuple[str, str, str, str], int] = {}
-        for name, v in self._graph.names.items():
+        """(name, shape, spec, reason) of every named value once; layers that are alike share a row."""
+        groups: dict[tuple[str, str, str, str], list[str]] = {}
+        for v, name in self._by_value.items():
             shape = "x".join(map(str, self._graph.shapes[v])) or "scalar"
-            row = (re.sub(r"(?<=[/#])\d+(?=/|$)", "*", name), shape, str(self.assignment.specs[v]), self.word(v))
-            groups[row] = groups.get(row, 0) + 1
-        return [(f"{n} (x{k})" if k > 1 else n, *rest) for (n, *rest), k in groups.items()]  # type: ignore[misc]
+            pattern = re.sub(r"(?<=[/#])\d+(?=/|$)", "*", name)
+            groups.setdefault((pattern, shape, str(self.assignment.specs[v]), self.word(v)), []).append(name)
+        return [(_starred(names), shape, spec, word) for (_, shape, spec, word), names in groups.items()]
+
+    @property
+    def num_tied(self) -> int:
+        """How many results are split as the donated arguments whose place they take."""
+        arguments = set(self._graph.inputs)
+        return sum(v in arguments for v in self._graph.outputs)
 
     def __str__(self) -> str:
         mesh = ", ".join(f"{k}={v}" for k, v in self.assignment.sizes.items())
@@ -179,6 +188,8 @@ class Completion:
 
     def _notes(self) -> list[str]:
         notes = []
+        if self.num_tied:
+            notes.append(f"{self.num_tied} results are split as the donated arguments whose place they take")
         if self.conflicts:
             lost = sum(c.bytes_lost for c in self.conflicts)
             notes.append(f"{len(self.conflicts)} conflicts, {lost} bytes per device not split as asked (.conflicts)")
@@ -198,3 +209,11 @@ class Completion:
         """Bytes of a value on one device under a spec."""
         item = int(getattr(self._graph.dtypes[value], "itemsize", 0) or 0)
         return math.prod(self._graph.shapes[value]) * item // spec.num_shards(self.assignment.sizes)
+
+
+def _starred(names: Sequence[str]) -> str:
+    """One text for names that differ in numbers only, with `*` where they differ and how many they are."""
+    if len(names) == 1:
+        return names[0]
+    columns = zip(*(name.split("/") for name in names), strict=True)
+    return "/".join(c[0] if len(set(c)) == 1 else re.sub(r"\d+", "*", c[0]) for c in columns) + f" (x{len(names)})"

@@ -72,15 +72,16 @@ class _Body:
 
     def rebuilt(self, inputs: bool) -> Any:
         source = self.scope.jaxpr
-        if inputs and source.eqns:
+        first, last = (source.eqns[0], source.eqns[-1]) if source.eqns else (None, None)
+        if inputs:
             for var in source.invars:
-                self.argument(var, source.eqns[0])
+                self.argument(var, first)
         for i, eqn in enumerate(source.eqns):
             self.equation(i, eqn)
         outvars = [self.read(v) for v in source.outvars]
-        if self.scope.exits and source.eqns:
+        if self.scope.exits:
             pairs = zip(outvars, source.outvars, self.scope.exits, strict=True)
-            outvars = [self.moved(new, old, target, source.eqns[-1]) for new, old, target in pairs]
+            outvars = [self.moved(new, old, target, last, asked=inputs) for new, old, target in pairs]
         return compat.rebuild(self.original, eqns=self.eqns, outvars=outvars)
 
     def argument(self, var: Any, eqn: Any) -> None:
@@ -128,12 +129,13 @@ class _Body:
         if spec is not None:
             self.swapped[var] = self.emit(operand, spec, eqn)
 
-    def moved(self, operand: Any, var: Any, target: Atom, eqn: Any) -> Any:
-        """The operand, resharded first if what it enters is split otherwise."""
+    def moved(self, operand: Any, var: Any, target: Atom, eqn: Any, *, asked: bool = False) -> Any:
+        """The operand, resharded first if what it enters is split otherwise, or (`asked`) if the user said how."""
         spec = self.rewriter.wanted(target, var.aval)
-        if spec is None or self.rewriter.spec(self.atom(var)) == spec:
+        pin = self.rewriter.pins.get(target) if asked and target is not None else None
+        if spec is None or (pin is None and self.rewriter.spec(self.atom(var)) == spec):
             return operand
-        return self.emit(operand, spec, eqn)
+        return self.emit(operand, spec, eqn, asked=pin.spec if pin else None)
 
     def emit(self, operand: Any, spec: Spec, eqn: Any, *, asked: Spec | None = None, name: str | None = None) -> Any:
         new = compat.new_var(operand.aval)

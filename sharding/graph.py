@@ -292,14 +292,15 @@ class _Builder:
         if both is None:
             self.graph.clashes.append((value, have, pin))
         else:
-            origin = have.origin if have.spec == both else f"{have.origin}; {pin.origin}"
+            origin = "; ".join(dict.fromkeys([*have.origin.split("; "), *([] if have.spec == both else [pin.origin])]))
             self.graph.pins[value] = Pin(spec=both, origin=origin)
 
     def name_repeated(self) -> None:
         for name, values in self.repeated.items():
             distinct = list(dict.fromkeys(values))
             for n, v in enumerate(distinct):
-                self.graph.names[name if len(distinct) == 1 else f"{name}#{n}"] = v
+                alone = len(distinct) == 1 and name not in self.graph.names
+                self.graph.names[name if alone else f"{name}#{n}"] = v
 
     def enter(self, atom: Any, scope: Scope, eqn: Any, times: int) -> int:
         """A loop's own copy of a value from outside, tied by an edge."""

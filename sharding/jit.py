@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from . import arguments, compat, graph, paths, propagation
@@ -18,7 +18,7 @@ from .arguments import Names, Nums, Signature
 from .completion import Completion
 from .constrain import constrain
 from .errors import ShardingError, raise_together
-from .mesh import current
+from .mesh import current, described
 from .spec import indivisible, to_partition_spec
 
 Engine = Literal["sharding", "xla"]
@@ -109,15 +109,16 @@ class Jitted:
         return self._entry(call).structured.trace(*call.dynamic)
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
-        """The constrained program lowered, as `jax.jit(f).lower`."""
-        return self.trace(*args, **kwargs).lower()
+        """The constrained program lowered, as `jax.jit(f).lower`; over described devices for their platform."""
+        traced = self.trace(*args, **kwargs)
+        return traced.lower() if isinstance(current(), Mesh) else traced.lower(lowering_platforms=(_platform(),))
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
-        """The result's shapes, dtypes and shardings."""
+        """The result's shapes, dtypes and shardings; no sharding where XLA is to choose it."""
         entry = self._entry(self._call(args, kwargs))
         leaves = [
-            jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(entry.mesh, spec))
-            for a, spec in zip(entry.out_avals, entry.out_specs, strict=True)
+            jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
+            for a, sharding in zip(entry.out_avals, entry.flat["out_shardings"], strict=True)
         ]
         return jax.tree.unflatten(entry.out_tree, leaves)
 
@@ -128,7 +129,7 @@ class Jitted:
         args = self._signature.positional(args, kwargs)
         static = self._signature.static
         dynamic = tuple(a for i, a in enumerate(args) if i not in static) if static else args
-        statics = tuple(a for i, a in enumerate(args) if i in static) if static else ()
+        statics = tuple((type(a), a) for i, a in enumerate(args) if i in static) if static else ()  # 1 is not True
         leaves, tree = jax.tree.flatten(dynamic)
         mesh = current()
         if mesh is None:
@@ -138,11 +139,23 @@ class Jitted:
                 must="a function made by sharding.jit is called under a mesh",
                 fix="with sharding.mesh(data=-1): ...",
             )
+        if AxisType.Explicit in mesh.axis_types:
+            raise ShardingError(
+                f"{self._signature.function}(...)",
+                there=f"a mesh whose axes are {', '.join(f'{n}: {t}' for n, t in _axis_types(mesh).items())}",
+                must="the axes are Auto, so that a completed split is a wish that XLA meets by moving data",
+                fix=f"with sharding.mesh({', '.join(f'{n}={s}' for n, s in mesh.shape.items())}): ...",
+            )
         return _Call(len(args), dynamic, statics, leaves, tree, mesh)
 
     def _entry(self, call: _Call) -> _Entry:
-        key = (call.mesh, call.tree, call.statics, tuple([_leaf_key(x) for x in call.leaves]))
-        entry = self._entries.get(key)
+        try:
+            leaves = tuple([_leaf_key(x) for x in call.leaves])
+            key = (call.mesh, call.tree, call.statics, compat.trace_context(), leaves)
+            entry = self._entries.get(key)
+        except TypeError:
+            self._refuse(call)
+            raise
         if entry is None:
             entry = self._fitting(key, call)
             if entry is None:
@@ -151,10 +164,26 @@ class Jitted:
             self._entries[key] = entry
         return entry
 
+    def _refuse(self, call: _Call) -> None:
+        """Raises for leaves that are no arrays and statics that can't be a key."""
+        function = self._signature.function
+        _avals(call.leaves, self._names(call), function)
+        failures = [
+            ShardingError(
+                f"{function}({self._signature.name(i)})",
+                there=f"a {kind.__name__}: {value!r:.60}",
+                must="a static argument can be hashed: the compiled program is found by it",
+                fix="a tuple or a frozen dataclass",
+            )
+            for i, (kind, value) in zip(sorted(self._signature.static), call.statics, strict=False)
+            if not _hashable(value)
+        ]
+        raise_together(f"{function}: static arguments", failures)
+
     def _fitting(self, key: Any, call: _Call) -> _Entry | None:
         """An entry for the same shapes whose arguments already lie where it wants them: the second step of a loop."""
-        for (mesh, tree, statics, leaves), entry in self._entries.items():
-            if (mesh, tree, statics) == key[:3] and all(a[:3] == b[:3] for a, b in zip(leaves, key[3], strict=True)):
+        for (*program, leaves), entry in self._entries.items():
+            if (*program,) == key[:-1] and all(a[:3] == b[:3] for a, b in zip(leaves, key[-1], strict=True)):
                 if entry.accepts(call.leaves):
                     return entry
         return None
@@ -162,17 +191,23 @@ class Jitted:
     def _log_miss(self, key: Any, call: _Call) -> None:
         if self._entries and _log.isEnabledFor(logging.DEBUG):
             last = next(reversed(self._entries))
-            parts = [what for what, a, b in zip(("mesh", "tree", "statics"), key, last, strict=False) if a != b]
+            parts = [what for i, what in ((0, "mesh"), (2, "statics"), (3, "JAX's configuration")) if key[i] != last[i]]
             if key[1] == last[1]:
                 names = self._names(call)
-                parts += [f"{n}: {b} -> {a}" for n, a, b in zip(names, key[3], last[3], strict=True) if a != b]
+                parts += [f"{n}: {b} -> {a}" for n, a, b in zip(names, key[-1], last[-1], strict=True) if a != b]
+            else:
+                names, before = self._dynamic_names(call), last[1].children()
+                pairs = zip(names, key[1].children(), before, strict=False)
+                parts += [f"{n}: its tree" for n, new, old in pairs if new != old]
+                parts += ["the number of arguments"] if len(names) != len(before) else []
             _log.debug("%s completes anew: %s changed", self._signature.function, "; ".join(parts))
 
     def _names(self, call: _Call) -> list[str]:
-        positions = [i for i in range(call.num_args) if i not in self._signature.static]
-        return [
-            n for i, a in zip(positions, call.dynamic, strict=True) for n in paths.of_tree(a, self._signature.name(i))
-        ]
+        names = self._dynamic_names(call)
+        return [n for name, a in zip(names, call.dynamic, strict=True) for n in paths.of_tree(a, name)]
+
+    def _dynamic_names(self, call: _Call) -> list[str]:
+        return [self._signature.name(i) for i in range(call.num_args) if i not in self._signature.static]
 
     def _build(self, call: _Call) -> _Entry:
         function, names = self._signature.function, self._names(call)
@@ -181,7 +216,7 @@ class Jitted:
         asked = arguments.per_leaf(self._in_shardings, call.dynamic, "in_shardings", function)
         in_pins = arguments.pins(asked, avals, names, mesh, what="in_shardings", function=function)
         in_pins = arguments.committed(call.leaves, in_pins, names, mesh, function)
-        traced = self._trace(call, avals, names)
+        traced = self._trace(call, avals)
         out_names = paths.of_tree(jax.tree.unflatten(traced.out_tree, traced.out_avals), "out")
         result = jax.tree.unflatten(traced.out_tree, [0] * traced.out_tree.num_leaves)
         asked = arguments.per_leaf(self._out_shardings, [result], "out_shardings", function)
@@ -246,7 +281,7 @@ class Jitted:
                     break
         return ties
 
-    def _trace(self, call: _Call, avals: Sequence[Any], names: Sequence[str]) -> _Traced:
+    def _trace(self, call: _Call, avals: Sequence[Any]) -> _Traced:
         function, static = self._signature.function, sorted(self._signature.static)
         out_tree = None
 
@@ -254,10 +289,10 @@ class Jitted:
             nonlocal out_tree
             args = list(jax.tree.unflatten(call.tree, leaves))
             dynamic = tuple(args)
-            for i, value in zip(static, call.statics, strict=False):
+            for i, (_, value) in zip(static, call.statics, strict=False):
                 args.insert(i, value)
             out_leaves, out_tree = jax.tree.flatten(self._f(*args))
-            _refuse_mutation(leaves, call.tree, dynamic, out_leaves, names, function)
+            _refuse_mutation(leaves, call.tree, dynamic, out_leaves, self._dynamic_names(call), function)
             return out_leaves
 
         flat.__name__ = flat.__qualname__ = function
@@ -270,7 +305,7 @@ class Jitted:
 class _Call:
     num_args: int
     dynamic: tuple[Any, ...]
-    statics: tuple[Any, ...]
+    statics: tuple[tuple[type, Any], ...]
     leaves: list[Any]
     tree: Any
     mesh: Mesh | AbstractMesh
@@ -310,13 +345,31 @@ class _Entry:
         if any(isinstance(x, compat.Tracer) for x in leaves):
             return jax.tree.unflatten(self.out_tree, self.nested(*leaves))
         if isinstance(self.mesh, AbstractMesh):
+            if compat.in_trace():  # constants in traced code, where JAX shows no real mesh
+                return jax.tree.unflatten(self.out_tree, self.nested(*leaves))
             raise ShardingError(
                 f"{self.function}(...)",
                 there="a mesh over described devices",
                 must="a program runs on real devices",
                 fix=[f"{self.function}.complete(...)", f"{self.function}.lower(...)"],
             )
-        return jax.tree.unflatten(self.out_tree, self.compiled(*leaves))
+        try:
+            return jax.tree.unflatten(self.out_tree, self.compiled(*leaves))
+        except TypeError:
+            self.refuse_abstract(leaves)
+            raise
+
+    def refuse_abstract(self, leaves: Sequence[Any]) -> None:
+        """Raises for ShapeDtypeStructs among the leaves of a call."""
+        names = list(self.completion.assignment.graph.names)
+        abstract = [n for n, x in zip(names, leaves, strict=False) if isinstance(x, jax.ShapeDtypeStruct)]
+        if abstract:
+            raise ShardingError(
+                f"{self.function}(...)",
+                there=[f"{name} is a ShapeDtypeStruct" for name in abstract[:8]],
+                must="a program runs on arrays",
+                fix=[f"{self.function}.complete(...)", f"{self.function}.lower(...)"],
+            )
 
     @cached_property
     def out_specs(self) -> list[P]:
@@ -377,6 +430,25 @@ class _Entry:
         return jax.jit(whole, in_shardings=in_shardings, out_shardings=out_shardings, donate_argnums=donated)
 
 
+def _platform() -> str:
+    """What to lower for where no real device says it: the platform of the described devices."""
+    devices = described()
+    platform = jax.default_backend() if devices is None else devices.chip.platform
+    return "cuda" if platform == "gpu" else platform
+
+
+def _axis_types(mesh: Mesh | AbstractMesh) -> dict[str, str]:
+    return {name: kind.name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)}
+
+
+def _hashable(x: Any) -> bool:
+    try:
+        hash(x)
+    except TypeError:
+        return False
+    return True
+
+
 def _leaf_key(x: Any) -> Any:
     if isinstance(x, jax.Array):
         sharding = None if isinstance(x, compat.Tracer) or not x.committed else x.sharding
@@ -431,23 +503,23 @@ def _refuse_mutation(
     before: Sequence[Any], tree: Any, args: Any, out: Sequence[Any], names: Sequence[str], function: str
 ) -> None:
     """An argument changed in place inside a traced function: an error, unless what it became is returned."""
-    after, tree_after = jax.tree.flatten(args)
-    fix = "return the changed object from the function, and use what comes back"
-    if tree_after != tree:
-        raise ShardingError(
-            f"{function}(...)",
-            there="an argument whose pytree changed while the function ran (entries were added or taken away)",
-            must="arguments are not changed in place",
-            fix=fix,
-        )
     returned = {id(x) for x in out}
-    changed = [n for n, a, b in zip(names, before, after, strict=True) if a is not b and id(b) not in returned]
+    changed, at = [], 0
+    for name, was, arg in zip(names, tree.children(), args, strict=True):
+        old, (new, now) = before[at : at + was.num_leaves], jax.tree.flatten(arg)
+        at += was.num_leaves
+        if now != was:
+            lost = any(id(x) not in returned for x in new)
+            changed += [f"{name}: its pytree was changed in place (entries added or taken away)"] if lost else []
+            continue
+        kept = [a is b or id(b) in returned for a, b in zip(old, new, strict=True)]
+        changed += [f"{n} was changed in place" for n, ok in zip(paths.of_tree(arg, name), kept, strict=True) if not ok]
     if changed:
         raise ShardingError(
             f"{function}(...)",
-            there=[f"{name} was changed in place, and its new value is not returned" for name in changed[:8]],
+            there=[*changed[:8], "what it became is not returned"],
             must="a compiled function has no side effects: what it changes, it returns",
-            fix=fix,
+            fix="return the changed object from the function and use what comes back, or change a copy of it",
         )
 
 

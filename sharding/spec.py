@@ -92,6 +92,13 @@ def from_partition_spec(
     Raises:
         ShardingError: unknown axis, axis used twice, or more entries than dims; all of them in one message.
     """
+    if not isinstance(spec, P):
+        raise ShardingError(
+            asked,
+            there=f"{spec!r}, a {type(spec).__name__}",
+            must="a spec is a PartitionSpec",
+            fix=f"P{spec!r}" if isinstance(spec, tuple) else f"P({spec!r})",
+        )
     faults = _faults(spec, shape, sizes)
     if faults:
         raise ShardingError(
@@ -177,7 +184,8 @@ def _faults(spec: P, shape: tuple[int, ...], sizes: Mapping[str, int]) -> list[s
             if name not in sizes:
                 faults.append(f"entry {i} names {name!r}, which is no axis of the mesh")
             elif name in seen:
-                faults.append(f"axis {name!r} is used twice: in entries {seen[name]} and {i}")
+                where = f"in entry {i}" if seen[name] == i else f"in entries {seen[name]} and {i}"
+                faults.append(f"axis {name!r} is used twice: {where}")
             seen.setdefault(name, i)
     return faults
 
@@ -193,9 +201,23 @@ def _fix(spec: P, shape: tuple[int, ...], sizes: Mapping[str, int]) -> list[str]
             fixes.append(f"{near[0]!r} in place of {name!r}")
     if len(spec) > len(shape):
         fixes.append(f"P{tuple(spec)[: len(shape)]}" if len(shape) != 1 else f"P({tuple(spec)[0]!r})")
+    once = P(*_once(spec))
+    if not fixes and not unknown and once != spec:
+        fixes.append(str(once))
     if unknown and not fixes:
         fixes.append("add the axis to sharding.mesh(...), or use one of " + ", ".join(map(repr, sizes)))
     return fixes
+
+
+def _once(spec: P) -> list[object]:
+    """The entries with each axis kept where it comes first."""
+    seen: set[object] = set()
+    entries: list[object] = []
+    for entry in spec:
+        kept = tuple(a for a in (entry if isinstance(entry, tuple) else (entry,)) if a not in seen)
+        seen.update(_names(entry))
+        entries.append((kept[0] if len(kept) == 1 else kept) or None)
+    return entries
 
 
 def _sizes_text(sizes: Mapping[str, int]) -> str:

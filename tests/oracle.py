@@ -1,7 +1,9 @@
 """Second opinion on the pass: XLA's own, Shardy, run on the same program without compiling it.
 
 Every value of our graph is marked by an unconstrained sharding constraint in a scope of its own name. After Shardy's
-propagation pipeline each mark is a reshard whose sharding is Shardy's answer for that value.
+propagation pipeline each mark is a reshard whose sharding is Shardy's answer for that value. Closed arguments and
+annotated values get no mark of their own, which could grow where they are closed. XLA writes `square` as a product
+before Shardy sees it; so do we.
 """
 
 import re
@@ -69,10 +71,13 @@ def shardy(g: Graph, program, in_pins, mesh: AbstractMesh) -> dict[int, Dims]:
     """Shardy's sharding of every value of the graph, by value."""
     jaxpr = compat.open_jaxpr(program)
     consts = program.consts
-    shardings = [None if pin is None else NamedSharding(mesh, to_partition_spec(pin.spec)) for pin in in_pins]
+    specs = [None if pin is None else pin.spec for pin in in_pins]
+    closed = [s is not None and not any(d.open for d in s.dims) for s in specs]
+    shardings = [NamedSharding(mesh, to_partition_spec(s)) if c else None for s, c in zip(specs, closed, strict=True)]
 
     def marked(*args):
-        args = [_mark(x, v, mesh) for x, v in zip(args, g.inputs, strict=True)]
+        asked = zip(args, g.inputs, specs, closed, strict=True)  # JAX takes no open dim in `in_shardings`
+        args = [x if c else _mark(x, v, mesh, s) for x, v, s, c in asked]
         return _run(g.scope, jaxpr, consts, args, mesh)
 
     avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in jaxpr.invars]
@@ -80,11 +85,12 @@ def shardy(g: Graph, program, in_pins, mesh: AbstractMesh) -> dict[int, Dims]:
     return _read(_propagated(lowered), g)
 
 
-def _mark(x, value, mesh):
+def _mark(x, value, mesh, spec=None):
     if value is None or not getattr(x, "ndim", 0) or jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
         return x
+    asked = P(*[P.UNCONSTRAINED] * x.ndim) if spec is None else to_partition_spec(spec, keep_open=True)
     with jax.named_scope(f"mark_{value}_"):
-        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*[P.UNCONSTRAINED] * x.ndim)))
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, asked))
 
 
 def _run(scope: Scope, jaxpr, consts, args, mesh):
@@ -97,7 +103,12 @@ def _run(scope: Scope, jaxpr, consts, args, mesh):
         name, ins = eqn.primitive.name, [read(a) for a in eqn.invars]
         inner = [child for (at, _, _), child in scope.children.items() if at == i]
         if eqn.primitive is annotate_p:
-            outs = [_constrain(ins[0], eqn.params["asked"], mesh)]
+            asked = eqn.params["asked"]
+            silent = asked is None or asked.is_open
+            env[eqn.outvars[0]] = ins[0] if silent else _mark(ins[0], scope.env[eqn.outvars[0]], mesh, asked)
+            continue
+        elif name == "square":
+            outs = [jax.lax.integer_pow(ins[0], 2)]
         elif name in CALLS:
             child = inner[0]
             closed = next(j for _, _, j in compat.sub_jaxprs(eqn.params))
@@ -126,12 +137,6 @@ def _scan(eqn, child, ins, mesh):
 
     state, ys = jax.lax.scan(body, tuple(carry), tuple(xs), length=eqn.params["length"], reverse=eqn.params["reverse"])
     return [*state, *ys]
-
-
-def _constrain(x, spec: Spec | None, mesh):
-    if spec is None or spec.is_open:
-        return x
-    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, to_partition_spec(spec, keep_open=True)))
 
 
 def _propagated(lowered):

@@ -51,11 +51,12 @@ def cumulative(ins: Sequence[Shape], outs: Sequence[Shape], params: Params) -> R
 
 
 def sort(ins: Sequence[Shape], outs: Sequence[Shape], params: Params) -> Rule:
-    """The sorted dim has to be whole."""
-    rule = RuleBuilder(ins, outs)
+    """The sorted dim has to be whole inside the op; nothing flows along it where it is the only dim."""
+    rule, sorted_dim = RuleBuilder(ins, outs), params["dimension"]
+    alone = all(size == 1 for d, size in enumerate(ins[0]) if d != sorted_dim)
     for d, size in enumerate(ins[0]):
-        whole = d == params["dimension"]
-        rule.everywhere(d, size, Kind.REPLICATE if whole else Kind.PASS, blocked=whole)
+        whole = d == sorted_dim
+        rule.everywhere(d, size, Kind.REPLICATE if whole else Kind.PASS, blocked=whole and alone)
     return rule.build()
 
 

@@ -145,6 +145,35 @@ def split(ins: Sequence[Shape], outs: Sequence[Shape], params: Params) -> Rule:
     return rule.build()
 
 
+def stack(ins: Sequence[Shape], outs: Sequence[Shape], params: Params) -> Rule:
+    """Arrays side by side along a new dim, which is the result's own and has to be whole; the others pass."""
+    rule, axis = RuleBuilder(ins, outs), params["axis"]
+    rule.factor(_none(ins), [axis], outs[0][axis], Kind.REPLICATE)
+    for d, size in enumerate(ins[0]):
+        rule.factor([d] * len(ins), [d + (d >= axis)], size)
+    return rule.build()
+
+
+def unstack(ins: Sequence[Shape], outs: Sequence[Shape], params: Params) -> Rule:
+    """The reverse of `stack`: the dim that goes is the operand's own and has to be whole."""
+    rule, axis = RuleBuilder(ins, outs), params["axis"]
+    rule.factor([axis], _none(outs), ins[0][axis], Kind.REPLICATE)
+    for d in range(len(ins[0]) - 1):
+        in_dim = d + (d >= axis)
+        rule.factor([in_dim], [d] * len(outs), ins[0][in_dim])
+    return rule.build()
+
+
+def tile(ins: Sequence[Shape], outs: Sequence[Shape], params: Params) -> Rule:
+    """A tiled dim is its repeats, the result's own, times the operand's dim; the repeats are the major factor."""
+    rule = RuleBuilder(ins, outs)
+    for d, (repeats, size) in enumerate(zip(params["reps"], ins[0], strict=True)):
+        if repeats != 1:
+            rule.factor([None], [d], repeats)
+        rule.factor([d], [d], size)
+    return rule.build(Flow.BROADCAST)
+
+
 def bitcast_convert_type(ins: Sequence[Shape], outs: Sequence[Shape], params: Params) -> Rule:
     """Dims pass; the innermost one that appears or goes has to be whole."""
     del params

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from . import contraction, indexing, random, shape
+from . import contraction, indexing, random, shape, window
 from .rule import Flow, Rule, Shape, pointwise
 
 MakeRule = Callable[[Sequence[Shape], Sequence[Shape], Mapping[str, Any]], Rule | None]
@@ -16,12 +16,13 @@ MakeRule = Callable[[Sequence[Shape], Sequence[Shape], Mapping[str, Any]], Rule 
 
 ELEMENTWISE = frozenset(
     """
-    abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp clz conj convert_element_type cos cosh
-    copy digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac imag integer_pow
-    is_finite le le_to lgamma log log1p logistic lt lt_to max min mul ne neg nextafter not one_minus_square or polygamma
-    population_count pow random_fold_in random_gamma_grad real reduce_precision regularized_incomplete_beta rem round
-    rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub
-    tan tanh threefry2x32 xor zeta complex bessel_i0e bessel_i1e name pvary
+    abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex
+    conj convert_element_type copy cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma
+    igamma_grad_a igammac imag integer_pow is_finite le le_to lgamma log log1p log2 logistic lt lt_to max min mul
+    mulhi name ne neg nextafter not one_minus_square or polygamma polynomial population_count pow pvary random_clone
+    random_fold_in random_gamma random_gamma_grad real reduce_precision regularized_incomplete_beta rem reshard
+    round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square
+    stop_gradient sub tan tanh threefry2x32 xor zeta
     """.split()
 )
 
@@ -59,21 +60,30 @@ RULES: dict[str, MakeRule] = {
     "reduce_or": contraction.reduce,
     "reduce_prod": contraction.reduce,
     "reduce_sum": contraction.reduce,
+    "reduce_window": window.reduce_window,
+    "reduce_window_max": window.reduce_window,
+    "reduce_window_min": window.reduce_window,
+    "reduce_window_sum": window.reduce_window,
     "reduce_xor": contraction.reduce,
     "reshape": shape.reshape,
     "rev": shape.rev,
     "scatter": indexing.scatter,
     "scatter-add": indexing.scatter_reduce,
-    "scatter_add": indexing.scatter_reduce,
-    "scatter_max": indexing.scatter_reduce,
-    "scatter_min": indexing.scatter_reduce,
-    "scatter_mul": indexing.scatter_reduce,
+    "scatter-max": indexing.scatter_reduce,
+    "scatter-min": indexing.scatter_reduce,
+    "scatter-mul": indexing.scatter_reduce,
+    "scatter-sub": indexing.scatter_reduce,
+    "select_and_gather_add": window.reduce_window,
+    "select_and_scatter_add": window.select_and_scatter,
     "slice": shape.cut,
     "sort": contraction.sort,
     "split": shape.split,
     "squeeze": shape.squeeze,
+    "stack": shape.stack,
+    "tile": shape.tile,
     "top_k": contraction.top_k,
     "transpose": shape.transpose,
+    "unstack": shape.unstack,
 }
 
 CONSTANT_PRESERVING = ELEMENTWISE | {"broadcast_in_dim", "reshape", "slice", "squeeze", "expand_dims", "iota"}
