@@ -51,7 +51,7 @@ class ModelChoice:
 class Optimization:
     """AdamW with a linear warm-up, a cosine down to a tenth, and clipping by the global norm."""
 
-    lr: float = 3e-3
+    lr: float = 4e-3
     """Highest learning rate."""
     warmup: int = 50
     """Steps until it is reached."""

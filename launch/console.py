@@ -65,16 +65,21 @@ class Console:
     def step(self, step: int, figures: metrics.Figures) -> None:
         """Show the figures of a finished step."""
         text = _written(figures)
+        if step == self.first_step + 1:
+            # The first step compiles: what is left is told from the second one on.
+            self._started = time.monotonic()
         if self._progress:
             self._progress.update(self._bar, completed=step, description=text + self._heldout)
         elif step % max(1, self.num_steps // NUM_PLAIN_LINES) == 0 or step == self.first_step + 1:
-            self.say(f"step {step}/{self.num_steps}  {text}  left {self._left(step)}")
+            self.say(f"step {step}/{self.num_steps}  {text}{self._left(step)}")
 
     def _left(self, step: int) -> str:
-        done = step - self.first_step
+        done = step - self.first_step - 1
+        if not done:
+            return ""
         seconds = (time.monotonic() - self._started) / done * (self.num_steps - step)
         minutes, seconds = divmod(round(seconds), 60)
-        return f"{minutes}:{seconds:02d}"
+        return f"  left {minutes}:{seconds:02d}"
 
 
 def _written(figures: metrics.Figures) -> str:

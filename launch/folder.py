@@ -1,11 +1,13 @@
 """The folder of a run: what lies where in it, and whether a run may begin or go on there."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 from sharding import ShardingError, checkpoint
 
 CHECKPOINTS = "checkpoints"
+CHECKPOINTS_BEFORE = "checkpoints-before"
 CURVE = "loss.svg"
 
 # What may differ between a run and its resumption without changing the curve.
@@ -22,6 +24,13 @@ def make(out: Path) -> None:
         raise ShardingError(
             f"--out {out}", there=error.strerror or str(error), must="the folder must be one to write in"
         ) from None
+
+
+def set_aside(out: Path) -> None:
+    """Move the checkpoints of an earlier run out of the way of a new one; of such runs the last is kept."""
+    if (out / CHECKPOINTS).exists():
+        shutil.rmtree(out / CHECKPOINTS_BEFORE, ignore_errors=True)
+        (out / CHECKPOINTS).rename(out / CHECKPOINTS_BEFORE)
 
 
 def check_resumable(out: Path, settings: dict[str, Any]) -> None:

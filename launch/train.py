@@ -36,6 +36,8 @@ def run(config: Train) -> None:
     settings = as_json(config) | {"model_config": as_json(model), "corpus_sha256": text.sha256}
     if config.resume:
         folder.check_resumable(config.out, settings)
+    else:
+        folder.set_aside(config.out)
     needed = jax.devices()[: batch_parts(axes) * axes.get("tensor", 1)]
     with sharding.mesh(axes, devices=needed) as mesh:
         assert isinstance(mesh, jax.sharding.Mesh)

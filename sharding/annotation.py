@@ -59,10 +59,11 @@ def _annotate_leaf(x: Any, spec: P | None, *, name: str | None, priority: int) -
             must="a spec names axes of a mesh",
             fix="put the call, and the jit around it, inside `with sharding.mesh(...)`",
         )
-    shape = tuple(jax.numpy.shape(x))
-    resolved = from_partition_spec(spec, shape, dict(mesh.shape), asked=asked, priority=priority)
-    _warn_padding(resolved, x, dict(mesh.shape), asked)
-    return bind(x, resolved, _abstract(mesh), name=name)
+    shape, seen = tuple(jax.numpy.shape(x)), _abstract(mesh)
+    sizes = {n: size for n, size in seen.shape.items() if n not in seen.manual_axes}
+    resolved = from_partition_spec(spec, shape, sizes, asked=asked, priority=priority)
+    _warn_padding(resolved, x, sizes, asked)
+    return bind(x, resolved, seen, name=name)
 
 
 def bind(x: Any, spec: Spec, mesh: AbstractMesh, *, name: str | None = None) -> Any:

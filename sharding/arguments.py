@@ -140,7 +140,8 @@ def per_leaf(specs: Any, trees: Sequence[Any], what: str, function: str) -> list
     out: list[Any] = []
     for i, (entry, tree) in enumerate(zip(prefix, trees, strict=True)):
         try:
-            full = jax.tree.broadcast(entry, tree, is_leaf=_is_spec)
+            said = jax.tree.map(lambda s: ... if s is None else s, entry, is_leaf=_is_spec)  # None is no leaf to JAX
+            full = jax.tree.broadcast(said, tree)
         except ValueError as e:
             whole = "argument" if what == "in_shardings" else "result"
             raise ShardingError(
@@ -149,7 +150,7 @@ def per_leaf(specs: Any, trees: Sequence[Any], what: str, function: str) -> list
                 must=f"the specs are a prefix of the {whole}'s pytree",
                 fix=f"None for the whole {whole}, or sharding.annotate inside the function",
             ) from e
-        out += jax.tree.leaves(full, is_leaf=_is_spec)
+        out += [None if s is ... else s for s in jax.tree.leaves(full)]
     return out
 
 

@@ -1,9 +1,10 @@
-"""The rewriter: a program and an `Assignment` in, the same program with every value constrained out.
+"""The rewriter: a program and an `Assignment` in, the same program with every value's split decided out.
 
 The jaxpr is rewritten in place: behind each equation comes a constraint on each of its results, in nested jaxprs
 too, which go back into their own equations with all other parameters untouched. So remat stays remat, custom
 derivatives keep their rules, effects keep their order. Constraining every value compiles to the program that XLA
-would have made from the same shardings, and leaves it nothing to decide.
+would have made from the same shardings, and leaves it nothing to decide. A value amid a run of elementwise ops that are
+all split alike goes without: its neighbours leave XLA no other choice, and compiling is faster.
 """
 
 from __future__ import annotations
@@ -15,7 +16,15 @@ from jax.sharding import AbstractMesh
 from . import annotation, compat
 from .graph import CALLS, Atom, Scope
 from .propagation import Assignment
-from .spec import Spec
+from .spec import Spec, indivisible
+
+PLAIN = frozenset(
+    """
+    abs add add_any and convert_element_type copy cos div eq exp ge gt integer_pow le log logistic lt max min mul ne neg
+    not or pow rsqrt select_n sign sin sqrt square sub tanh
+    """.split()
+)
+"""Elementwise ops that stay elementwise ops all the way down to XLA."""
 
 
 def constrain(closed_jaxpr: Any, assignment: Assignment, mesh: AbstractMesh, *, inputs: bool = False) -> Any:
@@ -36,6 +45,8 @@ class _Rewriter:
     def __init__(self, assignment: Assignment, mesh: AbstractMesh):
         self.specs = assignment.specs
         self.pins = assignment.graph.pins
+        self.sizes = assignment.sizes
+        self.program = assignment.graph.scope
         self.mesh = mesh
         self.done: dict[Any, Any] = {}
 
@@ -61,6 +72,10 @@ class _Rewriter:
         is_key = compat.is_extended(aval.dtype)
         return None if spec.is_open or (is_key and not any(spec.axes)) else spec
 
+    def exact(self, spec: Spec, shape: tuple[int, ...]) -> bool:
+        """Whether XLA can be told the whole of a spec, at arguments too: no parts of axes, nothing to pad."""
+        return not spec.has_parts and not indivisible(spec, shape, self.sizes)
+
 
 class _Body:
     """The rewriting of one jaxpr in one scope."""
@@ -69,6 +84,38 @@ class _Body:
         self.rewriter, self.original, self.scope = rewriter, jaxpr, scope
         self.eqns: list[Any] = []
         self.swapped: dict[Any, Any] = {}
+        self.settled = self.find_settled()
+
+    def find_settled(self) -> set[Any]:
+        """The variables that are split as decided without a constraint of their own.
+
+        Each is made by an even op and used by even ops alone (`even`): from any of them it is elementwise ops between
+        equal splits to a constrained value on every side, so XLA's propagation has one answer for it.
+        """
+        source = self.scope.jaxpr
+        known = set(source.invars) if self.scope is self.rewriter.program else set()
+        made: set[Any] = set()
+        used_otherwise = {v for v in source.outvars if not compat.is_literal(v)}
+        for eqn in source.eqns:
+            if self.even(eqn, known):
+                made.update(eqn.outvars)
+            else:
+                used_otherwise.update(v for v in eqn.invars if not compat.is_literal(v))
+            known.update(eqn.outvars)
+        return made - used_otherwise
+
+    def even(self, eqn: Any, known: set[Any]) -> bool:
+        """Whether an equation is one plain elementwise op whose arrays, all of them `known`, have one exact spec."""
+        if eqn.primitive.name not in PLAIN:
+            return False
+        result = eqn.outvars[0]
+        if compat.is_drop(result):
+            return False
+        spec = self.rewriter.wanted(self.scope.env[result], result.aval)
+        if spec is None or not self.rewriter.exact(spec, result.aval.shape):
+            return False
+        arrays = [v for v in eqn.invars if v.aval.shape and self.atom(v) is not None]
+        return bool(arrays) and all(v in known and self.rewriter.wanted(self.atom(v), v.aval) == spec for v in arrays)
 
     def rebuilt(self, inputs: bool) -> Any:
         source = self.scope.jaxpr
@@ -107,7 +154,7 @@ class _Body:
         if eqn.primitive.name in CALLS:
             return  # constrained inside
         for var in list(eqn.outvars):
-            if not compat.is_drop(var):
+            if not compat.is_drop(var) and var not in self.settled:
                 self.constraint(var, var, self.scope.env[var], eqn)
 
     def annotated(self, eqn: Any, operand: Any) -> None:

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from .errors import ShardingError
 from .mesh import current
-from .spec import from_partition_spec, indivisible
+from .spec import from_partition_spec, indivisible, to_partition_spec
 
 
 def put(local: Any, spec: P = P()) -> Any:  # noqa: B008 an immutable value
@@ -32,16 +32,14 @@ def put(local: Any, spec: P = P()) -> Any:  # noqa: B008 an immutable value
             must="arrays are put on the real devices of the mesh in force",
             fix="with sharding.mesh(data=-1): ...",
         )
-    sharding = NamedSharding(mesh, spec)
-    return jax.tree.map(
-        lambda x: _put(np.asarray(x) if not isinstance(x, jax.Array) else x, sharding, spec, mesh), local
-    )
+    return jax.tree.map(lambda x: _put(x if isinstance(x, jax.Array) else np.asarray(x), spec, mesh), local)
 
 
-def _put(x: Any, sharding: NamedSharding, spec: P, mesh: Mesh) -> jax.Array:
+def _put(x: Any, spec: P, mesh: Mesh) -> jax.Array:
     sizes = dict(mesh.shape)
     asked = f"sharding.put(array of shape {tuple(x.shape)}, {spec})"
     resolved = from_partition_spec(spec, tuple(x.shape), sizes, asked=asked)
+    sharding = NamedSharding(mesh, to_partition_spec(resolved))
     if jax.process_count() > 1:
         return jax.make_array_from_process_local_data(sharding, x)
     faults = indivisible(resolved, tuple(x.shape), sizes)

@@ -95,7 +95,7 @@ def from_partition_spec(
     if not isinstance(spec, P):
         raise ShardingError(
             asked,
-            there=f"{spec!r}, a {type(spec).__name__}",
+            there=f"{spec!r}, of type {type(spec).__name__}",
             must="a spec is a PartitionSpec",
             fix=f"P{spec!r}" if isinstance(spec, tuple) else f"P({spec!r})",
         )
@@ -167,7 +167,7 @@ def _names(entry: object) -> tuple[object, ...]:
 
 
 def _dim(entry: object, sizes: Mapping[str, int], priority: int) -> Dim:
-    if entry is P.UNCONSTRAINED:
+    if entry is P.UNCONSTRAINED or entry is Ellipsis:  # JAX writes (...,) as ...
         return Dim(open=True, priority=priority)
     grows = isinstance(entry, tuple) and any(a is Ellipsis or a is P.UNCONSTRAINED for a in entry)
     axes = tuple(str(a) for a in _names(entry) if sizes[str(a)] > 1)
@@ -214,7 +214,7 @@ def _once(spec: P) -> list[object]:
     seen: set[object] = set()
     entries: list[object] = []
     for entry in spec:
-        kept = tuple(a for a in (entry if isinstance(entry, tuple) else (entry,)) if a not in seen)
+        kept = tuple(a for a in dict.fromkeys(entry if isinstance(entry, tuple) else (entry,)) if a not in seen)
         seen.update(_names(entry))
         entries.append((kept[0] if len(kept) == 1 else kept) or None)
     return entries

@@ -18,7 +18,7 @@ from sharding import compat, graph
 from sharding.annotation import annotate_p
 from sharding.graph import CALLS, Graph, Scope
 from sharding.propagation import Assignment, complete
-from sharding.spec import Axis, Spec, to_partition_spec
+from sharding.spec import Axis, to_partition_spec
 
 MARK = re.compile(r"mark_(\d+)_")
 Dims = tuple[tuple[Axis, ...], ...]

@@ -94,16 +94,6 @@ def squeeze(ins: Sequence[Shape], outs: Sequence[Shape], params: Params) -> Rule
     return _dropped(ins, outs, gone)
 
 
-def expand_dims(ins: Sequence[Shape], outs: Sequence[Shape], params: Params) -> Rule:
-    """Dims of size 1 come; the others stay in order."""
-    new = {d % len(outs[0]) for d in params["dimensions"]}
-    rule, in_dim = RuleBuilder(ins, outs), 0
-    for out_dim, size in enumerate(outs[0]):
-        rule.factor([None if out_dim in new else in_dim], [out_dim], size)
-        in_dim += out_dim not in new
-    return rule.build(Flow.BROADCAST)
-
-
 def _dropped(ins: Sequence[Shape], outs: Sequence[Shape], gone: set[int]) -> Rule:
     rule, out_dim = RuleBuilder(ins, outs), 0
     for in_dim, size in enumerate(ins[0]):

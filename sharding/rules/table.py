@@ -44,7 +44,6 @@ RULES: dict[str, MakeRule] = {
     "dot_general": contraction.dot_general,
     "dynamic_slice": indexing.dynamic_slice,
     "dynamic_update_slice": indexing.dynamic_update_slice,
-    "expand_dims": shape.expand_dims,
     "gather": indexing.gather,
     "iota": shape.iota,
     "pad": shape.cut,
@@ -86,7 +85,7 @@ RULES: dict[str, MakeRule] = {
     "unstack": shape.unstack,
 }
 
-CONSTANT_PRESERVING = ELEMENTWISE | {"broadcast_in_dim", "reshape", "slice", "squeeze", "expand_dims", "iota"}
+CONSTANT_PRESERVING = ELEMENTWISE | {"broadcast_in_dim", "reshape", "slice", "squeeze", "iota"}
 """Ops whose result is a constant expression when all operands are: made anew for each use, and split as it needs."""
 
 

@@ -202,12 +202,6 @@ def _state_shapes(config: gpt.Config) -> Any:
 # How they are measured.
 
 
-def _timed(run: Callable[[], Any]) -> float:
-    begun = time.perf_counter()
-    jax.block_until_ready(run())
-    return time.perf_counter() - begun
-
-
 def in_turns(a: Callable[[], float], b: Callable[[], float], times: int) -> tuple[list[float], list[float]]:
     """What `a` and `b` return, `times` of each; who goes first alternates."""
     of_a: list[float] = []
@@ -294,12 +288,9 @@ def first_step(options: Options, mesh: Any) -> Ratio:
 
     def fresh(make: Callable[[], Any]) -> float:
         jax.clear_caches()
-        run = _started(None, places, options, mesh)
+        run = _started(make(), places, options, mesh)
         jax.block_until_ready(run.state)
-        begun = time.perf_counter()
-        run.step = make()
-        run.once()
-        return time.perf_counter() - begun
+        return run.once()
 
     mine, hand = in_turns(
         lambda: fresh(lambda: ours(config, axes)),

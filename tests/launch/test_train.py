@@ -64,7 +64,9 @@ def test_resumed_on_the_same_mesh_the_curve_is_the_same(whole_run: Path, half_ru
     assert metrics.series(resumed, "heldout_bits_per_byte") == metrics.series(whole, "heldout_bits_per_byte")
 
 
-@pytest.mark.parametrize("mesh", ["tensor=4", "fsdp=8", "data=1"])
+@pytest.mark.parametrize(
+    "mesh", ["tensor=4", pytest.param("fsdp=8", marks=pytest.mark.slow), pytest.param("data=1", marks=pytest.mark.slow)]
+)
 def test_resumed_on_another_mesh_the_curve_is_close(whole_run: Path, half_run: Path, mesh: str):
     whole, resumed = metrics.read(whole_run / metrics.FILE_NAME), train(half_run, "--resume", mesh=mesh)
     assert losses(resumed)[:3] == losses(whole)[:3]
@@ -76,6 +78,7 @@ def test_the_mesh_does_not_change_the_curve(whole_run: Path, tmp_path: Path):
     np.testing.assert_allclose(losses(alone), losses(metrics.read(whole_run / metrics.FILE_NAME)), rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [["--scan", "--remat"], ["--dtype", "bfloat16"], ["--dropout", "0.1"], ["--kv-heads", "2"]],
@@ -83,7 +86,7 @@ def test_the_mesh_does_not_change_the_curve(whole_run: Path, tmp_path: Path):
 )
 def test_other_models(options: list[str], tmp_path: Path):
     lines = train(tmp_path, *options, "--steps", "3")
-    assert losses(lines)[-1] < losses(lines)[0]
+    assert losses(lines)[-1] < losses(lines)[0] - 0.1
 
 
 def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
@@ -123,6 +126,14 @@ def test_resume_with_another_model(capsys, whole_run):
 def test_resume_when_all_is_done(whole_run: Path):
     before = losses(metrics.read(whole_run / metrics.FILE_NAME))
     assert losses(train(whole_run, "--resume")) == before
+
+
+def test_a_new_run_does_not_mix_with_an_old_one(half_run: Path):
+    lines = train(half_run, "--steps", "1", "--seed", "1", mesh="data=1")
+    assert [step for step, _ in metrics.series(lines, "loss")] == [1]
+    assert checkpoint.latest_step(half_run / "checkpoints") == 1
+    assert checkpoint.extra(half_run / "checkpoints")["seed"] == 1
+    assert checkpoint.latest_step(half_run / "checkpoints-before") == 3
 
 
 def command(out: Path, *args: str) -> list[str]:

@@ -1,0 +1,85 @@
+"""Names of arrays: paths of leaves, and finding one by an end of its path."""
+
+import collections
+
+import jax
+import pytest
+from flax import nnx
+
+from sharding import ShardingError, paths
+
+Moments = collections.namedtuple("Moments", "mu nu")
+NAMES = {
+    "state/blocks/0/mlp/w1": 0,
+    "state/blocks/1/mlp/w1": 1,
+    "state/head/w2": 2,
+    "hidden#0": 3,
+    "hidden#1": 4,
+    "x": 5,
+}
+SPECS = ["a", "a", "b", "c", "d", "e"]
+
+
+def find(wanted):
+    return paths.find(NAMES, wanted, SPECS.__getitem__)
+
+
+def test_path_goes_through_dicts_lists_tuples_and_named_tuples():
+    tree = {"b": [1, (2, 3)], "a": Moments(4, {"k": 5})}
+    assert paths.of_tree(tree, "state") == ["state/a/mu", "state/a/nu/k", "state/b/0", "state/b/1/0", "state/b/1/1"]
+
+
+def test_a_leaf_alone_is_its_prefix():
+    assert paths.of_tree(1, "x") == ["x"]
+    assert paths.of_tree(None, "x") == []
+
+
+def test_value_of_an_nnx_variable_is_dropped():
+    module = nnx.eval_shape(lambda: nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
+    assert paths.of_tree(module, "model") == ["model/bias", "model/kernel"]
+    (path, _), *_ = jax.tree_util.tree_leaves_with_path(nnx.Param(1.0))
+    assert paths.text(path, "p") == "p"
+
+
+@pytest.mark.parametrize(
+    "wanted, value",
+    [
+        ("state/blocks/1/mlp/w1", 1),
+        ("blocks/1/mlp/w1", 1),
+        ("1/mlp/w1", 1),
+        ("w2", 2),
+        ("hidden#1", 4),
+        ("x", 5),
+        ("mlp/w1", 0),  # two that are split alike
+        ("w1", 0),
+    ],
+)
+def test_found_by_name_path_or_end_of_path(wanted, value):
+    assert find(wanted) == value
+
+
+def test_the_end_of_a_path_is_whole_keys():
+    with pytest.raises(ShardingError, match="no argument, result or annotated value of that name among 6"):
+        find("1")
+
+
+def test_several_that_differ_are_listed():
+    with pytest.raises(ShardingError, match=r"(?s)2 values of that name, split differently.*hidden#0: c.*hidden#1: d"):
+        find("hidden")
+
+
+def test_exact_name_wins_over_ends_of_paths():
+    names = {"a/w": 0, "w": 1}
+    assert paths.find(names, "w", lambda v: v) == 1
+
+
+@pytest.mark.parametrize("wanted, near", [("hiden", "hidden#"), ("w3", "w2"), ("state/head/w", "state/head/w2")])
+def test_unknown_name_offers_the_nearest(wanted, near):
+    with pytest.raises(ShardingError, match=f"(?s)try: .*{near}"):
+        find(wanted)
+
+
+def test_unknown_name_that_is_near_none_offers_nothing():
+    with pytest.raises(ShardingError, match="no argument") as caught:
+        find("qqqqqqqq")
+    assert caught.value.fix == ()
