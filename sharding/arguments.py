@@ -251,7 +251,7 @@ def committed(
     """
     sizes, out, failures = dict(mesh.shape), [], []
     for leaf, pin, name in zip(leaves, asked, names, strict=True):
-        sharding = placed(leaf)
+        sharding = placed(leaf, mesh)
         if sharding is None:
             out.append(pin)
             continue
@@ -265,11 +265,17 @@ def committed(
     return out
 
 
-def placed(leaf: Any) -> Sharding | None:
-    """The sharding of an array that was placed on purpose, or of an abstract array that has one."""
+def placed(leaf: Any, mesh: Any) -> Sharding | None:
+    """The sharding of an array that was placed on purpose, or of an abstract array that has one.
+
+    An array that is whole on every device of the mesh does not count: that is how JAX makes arrays under a mesh.
+    """
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf.sharding
-    return leaf.sharding if compat.is_committed(leaf) else None
+    if not compat.is_committed(leaf):
+        return None
+    whole = leaf.sharding.is_fully_replicated and isinstance(mesh, Mesh)
+    return None if whole and leaf.sharding.device_set == set(mesh.devices.flat) else leaf.sharding
 
 
 def _agreed(pin: Pin | None, have: Pin, asked: str) -> Pin:

@@ -84,8 +84,8 @@ class MeshContext:
             if isinstance(self.mesh, Mesh):
                 stack.enter_context(jax.set_mesh(self.mesh))
             else:
-                # JAX refuses a mesh of another size inside a mesh; leaving to the empty one first is allowed.
-                stack.enter_context(jax.sharding.use_abstract_mesh(AbstractMesh((), ())))
+                # JAX refuses a mesh of another size inside a real one; leaving to the empty one first is allowed.
+                stack.enter_context(jax.set_mesh(Mesh(np.empty((), object), ())))
                 stack.enter_context(jax.sharding.use_abstract_mesh(self.mesh))
             _ENTERED.set((*_ENTERED.get(), (self, stack.pop_all())))
         return self.mesh

@@ -18,9 +18,6 @@ from sharding import compat
 from sharding.graph import CALLS
 from sharding.rules import Kind, rule_for
 
-CHECKED: set[str] = set()
-"""Primitives that have been checked so far."""
-
 
 def check(fn, *args):
     """Runs `fn` equation by equation and checks the rule of each; returns the rules as text."""
@@ -28,6 +25,18 @@ def check(fn, *args):
     texts: list[str] = []
     _check_jaxpr(compat.open_jaxpr(closed), closed.consts, jax.tree.leaves(args), texts)
     return texts
+
+
+def primitives(fn, *args):
+    """The names of all primitives that a function traces to, calls seen through."""
+
+    def names(jaxpr):
+        for eqn in compat.open_jaxpr(jaxpr).eqns:
+            inner = [j for _, _, j in compat.sub_jaxprs(eqn.params)] if eqn.primitive.name in CALLS else []
+            yield from (name for j in inner for name in names(j))
+            yield eqn.primitive.name
+
+    return set(names(jax.make_jaxpr(fn)(*args)))
 
 
 def _check_jaxpr(jaxpr, consts, args, texts):
@@ -56,7 +65,6 @@ def _check_rule(eqn, ins, outs, texts):
         return
     rule = rule_for(name, [np.shape(x) for x in ins], [x.shape for x in outs], eqn.params)
     assert rule is not None, name
-    CHECKED.add(name)
     texts.append(f"{name}: {rule}")
     for x, dims in zip((*ins, *outs), (*rule.operands, *rule.results), strict=True):
         assert len(dims) == np.ndim(x), (name, rule)

@@ -37,6 +37,8 @@ FLOORS = [
     ["completion"],
     ["placement"],
     ["arguments"],
+    ["tracing"],
+    ["program"],
     ["jit"],
     ["checkpoint"],
     ["sharding"],  # the face, sharding/__init__.py

@@ -1,0 +1,156 @@
+"""One completed program and its compiled forms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
+from jax.sharding import PartitionSpec as P
+
+from . import arguments, compat, tracing
+from .completion import Completion
+from .constrain import constrain
+from .errors import ShardingError
+from .tracing import Traced
+
+
+@dataclass(eq=False)
+class Program:
+    """A traced function with the completion that it is constrained to; compiles when it first runs."""
+
+    function: str
+    mesh: Mesh | AbstractMesh
+    traced: Traced
+    completion: Completion
+    in_tree: Any
+    donated: tuple[int, ...]
+    """The arguments whose memory the result may take."""
+    constrained: bool
+    """Whether every value is constrained; otherwise the annotations alone are."""
+
+    def accepts(self, leaves: Sequence[Any]) -> bool:
+        """Whether placed arrays lie exactly as this program takes its arguments."""
+        return all(
+            have is None or (want is not None and have.is_equivalent_to(want, len(leaf.shape)))
+            for leaf, want in zip(leaves, self.in_shardings, strict=True)
+            for have in [arguments.placed(leaf, self.mesh)]
+        )
+
+    def unplaced(self, leaves: Sequence[Any]) -> tuple[int, ...]:
+        """The leaves that have to be moved before the program takes them.
+
+        Moving them here, not inside `jax.jit`, lets it see every call alike: it would compile once for arrays that
+        come from outside and once more for those that it made itself.
+        """
+        return tuple(i for i, (x, want) in enumerate(zip(leaves, self.in_shardings, strict=True)) if _moves(x, want))
+
+    def run(self, leaves: list[Any], unplaced: tuple[int, ...]) -> Any:
+        """The result for arrays on real devices, or for tracers.
+
+        Raises:
+            ShardingError: described devices, or a ShapeDtypeStruct in place of an array.
+        """
+        traced = any(isinstance(x, compat.Tracer) for x in leaves)
+        if traced or (isinstance(self.mesh, AbstractMesh) and compat.in_trace()):
+            return jax.tree.unflatten(self.traced.out_tree, self.nested(*leaves))
+        self.refuse_abstract(leaves)
+        return self.run_arrays(leaves, unplaced)
+
+    def run_arrays(self, leaves: list[Any], unplaced: tuple[int, ...]) -> Any:
+        """The result for arrays on real devices, without asking what the leaves are."""
+        if unplaced:
+            wanted = [self.in_shardings[i] for i in unplaced]
+            for i, x in zip(unplaced, jax.device_put([leaves[i] for i in unplaced], wanted), strict=True):
+                leaves[i] = x
+        return jax.tree.unflatten(self.traced.out_tree, self.compiled(*leaves))
+
+    def refuse_abstract(self, leaves: Sequence[Any]) -> None:
+        """Raises where there is nothing to run on, or nothing to run."""
+        names = list(self.completion.assignment.graph.names)
+        there = [f"{n} is a ShapeDtypeStruct" for n, x in zip(names, leaves, strict=False) if _is_abstract(x)][:8]
+        must = "a program runs on arrays"
+        if isinstance(self.mesh, AbstractMesh):
+            there, must = ["a mesh over described devices"], "a program runs on real devices"
+        if there:
+            fix = [f"{self.function}.complete(...)", f"{self.function}.lower(...)"]
+            raise ShardingError(f"{self.function}(...)", there=there, must=must, fix=fix)
+
+    @cached_property
+    def in_shardings(self) -> tuple[NamedSharding | None, ...]:
+        """Per argument leaf where it has to lie; None where XLA chooses."""
+        return self._shardings(self.completion.assignment.graph.inputs)
+
+    @cached_property
+    def out_shardings(self) -> tuple[NamedSharding | None, ...]:
+        """Per result leaf where it comes to lie; None where XLA chooses."""
+        return self._shardings(self.completion.assignment.graph.outputs)
+
+    def _shardings(self, values: Sequence[int]) -> tuple[NamedSharding | None, ...]:
+        specs: list[P | None] = [
+            None
+            if self.completion.assignment.specs[v].is_open and not self.constrained
+            else self.completion.boundary(v)
+            for v in values
+        ]
+        return tuple(None if spec is None else NamedSharding(self.mesh, spec) for spec in specs)
+
+    def flat(self, *, inside: bool = False) -> Callable[..., list[Any]]:
+        """The program as a function of flat arrays; `inside` another one, its arguments are constrained too."""
+        jaxpr = self.traced.jaxpr
+        if self.constrained:
+            abstract = self.mesh if isinstance(self.mesh, AbstractMesh) else self.mesh.abstract_mesh
+            jaxpr = constrain(jaxpr, self.completion.assignment, abstract, inputs=inside)
+        evaluate = compat.jaxpr_fun(jaxpr)
+
+        def run(*leaves: Any) -> list[Any]:
+            return evaluate(*leaves)
+
+        run.__name__ = run.__qualname__ = self.function
+        return run
+
+    @cached_property
+    def compiled(self) -> Callable[..., list[Any]]:
+        """The program by `jax.jit`, on flat arrays."""
+        ranges = tracing.ranges(self.in_tree)
+        donated = tuple(leaf for i in self.donated for leaf in ranges[i])
+        return jax.jit(
+            self.flat(),
+            donate_argnums=donated,
+            in_shardings=self.in_shardings,
+            out_shardings=list(self.out_shardings),
+        )
+
+    @cached_property
+    def nested(self) -> Callable[..., list[Any]]:
+        """The program for use inside another one that is being traced."""
+        return jax.jit(self.flat(inside=True))
+
+    @cached_property
+    def structured(self) -> Any:
+        """The program on the user's own pytrees, for `trace` and `lower`."""
+        run = self.flat()
+
+        def whole(*args: Any) -> Any:
+            return jax.tree.unflatten(self.traced.out_tree, run(*jax.tree.leaves(args)))
+
+        whole.__name__ = whole.__qualname__ = self.function
+        return jax.jit(
+            whole,
+            in_shardings=jax.tree.unflatten(self.in_tree, self.in_shardings),
+            out_shardings=jax.tree.unflatten(self.traced.out_tree, self.out_shardings),
+            donate_argnums=self.donated,
+        )
+
+
+def _moves(x: Any, want: Sharding | None) -> bool:
+    if want is None or _is_abstract(x) or isinstance(x, compat.Tracer):
+        return False
+    return not (compat.is_committed(x) and x.sharding.is_equivalent_to(want, x.ndim))
+
+
+def _is_abstract(x: Any) -> bool:
+    return isinstance(x, jax.ShapeDtypeStruct)

@@ -1,0 +1,38 @@
+"""The manual runs top to bottom, and is kept without what running it left behind."""
+
+import json
+from pathlib import Path
+
+import nbclient
+import nbformat
+import pytest
+
+NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
+
+pytestmark = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+
+
+def test_runs(path, tmp_path, monkeypatch):
+    # Nothing outside of the temporary folder is written, and no kernel but the one of this Python is found.
+    for variable in ("JUPYTER_RUNTIME_DIR", "JUPYTER_DATA_DIR", "JUPYTER_CONFIG_DIR", "IPYTHONDIR"):
+        monkeypatch.setenv(variable, str(tmp_path / variable.lower()))
+    notebook = nbformat.read(path, as_version=4)
+    client = nbclient.NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(tmp_path)}})
+    client.execute()
+    shown = [output for cell in notebook.cells for output in cell.get("outputs", ())]
+    assert not [output.text for output in shown if output.output_type == "stream" and output.name == "stderr"]
+
+
+def test_is_clean(path):
+    text = path.read_text()
+    notebook = json.loads(text)
+    assert notebook["metadata"]["kernelspec"]["name"] == "python3"
+    code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert not [cell["source"] for cell in code if cell["outputs"] or cell["execution_count"] is not None]
+    assert text.isascii()
+
+
+def test_begins_with_what_the_reader_can_do(path):
+    first = json.loads(path.read_text())["cells"][0]
+    assert first["cell_type"] == "markdown"
+    assert "you can" in "".join(first["source"])
