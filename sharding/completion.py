@@ -133,7 +133,8 @@ class Completion:
         pin = self._graph.pins.get(v)
         if pin is not None and not pin.spec.dims[d].open:
             return f"{pin.origin} closes it"
-        lost = [c for c in self.conflicts if c.kept.value == v]
+        sources = {s for op in self._graph.ops if op.name == "edge" and v in op.results for s in op.operands}
+        lost = [c for c in self.conflicts if c.kept.value == v or c.kept.value in sources]
         if lost:
             return "; ".join(f"{c.lost} was refused: {c.rule}" for c in lost[:2])
         return "no annotation reaches it"

@@ -103,7 +103,7 @@ class Jitted:
             return last[1].run_arrays(call.leaves, last[2])
         program = self._program(call)
         unplaced = program.unplaced(call.leaves)
-        if looks is not None:
+        if looks is not None and not program.traced.closes_over_tracers:
             self._last = looks, program, unplaced
         return program.run(call.leaves, unplaced)
 
@@ -169,7 +169,8 @@ class Jitted:
             if entry is None:
                 self._log_miss(key, call)
                 entry = self._build(call)
-            self._programs[key] = entry
+            if not entry.traced.closes_over_tracers:
+                self._programs[key] = entry
         return entry
 
     def _refuse(self, call: _Call) -> None:
@@ -219,6 +220,14 @@ class Jitted:
 
     def _build(self, call: _Call) -> Program:
         function, names, mesh = self._signature.function, self._names(call), call.mesh
+        manual = jax.sharding.get_abstract_mesh().manual_axes
+        if manual:
+            raise ShardingError(
+                f"{function}(...)",
+                there=f"the body of a shard_map over {', '.join(map(repr, manual))}",
+                must="a function made by sharding.jit is called where all axes are Auto",
+                fix="sharding.jit around the shard_map, and sharding.annotate inside it",
+            )
         avals = tracing.abstract(call.leaves, names, function)
         asked = arguments.per_leaf(self._in_shardings, call.dynamic, "in_shardings", function)
         in_pins = arguments.pins(asked, avals, names, mesh, what="in_shardings", function=function)

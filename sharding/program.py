@@ -54,7 +54,7 @@ class Program:
         Raises:
             ShardingError: described devices, or a ShapeDtypeStruct in place of an array.
         """
-        traced = any(isinstance(x, compat.Tracer) for x in leaves)
+        traced = self.traced.closes_over_tracers or any(isinstance(x, compat.Tracer) for x in leaves)
         if traced or (isinstance(self.mesh, AbstractMesh) and compat.in_trace()):
             return jax.tree.unflatten(self.traced.out_tree, self.nested(*leaves))
         self.refuse_abstract(leaves)

@@ -23,6 +23,11 @@ class Traced:
     out_tree: Any
     out_avals: list[Any]
 
+    @property
+    def closes_over_tracers(self) -> bool:
+        """Whether the function uses values of a trace around it, which are gone when that ends."""
+        return any(isinstance(const, compat.Tracer) for const in self.jaxpr.consts)
+
 
 def facts(x: Any) -> Facts:
     """What the program for a leaf depends on. Raises TypeError for what is no array or number."""
@@ -89,9 +94,10 @@ def trace(
         return out_leaves
 
     flat.__name__ = flat.__qualname__ = function
-    traced = jax.jit(flat).trace(*avals)
+    # Not `jax.jit(flat).trace`: that makes arguments of the tracers that a function closes over.
+    jaxpr, out_avals = jax.make_jaxpr(flat, return_shape=True)(*avals)
     assert out_tree is not None
-    return Traced(jaxpr=traced.jaxpr, out_tree=out_tree, out_avals=jax.tree.leaves(traced.out_info))
+    return Traced(jaxpr=jaxpr, out_tree=out_tree, out_avals=out_avals)
 
 
 def ranges(tree: Any) -> list[range]:

@@ -12,3 +12,4 @@ import jax
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.devices()  # starts the backend: from here on nothing that a test runs can ask for another number of devices

@@ -21,6 +21,7 @@ from sharding.propagation import Assignment, complete
 from sharding.spec import Axis, to_partition_spec
 
 MARK = re.compile(r"mark_(\d+)_")
+WAITS = re.compile(r"mark_\d+_((?:p\d+)+)_")
 Dims = tuple[tuple[Axis, ...], ...]
 
 
@@ -89,7 +90,8 @@ def _mark(x, value, mesh, spec=None):
     if value is None or not getattr(x, "ndim", 0) or jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
         return x
     asked = P(*[P.UNCONSTRAINED] * x.ndim) if spec is None else to_partition_spec(spec, keep_open=True)
-    with jax.named_scope(f"mark_{value}_"):
+    waits = "".join(f"p{d.priority if d.axes else 0}" for d in spec.dims) if spec is not None else ""
+    with jax.named_scope(f"mark_{value}_{waits}_"):
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, asked))
 
 
@@ -144,8 +146,19 @@ def _propagated(lowered):
     module = lowered.compiler_ir()
     with module.context:
         copy = ir.Module.parse(module.operation.get_asm(enable_debug_info=True))
+        copy.operation.walk(_prioritise)
         passmanager.PassManager.parse("builtin.module(sdy-propagation-pipeline)").run(copy.operation)
     return copy
+
+
+def _prioritise(op):
+    """Gives the dims of a constraint the priorities that its scope tells; JAX has no word for them."""
+    waits = WAITS.search(str(op.location)) if op.name == "sdy.sharding_constraint" else None
+    if waits is not None:
+        dims = iter(waits.group(1).split("p")[1:])
+        text = re.sub(r"}", lambda _: "}" if (p := next(dims)) == "0" else "}p" + p, str(op.attributes["sharding"]))
+        op.attributes["sharding"] = ir.Attribute.parse(text)
+    return ir.WalkResult.ADVANCE
 
 
 def _read(module, g: Graph) -> dict[int, Dims]:

@@ -88,20 +88,6 @@ def _catch_up(mine: int, other: int, behind: int, ahead: int) -> int:
     return mine // common if mine > common else mine
 
 
-def squeeze(ins: Sequence[Shape], outs: Sequence[Shape], params: Params) -> Rule:
-    """Dims of size 1 go; the others stay in order."""
-    gone = {d % len(ins[0]) for d in params["dimensions"]}
-    return _dropped(ins, outs, gone)
-
-
-def _dropped(ins: Sequence[Shape], outs: Sequence[Shape], gone: set[int]) -> Rule:
-    rule, out_dim = RuleBuilder(ins, outs), 0
-    for in_dim, size in enumerate(ins[0]):
-        rule.factor([in_dim], [None if in_dim in gone else out_dim], size)
-        out_dim += in_dim not in gone
-    return rule.build(Flow.MOVE)
-
-
 def cut(ins: Sequence[Shape], outs: Sequence[Shape], params: Params) -> Rule:
     """`slice` and `pad`: equal dims pass, the cut or padded ones shift data between neighbours."""
     del params

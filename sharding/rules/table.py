@@ -77,7 +77,7 @@ RULES: dict[str, MakeRule] = {
     "slice": shape.cut,
     "sort": contraction.sort,
     "split": shape.split,
-    "squeeze": shape.squeeze,
+    "squeeze": shape.reshape,
     "stack": shape.stack,
     "tile": shape.tile,
     "top_k": contraction.top_k,

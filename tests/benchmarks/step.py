@@ -3,15 +3,16 @@
     python -m tests.benchmarks.step                                     # 8 virtual CPU devices, a few minutes
     python -m tests.benchmarks.step --scan --mesh data=2,fsdp=2,tensor=2 --json step.json
 
-Three ratios, ours over by hand, medians of runs that alternate:
+Three ratios, ours over by hand, of runs that alternate:
   - step: one optimizer step, from the call until the new state is there;
   - first step: trace, complete, constrain, lower, compile and run once, all caches cleared before;
   - dispatch: the call alone, until it returns with the devices still at work, on programs too small to hide it.
 
 By hand means a spec for every array of the state in `in_shardings` and `out_shardings`, and a constraint on the output
 of each branch and on the logits. Ours has the layout of `sharding.models.layouts` and the spec of the batch. Both must
-give equal losses, or the run fails. `noise` is what two halves of the runs by hand differ by among themselves.
-Times depend on the machine, which is named beside them; on another one only ratios may be compared.
+give equal losses, or the run fails. A ratio is the median over pairs of neighbouring runs, which a busy machine slows down
+alike; beside it stand the quartiles of the pairs. Times depend on the machine, which is named beside them; on another
+one only ratios may be compared.
 """
 
 import json
@@ -72,7 +73,7 @@ class Options:
     """Layers stacked and scanned instead of unrolled."""
     steps: int = 40
     """Steps timed of each."""
-    first_steps: int = 5
+    first_steps: int = 9
     """First steps timed of each; one more of each warms up."""
     calls: int = 200
     """Calls timed of each, per size of the state."""
@@ -95,24 +96,18 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True)
 class Ratio:
-    """Times of ours and by hand, in seconds, run in turns."""
+    """Ours over by hand, of pairs of runs, and the median times in seconds."""
 
-    ours: float
-    by_hand: float
-    noise: float
-    """What the even and the odd runs by hand differ by, relative."""
-
-    @property
-    def ratio(self) -> float:
-        return self.ours / self.by_hand
+    middle: float
+    low: float
+    """A quarter of the pairs are below this one, ..."""
+    high: float
+    """... and a quarter above this one."""
+    ours_seconds: float
+    by_hand_seconds: float
 
     def as_json(self) -> dict[str, float]:
-        return {
-            "ratio": round(self.ratio, 3),
-            "noise": round(self.noise, 3),
-            "ours_seconds": float(f"{self.ours:.4g}"),
-            "by_hand_seconds": float(f"{self.by_hand:.4g}"),
-        }
+        return {name: float(f"{value:.4g}") for name, value in asdict(self).items()}
 
 
 # The two programs.
@@ -213,10 +208,11 @@ def in_turns(a: Callable[[], float], b: Callable[[], float], times: int) -> tupl
 
 
 def ratio(mine: Sequence[float], hand: Sequence[float]) -> Ratio:
-    """The medians, and how far the even and the odd runs by hand are apart."""
-    middle = statistics.median(hand)
-    noise = abs(statistics.median(hand[::2]) - statistics.median(hand[1::2])) / middle if len(hand) > 1 else 0.0
-    return Ratio(ours=statistics.median(mine), by_hand=middle, noise=noise)
+    """The quartiles of the ratios of pairs."""
+    low, middle, high = np.quantile(np.divide(mine, hand), (0.25, 0.5, 0.75))
+    return Ratio(
+        middle=middle, low=low, high=high, ours_seconds=statistics.median(mine), by_hand_seconds=statistics.median(hand)
+    )
 
 
 class _Run:
@@ -349,10 +345,11 @@ def machine() -> dict[str, Any]:
 
 def table(ratios: dict[str, Ratio]) -> Iterator[str]:
     """The lines that are printed."""
-    yield f"{'':<24}{'ratio':>8}{'noise':>8}{'ours':>12}{'by hand':>12}"
+    yield f"{'':<24}{'ratio':>8}{'quartiles':>18}{'ours':>14}{'by hand':>14}"
     for name, found in ratios.items():
-        times = "".join(f"{1e3 * seconds:>9.2f} ms" for seconds in (found.ours, found.by_hand))
-        yield f"{name:<24}{found.ratio:>8.3f}{found.noise:>8.3f}{times}"
+        quartiles = f"{found.low:.3f} to {found.high:.3f}"
+        times = "".join(f"{1e3 * seconds:>11.2f} ms" for seconds in (found.ours_seconds, found.by_hand_seconds))
+        yield f"{name:<24}{found.middle:>8.3f}{quartiles:>18}{times}"
 
 
 @contextmanager

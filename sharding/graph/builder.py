@@ -1,0 +1,171 @@
+"""The equations of a jaxpr, one by one, as values and ops of a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from .. import compat
+from ..rules import CONSTANT_PRESERVING, MOVES, Flow, Rule, identity, pointwise, rule_for
+from ..spec import Dim, Spec, from_partition_spec
+from .graph import CALLS, Atom, Graph, Op, Pin, Scope, line, merged
+
+Handler = Callable[["Builder", Scope, int, Any, int], None]
+"""(builder, scope, the equation's place, the equation, how often it runs) -> None."""
+
+
+class Builder:
+    """A graph that grows equation by equation; loops and branches go to the handlers it is given."""
+
+    def __init__(self, sizes: Mapping[str, int], handlers: Mapping[str, Handler]):
+        self.graph, self.handlers = Graph(), handlers
+        self.sizes = sizes
+        self.targets: set[int] = set()  # values of edges: an annotation never lands on them
+        self.repeated: dict[str, list[int]] = {}
+        self.calls: list[Any] = []  # the call equations around, innermost first
+
+    def value(self, aval: Any, maker: Any) -> int:
+        g = self.graph
+        g.shapes.append(tuple(getattr(aval, "shape", ())))
+        g.dtypes.append(getattr(aval, "dtype", None))
+        g.sites.append((maker, *self.calls) if maker is not None else ())
+        return len(g.shapes) - 1
+
+    def use(self, atom: Atom, aval: Any) -> int:
+        return self.value(aval, None) if atom is None else atom
+
+    def edge(self, sources: Sequence[int], target: int, eqn: Any, times: int) -> None:
+        rule = identity(len(sources), self.graph.shapes[target])
+        self.op("edge", sources, [target], rule, eqn, times)
+
+    def op(self, name: str, ins: Sequence[int], outs: Sequence[int], rule: Rule | None, eqn: Any, times: int) -> None:
+        site = (eqn, *self.calls) if eqn is not None else ()
+        self.graph.ops.append(Op(name, tuple(ins), tuple(outs), rule, site, times))
+
+    def read(self, scope: Scope, atom: Any) -> Atom:
+        return None if compat.is_literal(atom) else scope.env[atom]
+
+    def scope(self, jaxpr: Any, inputs: Sequence[Atom], times: int) -> Scope:
+        jaxpr = compat.open_jaxpr(jaxpr)
+        scope = Scope(jaxpr)
+        scope.env.update(dict.fromkeys(jaxpr.constvars))
+        scope.env.update(zip(jaxpr.invars, inputs, strict=True))
+        for i, eqn in enumerate(jaxpr.eqns):
+            name = eqn.primitive.name
+            if name in CALLS:
+                self.call(scope, i, eqn, times)
+            elif name in self.handlers:
+                self.handlers[name](self, scope, i, eqn, times)
+            elif name == "annotate":
+                self.annotate(scope, eqn, times)
+            elif name == "sharding_constraint":
+                self.sharding_constraint(scope, eqn, times)
+            else:
+                self.plain(scope, eqn, times)
+        return scope
+
+    def outs(self, scope: Scope) -> list[Atom]:
+        return [self.read(scope, atom) for atom in scope.jaxpr.outvars]
+
+    def bind(self, scope: Scope, eqn: Any, values: Sequence[Atom]) -> None:
+        scope.env.update((v, x) for v, x in zip(eqn.outvars, values, strict=True) if not compat.is_drop(v))
+
+    def plain(self, scope: Scope, eqn: Any, times: int) -> None:
+        name, atoms = eqn.primitive.name, [self.read(scope, a) for a in eqn.invars]
+        scalars = all(a is None or not self.graph.shapes[a] for a in atoms)
+        expands = name == "broadcast_in_dim" and scalars
+        if expands or (name in CONSTANT_PRESERVING and all(a is None for a in atoms)):
+            self.bind(scope, eqn, [None] * len(eqn.outvars))
+            return
+        ins = tuple(self.use(a, atom.aval) for a, atom in zip(atoms, eqn.invars, strict=True))
+        outs = tuple(self.value(v.aval, eqn) for v in eqn.outvars)
+        self.bind(scope, eqn, outs)
+        shape = self.graph.shapes
+        if name in MOVES:
+            for a, b in zip(ins, outs, strict=True):
+                self.op(name, [a], [b], identity(1, shape[b]), eqn, times)
+            return
+        rule = rule_for(name, [shape[v] for v in ins], [shape[v] for v in outs], eqn.params)
+        self.op(name, ins, outs, rule, eqn, times)
+
+    def call(self, scope: Scope, i: int, eqn: Any, times: int) -> None:
+        key, pos, jaxpr = next(compat.sub_jaxprs(eqn.params))
+        atoms = [self.read(scope, a) for a in eqn.invars]
+        atoms = self.constrained(atoms, eqn, "in_shardings", times)
+        self.calls.insert(0, eqn)
+        child = self.scope(jaxpr, atoms, times)
+        self.calls.pop(0)
+        scope.children[i, key, pos] = child
+        self.bind(scope, eqn, self.constrained(self.outs(child), eqn, "out_shardings", times))
+
+    def constrained(self, atoms: list[Atom], eqn: Any, key: str, times: int) -> list[Atom]:
+        """A nested jit's own shardings are annotations too."""
+        for atom, sharding in zip(atoms, eqn.params.get(key, ()), strict=False):
+            if atom is not None and isinstance(sharding, jax.sharding.NamedSharding):
+                spec = self.checked(sharding.spec, atom)
+                if spec is not None and atom not in self.targets:
+                    self.pin(atom, Pin(spec=spec, origin=f"{key} of {eqn.params.get('name', 'jit')}"))
+        return atoms
+
+    def checked(self, pspec: Any, value: int) -> Spec | None:
+        names = [n for e in pspec for n in (e if isinstance(e, tuple) else (e,)) if isinstance(n, str)]
+        if any(n not in self.sizes for n in names) or len(pspec) > len(self.graph.shapes[value]):
+            return None
+        return from_partition_spec(pspec, self.graph.shapes[value], self.sizes, asked="sharding constraint")
+
+    def annotate(self, scope: Scope, eqn: Any, times: int) -> None:
+        p = eqn.params
+        x = self.annotated(scope, eqn, p["asked"], f"annotate at {line((eqn, *self.calls))}", times)
+        if p["name"] is not None:
+            self.repeated.setdefault(p["name"], []).append(x)
+
+    def sharding_constraint(self, scope: Scope, eqn: Any, times: int) -> None:
+        sharding, free = eqn.params["sharding"], eqn.params["unconstrained_dims"]
+        value = self.use(self.read(scope, eqn.invars[0]), eqn.invars[0].aval)
+        spec = self.checked(sharding.spec, value) if isinstance(sharding, jax.sharding.NamedSharding) else None
+        if spec is not None:
+            dims = tuple(Dim(open=True) if d in free else dim for d, dim in enumerate(spec.dims))
+            spec = Spec(dims=dims)
+        self.annotated(scope, eqn, spec, f"with_sharding_constraint at {line((eqn, *self.calls))}", times)
+
+    def annotated(self, scope: Scope, eqn: Any, spec: Spec | None, origin: str, times: int) -> int:
+        """Lands an annotation on the operand itself where that is possible, else on a new value behind it."""
+        x = self.use(self.read(scope, eqn.invars[0]), eqn.invars[0].aval)
+        if spec is None or spec.is_open:
+            self.bind(scope, eqn, [x])
+            return x
+        pin = Pin(spec=spec, origin=origin)
+        if x in self.targets or not self.mergeable(x, spec):
+            y = self.value(eqn.outvars[0].aval, eqn)
+            shape = self.graph.shapes[y]
+            rule = pointwise([shape], [shape], Flow.ELEMENTWISE)
+            self.op("annotate", [x], [y], rule, eqn, times)
+            x = y
+        self.pin(x, pin)
+        self.bind(scope, eqn, [x])
+        return x
+
+    def mergeable(self, value: int, spec: Spec) -> bool:
+        have = self.graph.pins.get(value)
+        return have is None or merged(have.spec, spec) is not None
+
+    def pin(self, value: int, pin: Pin) -> None:
+        have = self.graph.pins.get(value)
+        if have is None:
+            self.graph.pins[value] = pin
+            return
+        both = merged(have.spec, pin.spec)
+        if both is None:
+            self.graph.clashes.append((value, have, pin))
+        else:
+            origin = "; ".join(dict.fromkeys([*have.origin.split("; "), *([] if have.spec == both else [pin.origin])]))
+            self.graph.pins[value] = Pin(spec=both, origin=origin)
+
+    def name_repeated(self) -> None:
+        for name, values in self.repeated.items():
+            distinct = list(dict.fromkeys(values))
+            for n, v in enumerate(distinct):
+                alone = len(distinct) == 1 and name not in self.graph.names
+                self.graph.names[name if alone else f"{name}#{n}"] = v

@@ -1,0 +1,120 @@
+"""A program as the pass sees it: values and ops, flattened from a jaxpr.
+
+Bodies of `jit`, `custom_jvp`, `custom_vjp` and remat appear inline, once per call. Bodies of `scan`, `while` and `cond`
+appear once, with a trip count; what enters or leaves them is tied by *edges*: ops whose sources and target are all
+split alike. A constant expression (`zeros`, `iota`, a broadcast scalar) is no value: every use gets one of its own,
+since each device makes what it needs. The graph is a view: `Scope` says which variable of which jaxpr is which value,
+so that `constrain` finds its way back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from .. import compat
+from ..rules import Rule
+from ..spec import Spec
+
+CALLS = frozenset(
+    {"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "remat2", "checkpoint", "remat"}
+)
+"""Primitives whose body runs exactly once, in place."""
+
+Atom = int | None
+"""A value's index; None for a constant expression."""
+
+Site = tuple[Any, ...]
+"""The equation that something comes from, and the calls around it, innermost first; empty for the program's edges."""
+
+
+def line(site: Site) -> str:
+    """`file.py:line (function)` of the innermost equation whose line JAX kept."""
+    return next((text for eqn in site if (text := compat.source_line(eqn))), "")
+
+
+@dataclass(slots=True, eq=False)
+class Op:
+    """One op: an equation, or an edge of a loop, a branch or the program's own results."""
+
+    name: str
+    operands: tuple[int, ...]
+    results: tuple[int, ...]
+    rule: Rule | None
+    site: Site
+    """Where it comes from."""
+    times: int
+    """How often it runs per call of the program (trip counts multiplied; an unknown one counts as 1)."""
+
+    @property
+    def source(self) -> str:
+        """`file.py:line (function)` of the user's line; empty if unknown."""
+        return line(self.site)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pin:
+    """What an annotation says of a value."""
+
+    spec: Spec
+    origin: str
+    """Who says so: `in_shardings`, `annotate at train.py:12 (step)`, ..."""
+
+
+@dataclass(slots=True, eq=False)
+class Scope:
+    """One run of one jaxpr: its variables' values, and the runs of the jaxprs inside its equations."""
+
+    jaxpr: Any
+    env: dict[Any, Atom] = field(default_factory=dict)
+    children: dict[tuple[int, str, int], Scope] = field(default_factory=dict)
+    entries: dict[int, list[Atom]] = field(default_factory=dict)
+    """Per equation with edges: for each operand the value that it enters, or None."""
+    exits: list[Atom] = field(default_factory=list)
+    """For each result of the jaxpr the value that it enters, or None."""
+
+
+@dataclass(slots=True, eq=False)
+class Graph:
+    """Values and ops of one program; no device in sight."""
+
+    shapes: list[tuple[int, ...]] = field(default_factory=list)
+    dtypes: list[Any] = field(default_factory=list)
+    sites: list[Site] = field(default_factory=list)
+    """Per value where it is made; empty for arguments."""
+    ops: list[Op] = field(default_factory=list)
+    pins: dict[int, Pin] = field(default_factory=dict)
+    clashes: list[tuple[int, Pin, Pin]] = field(default_factory=list)
+    """Values that two annotations want differently: (value, the one kept, the other)."""
+    names: dict[str, int] = field(default_factory=dict)
+    """Name or path -> value."""
+    inputs: list[int] = field(default_factory=list)
+    outputs: list[int] = field(default_factory=list)
+    scope: Scope | None = None
+
+    @property
+    def unknown(self) -> dict[str, int]:
+        """Primitives without a rule and how many ops have them."""
+        counts: dict[str, int] = {}
+        for op in self.ops:
+            if op.rule is None and any(self.shapes[v] for v in (*op.operands, *op.results)):
+                counts[op.name] = counts.get(op.name, 0) + 1
+        return counts
+
+    def source(self, value: int) -> str:
+        """The user's line that makes a value; empty for arguments."""
+        return line(self.sites[value])
+
+
+def merged(a: Spec, b: Spec) -> Spec | None:
+    """Both annotations in one where each dim is said by one of them only, or by both alike; else None."""
+    dims = []
+    for x, y in zip(a.dims, b.dims, strict=True):
+        if x == y or (y.open and not y.axes):
+            dims.append(x)
+        elif x.open and not x.axes:
+            dims.append(y)
+        else:
+            return None
+    used = [axis for d in dims for axis in d.axes]
+    return Spec(dims=tuple(dims)) if len(set(used)) == len(used) else None

@@ -1,0 +1,103 @@
+"""Loops and branches: bodies appear once, tied by edges to what enters and leaves them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from .. import compat
+from ..rules import Rule, rule_for
+from .builder import Builder
+from .graph import Scope
+
+
+def scan(b: Builder, scope: Scope, i: int, eqn: Any, times: int) -> None:
+    """The body once; constants and carried values by edges, stacked ones by slices."""
+    n_consts, n_carry = compat.scan_parts(eqn.params)
+    length, body = eqn.params["length"], compat.open_jaxpr(eqn.params["jaxpr"])
+    consts = [_enter(b, a, scope, eqn, times) for a in eqn.invars[:n_consts]]
+    inits = eqn.invars[n_consts : n_consts + n_carry]
+    carry = _carry(b, inits, eqn)
+    xs = []
+    for atom, var in zip(eqn.invars[n_consts + n_carry :], body.invars[n_consts + n_carry :], strict=True):
+        whole = b.use(b.read(scope, atom), atom.aval)
+        x = b.value(var.aval, eqn)
+        rule = rule_for("dynamic_slice", [atom.aval.shape], [(1, *var.aval.shape)], {})
+        b.op("scan xs", [whole], [x], _drop_lead(rule, operand=False), eqn, times * length)
+        xs.append(x)
+    child = b.scope(body, [*consts, *carry, *xs], times * length)
+    scope.children[i, "jaxpr", 0] = child
+    outs = [b.use(a, v.aval) for a, v in zip(b.outs(child), body.outvars, strict=True)]
+    for init, out, target in zip(inits, outs, carry, strict=False):
+        b.edge([b.use(b.read(scope, init), init.aval), out], target, eqn, times)
+    ys = []
+    for out, var in zip(outs[n_carry:], eqn.outvars[n_carry:], strict=True):
+        y = b.value(var.aval, eqn)
+        shapes = [var.aval.shape, (1, *b.graph.shapes[out])]
+        rule = rule_for("dynamic_update_slice", shapes, [var.aval.shape], {})
+        b.op("scan ys", [out], [y], _drop_lead(rule, operand=True), eqn, times * length)
+        ys.append(y)
+    scope.entries[i] = [*consts, *carry, *[None] * len(xs)]
+    child.exits = [*carry, *[None] * len(ys)]
+    b.bind(scope, eqn, [*carry, *ys])
+
+
+def while_(b: Builder, scope: Scope, i: int, eqn: Any, times: int) -> None:
+    """Condition and body once; constants and carried values by edges."""
+    p = eqn.params
+    n_cond, n_body = p["cond_nconsts"], p["body_nconsts"]
+    consts = [_enter(b, a, scope, eqn, times) for a in eqn.invars[: n_cond + n_body]]
+    inits = eqn.invars[n_cond + n_body :]
+    carry = _carry(b, inits, eqn)
+    scope.children[i, "cond_jaxpr", 0] = b.scope(p["cond_jaxpr"], [*consts[:n_cond], *carry], times)
+    child = b.scope(p["body_jaxpr"], [*consts[n_cond:], *carry], times)
+    scope.children[i, "body_jaxpr", 0] = child
+    for init, out, var, target in zip(inits, b.outs(child), child.jaxpr.outvars, carry, strict=True):
+        sources = [b.use(b.read(scope, init), init.aval), b.use(out, var.aval)]
+        b.edge(sources, target, eqn, times)
+    scope.entries[i] = [*consts, *carry]
+    child.exits = list(carry)
+    b.bind(scope, eqn, carry)
+
+
+def cond(b: Builder, scope: Scope, i: int, eqn: Any, times: int) -> None:
+    """Every branch once; a result is tied to what each branch returns."""
+    inputs = [b.read(scope, a) for a in eqn.invars[1:]]
+    results = _carry(b, eqn.outvars, eqn)
+    sources: list[list[int]] = [[] for _ in results]
+    for k, branch in enumerate(eqn.params["branches"]):
+        child = b.scope(branch, inputs, times)
+        scope.children[i, "branches", k] = child
+        child.exits = list(results)
+        for s, out, var in zip(sources, b.outs(child), child.jaxpr.outvars, strict=True):
+            s.append(b.use(out, var.aval))
+    for s, target in zip(sources, results, strict=True):
+        b.edge(s, target, eqn, times)
+    b.bind(scope, eqn, results)
+
+
+def _enter(b: Builder, atom: Any, scope: Scope, eqn: Any, times: int) -> int:
+    """A loop's own copy of a value from outside, tied by an edge."""
+    source = b.use(b.read(scope, atom), atom.aval)
+    target = b.value(atom.aval, eqn)
+    b.targets.add(target)
+    b.edge([source], target, eqn, times)
+    return target
+
+
+def _carry(b: Builder, atoms: Sequence[Any], eqn: Any) -> list[int]:
+    values = [b.value(a.aval, eqn) for a in atoms]
+    b.targets.update(values)
+    return values
+
+
+def _drop_lead(rule: Rule | None, *, operand: bool) -> Rule:
+    """The rule of a loop's slice: a dynamic slice or update of one step, without the leading dim of size 1."""
+    assert rule is not None
+    if operand:  # (stack, update) -> stack becomes update -> stack
+        operands, results = (rule.operands[1][1:],), rule.results
+    else:
+        operands, results = rule.operands, (rule.results[0][1:],)
+    return Rule(
+        operands=operands, results=results, sizes=rule.sizes, kinds=rule.kinds, blocked=rule.blocked, flow=rule.flow
+    )

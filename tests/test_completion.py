@@ -1,0 +1,269 @@
+"""`Completion`: what a user reads before anything compiles."""
+
+import re
+from inspect import currentframe
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+
+import sharding
+from sharding import P, ShardingError, annotate
+
+U = P.UNCONSTRAINED
+W = np.ones((8, 8), np.float32)
+DATA, TENSOR = ("data",), ("tensor",)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def mesh():
+    with sharding.mesh(data=2, tensor=4) as m:
+        yield m
+
+
+def line() -> int:
+    """The number of the caller's line."""
+    frame = currentframe()
+    assert frame is not None
+    assert frame.f_back is not None
+    return frame.f_back.f_lineno
+
+
+LINES = {}
+
+
+def layer(p, x):
+    LINES["hidden"] = line() + 1
+    h = annotate(jnp.tanh(x @ p["w1"]), P("data", U), name="hidden")
+    return h @ p["w2"]
+
+
+def forward(params, x):
+    for p in params["layers"]:
+        x = layer(p, x)
+    return {"logits": annotate(x @ params["head"], P("data", None), name="logits"), "norm": (x**2).sum()}
+
+
+@pytest.fixture(scope="module")
+def c(mesh):
+    params = {"layers": [{"w1": W, "w2": W} for _ in range(3)], "head": W}
+    specs = {"layers": [{"w1": P(None, "tensor"), "w2": None}] * 3, "head": None}
+    return sharding.jit(forward, in_shardings=(specs, None)).complete(params, W)
+
+
+def complete(f, *args, **options):
+    return sharding.jit(f, **options).complete(*args)
+
+
+def test_shardings_are_pytrees_like_arguments_and_result(c):
+    w1, w2 = P(None, "tensor"), P("tensor")
+    assert c.in_shardings == ({"layers": [{"w1": w1, "w2": w2}] * 3, "head": P()}, P("data"))
+    assert c.out_shardings == {"logits": P("data"), "norm": P()}
+
+
+def test_table_has_a_row_for_every_named_value_and_layers_share_one(c):
+    assert c.rows() == [
+        ("params/head", "8x8", "[-, -]", "-"),
+        ("params/layers/*/w1 (x3)", "8x8", "[-, tensor]", "annotated"),
+        ("params/layers/*/w2 (x3)", "8x8", "[tensor, -]", "dot_general"),
+        ("x", "8x8", "[data, -]", "dot_general"),
+        ("out/logits", "8x8", "[data, -]", "edge"),
+        ("out/norm", "scalar", "[]", "-"),
+        ("hidden#* (x3)", "8x8", "[data, tensor]", "annotated, tanh"),
+        ("logits", "8x8", "[data, -]", "annotated"),
+    ]
+
+
+def test_layers_that_differ_have_rows_of_their_own():
+    specs = ([P("data"), P("tensor"), P("data")],)
+    rows = complete(lambda ws: sum(w.sum() for w in ws), [W, W, W], in_shardings=specs).rows()
+    assert [row[0] for row in rows[:2]] == ["ws/* (x2)", "ws/1"]
+
+
+def test_prints_as_a_table(c):
+    head, columns, rule, *rows = str(c).splitlines()
+    assert re.fullmatch(r"forward on mesh data=2, tensor=4: \d+ values, \d+ ops", head)
+    assert columns.split() == ["value", "shape", "spec", "reason"]
+    assert set(rule) == {"-"}
+    assert [row.split()[0] for row in rows] == [row[0].split()[0] for row in c.rows()]
+    assert len({row.index("[") for row in rows}) == 1
+    assert repr(c) == str(c)
+
+
+def test_html_is_a_table_with_everything_escaped():
+    c = complete(lambda x: annotate(x * 2, P("data"), name="<b>&"), W)
+    text = c._repr_html_()
+    assert text.count("<tr>") == 1 + len(c.rows())
+    assert "&lt;b&gt;&amp;" in text
+    assert "<b>" not in text
+    assert "&lt;lambda&gt; on mesh data=2, tensor=4" in text
+
+
+@pytest.mark.parametrize(
+    "name, spec",
+    [
+        ("params/layers/0/w1", P(None, "tensor")),
+        ("layers/2/w2", P("tensor")),
+        ("w2", P("tensor")),  # three that are split alike
+        ("head", P()),
+        ("x", P("data")),
+        ("hidden#1", P("data", "tensor")),
+        ("hidden", P("data", "tensor")),
+        ("out/logits", P("data")),
+        ("norm", P()),
+    ],
+)
+def test_spec_by_path_end_of_path_or_name(c, name, spec):
+    assert c.spec(name) == spec
+
+
+def test_end_of_a_path_that_is_ambiguous_is_an_error_that_lists_the_values():
+    c = complete(
+        lambda p: p["a"]["w"] + p["b"]["w"],
+        {k: {"w": W} for k in "ab"},
+        in_shardings=({"a": P("data"), "b": P("tensor")},),
+    )
+    with pytest.raises(
+        ShardingError, match=r"(?s)'w'.*split differently.*p/a/w: \[data, -\].*p/b/w: \[tensor, -\].*try"
+    ):
+        c.spec("w")
+
+
+@pytest.mark.parametrize(
+    "name, near", [("hiden", "hidden#"), ("params/layers/0/w3", "params/layers/0/w"), ("hed", "params/head")]
+)
+def test_unknown_name_is_an_error_with_the_nearest(c, name, near):
+    for ask in (c.spec, c.why):
+        with pytest.raises(ShardingError, match=f"(?s)the value '{name}'.*try: .*{re.escape(near)}"):
+            ask(name)
+
+
+def test_name_of_an_argument_is_not_taken_by_an_annotation():
+    c = complete(lambda w: annotate(w.T, P(None, "data"), name="w"), W)
+    assert c.spec("w") == P("data")
+    assert c.spec("w#0") == P(None, "data")
+
+
+def test_name_inside_a_loop_is_one_value():
+    c = complete(
+        lambda x: jax.lax.scan(lambda h, _: (annotate(h * 2, P("data"), name="h"), None), x, None, length=3)[0], W
+    )
+    assert c.spec("h") == P("data")
+    assert "h#0" not in str(c)
+
+
+def test_why_ends_at_the_annotation_and_names_the_users_line(c):
+    steps = list(c.why("x", dim=0))
+    assert steps[0] == "x dim 0 is split by data:"
+    assert steps[1].startswith("  x dim 0 <- dot_general at test_completion.py:")
+    assert steps[-1] == f"  hidden#0 dim 0 <- annotate at test_completion.py:{LINES['hidden']} (layer)"
+
+
+def test_why_ends_at_in_shardings(c):
+    assert list(c.why("layers/1/w2", dim=0))[-1] == "  params/layers/1/w1 dim 1 <- in_shardings"
+    assert list(c.why("layers/1/w1", dim=1)) == [
+        "layers/1/w1 dim 1 is split by tensor:",
+        "  params/layers/1/w1 dim 1 <- in_shardings",
+    ]
+
+
+def test_why_ends_at_the_sharding_of_an_argument_or_a_constraint(mesh):
+    placed = jax.device_put(W, NamedSharding(mesh, P("data")))
+    assert list(complete(lambda x: x * 2, placed).why("out", 0))[-1] == "  x dim 0 <- the argument's sharding"
+    c = complete(lambda x: jax.lax.with_sharding_constraint(x * 2, P("data")), W)
+    assert re.search(r"<- with_sharding_constraint at test_completion.py:\d+", str(c.why("x", 0)))
+    c = complete(lambda x: x * 2, W, out_shardings=P("data"))
+    assert str(c.why("x", 0)).endswith("<- out_shardings")
+
+
+def test_why_tells_all_dims_and_every_axis():
+    c = complete(lambda x: x * 2, W, in_shardings=P(("data", "tensor"), None))
+    assert list(c.why("x")) == [
+        "x dim 0 is split by data:",
+        "  x dim 0 <- in_shardings",
+        "x dim 0 is split by tensor:",
+        "  x dim 0 <- in_shardings",
+        "x dim 1 is whole: in_shardings closes it",
+    ]
+    assert str(c.why("x", dim=-1)) == "x dim 1 is whole: in_shardings closes it"
+
+
+def test_why_of_a_whole_dim():
+    c = complete(lambda a, b: (a @ b, b.sum()), W, W, in_shardings=(P("data", U), P(U, "data")))
+    assert str(c.why("a", 1)) == "a dim 1 is whole: no annotation reaches it"
+    assert str(c.why("out/0", 1)).startswith(
+        "out/0 dim 1 is whole: (data) from in_shardings was refused: the axis already"
+    )
+    assert str(c.why("out/1")) == "out/1 is a scalar"
+
+
+def test_why_of_a_dim_that_is_not_there(c):
+    for dim in (2, -3):
+        with pytest.raises(ShardingError, match=rf"(?s)why\('x', dim={dim}\).*2 dims: \(8, 8\).*0 <= dim < 2"):
+            c.why("x", dim=dim)
+
+
+def test_conflict_tells_both_claims_who_won_by_which_rule_and_the_bytes():
+    at = line() + 1
+    c = complete(lambda a, b: a @ b, W, W, in_shardings=(P("data", None), P(None, "data")))
+    (conflict,) = c.conflicts
+    assert conflict.op == "dot_general"
+    assert conflict.source.startswith(f"test_completion.py:{at} ")
+    assert (conflict.kept.dim, conflict.kept.axes, conflict.kept.origin) == (0, DATA, "in_shardings")
+    assert (conflict.lost.value, conflict.lost.dim, conflict.lost.axes) == (c.value("b"), 1, DATA)
+    assert conflict.rule == "the axis already splits another dim"
+    assert (
+        conflict.bytes_lost == 8 * 8 * 4 // 2 - 8 * 8 * 4 // 4
+    )  # a half of the result stays where a quarter was asked
+    assert str(conflict.lost) == "(data) from in_shardings"
+    assert "1 conflicts, 64 bytes per device not split as asked" in str(c)
+
+
+def test_two_annotations_of_one_value_are_a_conflict():
+    c = complete(lambda x: annotate(annotate(x * 2, P("data", U)), P("tensor", U)), W)
+    (conflict,) = c.conflicts
+    assert (conflict.kept.axes, conflict.lost.axes) == (DATA, TENSOR)
+    assert "annotate at test_completion.py" in conflict.kept.origin
+    assert "annotate at test_completion.py" in conflict.lost.origin
+    assert c.spec("out") == P("tensor")
+
+
+def test_program_without_contradictions_has_no_conflicts(c):
+    assert c.conflicts == ()
+    assert c.uneven == ()
+    assert c.unknown == {}
+
+
+def test_ops_without_a_rule_are_named():
+    c = complete(lambda x: jnp.linalg.qr(annotate(x, P("data")))[0], W)
+    assert c.unknown == {"qr": 1}
+    assert "no rule for qr (x1)" in str(c)
+
+
+def test_uneven_splits_are_listed_and_cut_at_the_edges():
+    odd = np.ones((3, 6), np.float32)
+    c = complete(lambda x: annotate(jnp.pad(x, ((0, 1), (0, 2))), P("data", "tensor"), name="padded"), odd)
+    assert (c.spec("x"), c.spec("padded")) == (P(), P("data", "tensor"))
+    assert [text.split(":")[0] for text in c.uneven] == ["x", "x"]
+    assert "uneven: x: dim 1 of size 6 over tensor=4 = 4: 6 = 1 x 4 + 2" in str(c)
+
+
+def test_results_that_take_the_place_of_donated_arguments_are_counted_and_not_repeated():
+    c = complete(lambda s, x: ({"w": s["w"] + x}, x.sum()), {"w": W}, W, donate_argnums=0)
+    assert c.num_tied == 1
+    assert "1 results are split as the donated arguments whose place they take" in str(c)
+    assert [row[0] for row in c.rows()] == ["s/w", "x", "out/1"]
+
+
+def test_bytes_of_a_value_on_one_device(c):
+    v = c.value("hidden#0")
+    assert c.num_bytes(v, c.assignment.specs[v]) == 8 * 8 * 4 // 8
+
+
+def test_described_devices_are_enough():
+    with sharding.mesh(data=16, tensor=16, devices="v5p:4x8x8"):
+        shape = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
+        c = complete(lambda w, x: jnp.tanh(x @ w), shape, shape, in_shardings=(P(None, "tensor"), P("data")))
+    assert c.spec("out") == P("data", "tensor")
