@@ -62,11 +62,29 @@ class Program:
 
     def run_arrays(self, leaves: list[Any], unplaced: tuple[int, ...]) -> Any:
         """The result for arrays on real devices, without asking what the leaves are."""
+        if any(_is_deleted(leaves[i]) for i in self.donated_leaves):
+            self._refuse_deleted(leaves)
         if unplaced:
             wanted = [self.in_shardings[i] for i in unplaced]
             for i, x in zip(unplaced, jax.device_put([leaves[i] for i in unplaced], wanted), strict=True):
                 leaves[i] = x
         return jax.tree.unflatten(self.traced.out_tree, self.compiled(*leaves))
+
+    @cached_property
+    def donated_leaves(self) -> tuple[int, ...]:
+        """The leaves of the donated arguments."""
+        ranges = tracing.ranges(self.in_tree)
+        return tuple(leaf for i in self.donated for leaf in ranges[i])
+
+    def _refuse_deleted(self, leaves: Sequence[Any]) -> None:
+        names = list(self.completion.assignment.graph.names)
+        deleted = [names[i] for i in self.donated_leaves if _is_deleted(leaves[i])]
+        raise ShardingError(
+            f"{self.function}(...)",
+            there=[f"{name} was donated to a call before and is gone" for name in deleted[:8]],
+            must="an array is passed where it is donated only once",
+            fix="pass what came back from that call",
+        )
 
     def refuse_abstract(self, leaves: Sequence[Any]) -> None:
         """Raises where there is nothing to run on, or nothing to run."""
@@ -115,11 +133,9 @@ class Program:
     @cached_property
     def compiled(self) -> Callable[..., list[Any]]:
         """The program by `jax.jit`, on flat arrays."""
-        ranges = tracing.ranges(self.in_tree)
-        donated = tuple(leaf for i in self.donated for leaf in ranges[i])
         return jax.jit(
             self.flat(),
-            donate_argnums=donated,
+            donate_argnums=self.donated_leaves,
             in_shardings=self.in_shardings,
             out_shardings=list(self.out_shardings),
         )
@@ -150,6 +166,10 @@ def _moves(x: Any, want: Sharding | None) -> bool:
     if want is None or _is_abstract(x) or isinstance(x, compat.Tracer):
         return False
     return not (compat.is_committed(x) and x.sharding.is_equivalent_to(want, x.ndim))
+
+
+def _is_deleted(x: Any) -> bool:
+    return isinstance(x, jax.Array) and x.is_deleted()
 
 
 def _is_abstract(x: Any) -> bool:

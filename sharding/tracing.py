@@ -147,18 +147,21 @@ def _parts(result: Any) -> Iterator[tuple[Any, list[int]]]:
 def _refuse_mutation(
     before: Sequence[Any], tree: Any, args: Any, out: Sequence[Any], names: Sequence[str], function: str
 ) -> None:
-    """An argument changed in place inside a traced function: an error, unless what it became is returned."""
+    """An argument changed in place inside a traced function: an error, unless what it became is returned.
+
+    Taking entries out of a dict is fine: the function has its own copy, and no value is lost.
+    """
     returned = {id(x) for x in out}
     changed, at = [], 0
     for name, was, arg in zip(names, tree.children(), args, strict=True):
         old, (new, now) = before[at : at + was.num_leaves], jax.tree.flatten(arg)
         at += was.num_leaves
+        kept = returned.union(map(id, old))
         if now != was:
-            lost = any(id(x) not in returned for x in new)
-            changed += [f"{name}: its pytree was changed in place (entries added or taken away)"] if lost else []
+            changed += [f"{name}: its pytree was changed in place"] if any(id(x) not in kept for x in new) else []
             continue
-        kept = [a is b or id(b) in returned for a, b in zip(old, new, strict=True)]
-        changed += [f"{n} was changed in place" for n, ok in zip(paths.of_tree(arg, name), kept, strict=True) if not ok]
+        fine = [a is b or id(b) in returned for a, b in zip(old, new, strict=True)]
+        changed += [f"{n} was changed in place" for n, ok in zip(paths.of_tree(arg, name), fine, strict=True) if not ok]
     if changed:
         raise ShardingError(
             f"{function}(...)",

@@ -10,9 +10,9 @@ Three ratios, ours over by hand, of runs that alternate:
 
 By hand means a spec for every array of the state in `in_shardings` and `out_shardings`, and a constraint on the output
 of each branch and on the logits. Ours has the layout of `sharding.models.layouts` and the spec of the batch. Both must
-give equal losses, or the run fails. A ratio is the median over pairs of neighbouring runs, which a busy machine slows down
-alike; beside it stand the quartiles of the pairs. Times depend on the machine, which is named beside them; on another
-one only ratios may be compared.
+give equal losses, or the run fails. A ratio is the median over pairs of neighbouring runs, which a busy machine slows
+down alike; beside it stand the quartiles of the pairs. Times depend on the machine, which is named beside them; on
+another one only ratios may be compared.
 """
 
 import json
