@@ -8,6 +8,7 @@ same under `jax.jit`. The rewriter emits the same primitive: `spec` is then the 
 
 from __future__ import annotations
 
+import math
 import warnings
 from typing import Any
 
@@ -19,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from . import compat
 from .errors import ShardingError
 from .mesh import current
-from .spec import OPEN, Spec, divisible, from_partition_spec, indivisible, to_partition_spec
+from .spec import OPEN, Spec, axis_size, divisible, from_partition_spec, indivisible, to_partition_spec
 
 annotate_p = jex.Primitive("annotate")
 
@@ -41,10 +42,9 @@ def annotate(x: Any, spec: P | None = None, *, name: str | None = None, priority
     that says what that costs; `sharding.jit(..., strict=True)` makes it an error.
     """
     leaves, tree = jax.tree.flatten(x)
-    done = []
-    for leaf in leaves:
-        done.append(_annotate_leaf(leaf, spec, name=name, priority=priority))
-    return jax.tree.unflatten(tree, done)
+    for i, leaf in enumerate(leaves):  # a plain loop, so that a warning counts its way up to the caller's line
+        leaves[i] = _annotate_leaf(leaf, spec, name=name, priority=priority)
+    return jax.tree.unflatten(tree, leaves)
 
 
 def _annotate_leaf(x: Any, spec: P | None, *, name: str | None, priority: int) -> Any:
@@ -94,13 +94,9 @@ def _warn_padding(spec: Spec, x: Any, sizes: dict[str, int], asked: str) -> None
 
 def padding_bytes(spec: Spec, x: Any, sizes: dict[str, int]) -> int:
     """Bytes that padding adds over all shards of one copy of `x`, an array or abstract array."""
-    whole, padded = 1, 1
-    for dim, size in zip(spec.dims, x.shape, strict=True):
-        parts = 1
-        for a in dim.axes:
-            parts *= sizes[a] if isinstance(a, str) else a[2]
-        whole, padded = whole * size, padded * parts * -(-size // parts)
-    return (padded - whole) * x.dtype.itemsize
+    parts = [math.prod(axis_size(a, sizes) for a in dim.axes) for dim in spec.dims]
+    padded = math.prod(n * -(-size // n) for n, size in zip(parts, x.shape, strict=True))
+    return (padded - math.prod(x.shape)) * x.dtype.itemsize
 
 
 def _constraint(x: Any, *, mesh: AbstractMesh | None, spec: Spec | None, **_: Any) -> Any:

@@ -140,21 +140,10 @@ class Completion:
         return "no annotation reaches it"
 
     def _step(self, v: int, d: int, reason: Reason) -> str:
-        who = f"{self._label(v)} dim {d}"
+        who = f"{self._graph.label(v)} dim {d}"
         if reason.value is None:
             return f"{who} <- {reason.source}"
         return f"{who} <- {reason.word}" + (f" at {reason.source}" if reason.source else "")
-
-    def _label(self, v: int) -> str:
-        name = self._by_value.get(v)
-        return name or f"{self._graph.dtypes[v]}{list(self._graph.shapes[v])}"
-
-    @cached_property
-    def _by_value(self) -> dict[int, str]:
-        first: dict[int, str] = {}
-        for name, v in self._graph.names.items():
-            first.setdefault(v, name)
-        return first
 
     def word(self, value: int) -> str:
         """The reason of a value's split in a word or two: `annotated`, or the ops that brought its axes."""
@@ -165,7 +154,7 @@ class Completion:
     def rows(self) -> list[tuple[str, str, str, str]]:
         """(name, shape, spec, reason) of every named value once; layers that are alike share a row."""
         groups: dict[tuple[str, str, str, str], list[str]] = {}
-        for v, name in self._by_value.items():
+        for v, name in self._graph.first_names.items():
             shape = "x".join(map(str, self._graph.shapes[v])) or "scalar"
             pattern = re.sub(r"(?<=[/#])\d+(?=/|$)", "*", name)
             groups.setdefault((pattern, shape, str(self.assignment.specs[v]), self.word(v)), []).append(name)

@@ -194,7 +194,7 @@ def test_why_of_a_whole_dim():
     c = complete(lambda a, b: (a @ b, b.sum()), W, W, in_shardings=(P("data", U), P(U, "data")))
     assert str(c.why("a", 1)) == "a dim 1 is whole: no annotation reaches it"
     assert str(c.why("out/0", 1)).startswith(
-        "out/0 dim 1 is whole: (data) from in_shardings was refused: the axis already"
+        "out/0 dim 1 is whole: b dim 1: (data) from in_shardings was refused: the axis already"
     )
     assert str(c.why("out/1")) == "out/1 is a scalar"
 
@@ -217,7 +217,8 @@ def test_conflict_tells_both_claims_who_won_by_which_rule_and_the_bytes():
     assert (
         conflict.bytes_lost == 8 * 8 * 4 // 2 - 8 * 8 * 4 // 4
     )  # a half of the result stays where a quarter was asked
-    assert str(conflict.lost) == "(data) from in_shardings"
+    assert str(conflict.lost) == "b dim 1: (data) from in_shardings"
+    assert "is lost: the axis already splits another dim (64 bytes)" in str(conflict)
     assert "1 conflicts, 64 bytes per device not split as asked" in str(c)
 
 

@@ -10,6 +10,7 @@ so that `constrain` finds its way back.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from .. import compat
@@ -74,7 +75,7 @@ class Scope:
     """For each result of the jaxpr the value that it enters, or None."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class Graph:
     """Values and ops of one program; no device in sight."""
 
@@ -100,6 +101,18 @@ class Graph:
             if op.rule is None and any(self.shapes[v] for v in (*op.operands, *op.results)):
                 counts[op.name] = counts.get(op.name, 0) + 1
         return counts
+
+    def label(self, value: int) -> str:
+        """The first name of a value; of one that has none its type, as `float32[8, 16]`."""
+        return self.first_names.get(value) or f"{self.dtypes[value]}{list(self.shapes[value])}"
+
+    @cached_property
+    def first_names(self) -> dict[int, str]:
+        """Value -> its first name, in the order of the names."""
+        first: dict[int, str] = {}
+        for name, v in self.names.items():
+            first.setdefault(v, name)
+        return first
 
     def source(self, value: int) -> str:
         """The user's line that makes a value; empty for arguments."""

@@ -26,13 +26,15 @@ class Reason:
 class Claim:
     """One side of a conflict: a value's dim, the axes it is split by there, and the annotation they came from."""
 
+    name: str
+    """The value's name; of one that has none its type."""
     value: int
     dim: int
     axes: tuple[Axis, ...]
     origin: str
 
     def __str__(self) -> str:
-        return f"({','.join(map(axis_name, self.axes)) or 'whole'}) from {self.origin}"
+        return f"{self.name} dim {self.dim}: ({','.join(map(axis_name, self.axes)) or 'whole'}) from {self.origin}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +50,10 @@ class Conflict:
     """By which rule the kept claim won."""
     bytes_lost: int
     """How many bytes more each device holds, or has to gather, because the lost claim is not met."""
+
+    def __str__(self) -> str:
+        where = f"{self.op} at {self.source}" if self.source else self.op
+        return f"{where}: {self.kept} stays, {self.lost} is lost: {self.rule} ({self.bytes_lost} bytes)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
-from ..graph import Graph
+from ..graph import Graph, Op
 from ..rules import Kind
 from ..spec import Spec
 from .assignment import Claim, Conflict
+from .atoms import Atoms
 from .engine import Engine
 
 Origin = Callable[[int, int, int], str]
@@ -25,58 +27,81 @@ def find(engine: Engine, specs: tuple[Spec, ...], origin: Origin) -> tuple[Confl
 
 
 def _at(engine: Engine, i: int, specs: tuple[Spec, ...], origin: Origin) -> Iterator[tuple]:
+    """((value, dim, axes it misses), conflict) for every array of an op that lacks what another one has."""
     op, tensors = engine.ops[i], engine.tensors[i]
-    rule = op.rule
-    if rule is None or not engine.touched(i):
+    if op.rule is None or not engine.touched(i):
         return
-    parts = [engine.project(t, rule.sizes)[0] for t in tensors]
-    for f, kind in enumerate(rule.kinds):
-        if kind is Kind.REPLICATE or f in rule.blocked:
-            continue
+    parts = [engine.project(t, op.rule.sizes)[0] for t in tensors]
+    for f, kind in enumerate(op.rule.kinds):
         holders = [t for t in range(len(tensors)) if f in parts[t]]
-        if not holders:
+        if kind is Kind.REPLICATE or f in op.rule.blocked or not holders:
             continue
         longest = max(holders, key=lambda t: (len(parts[t][f]), -t))
-        want = parts[longest][f]
+        winner = (tensors[longest].value, _dim(tensors[longest].dims, f))
+        if not engine.axes[winner[0]][winner[1]]:
+            continue
         for t in holders:
-            have = parts[t][f]
-            if have == want:
-                continue
-            v, d = tensors[t].value, _dim(tensors[t].dims, f)
-            lv, ld = tensors[longest].value, _dim(tensors[longest].dims, f)
-            missing = next(a for k, a in enumerate(want) if k >= len(have) or have[k] != a)
-            rule_text = _rule(engine, v, d, have, want, missing)
-            if not engine.axes[lv][ld]:
-                continue
-            lost = Claim(value=lv, dim=ld, axes=engine.table.join(want), origin=origin(lv, ld, missing))
-            kept_atom = next((a for dim in engine.axes[v] for a in dim if a == missing), None)
-            at = next((k for k, dim in enumerate(engine.axes[v]) if kept_atom in dim), d)
-            kept_axes = engine.axes[v][at]
-            came = origin(v, at, kept_axes[0]) if kept_axes else _pinned(engine.graph, v)
-            kept = Claim(value=v, dim=at, axes=engine.table.join(kept_axes), origin=came)
-            size = _bytes(engine.graph, v) // max(1, specs[v].num_shards(engine.table.mesh_sizes))
-            gain = math.prod(engine.table.sizes[a] for a in want) // math.prod(engine.table.sizes[a] for a in have)
-            yield (
-                (v, d, want),
-                Conflict(
-                    op=op.name,
-                    source=op.source,
-                    kept=kept,
-                    lost=lost,
-                    rule=rule_text,
-                    bytes_lost=size - size // max(1, gain),
-                ),
-            )
+            if parts[t][f] != parts[longest][f]:
+                at = (tensors[t].value, _dim(tensors[t].dims, f))
+                side = _Side(engine, specs, origin, *at, have=parts[t][f], want=parts[longest][f])
+                yield (*at, side.want), side.conflict(op, *winner)
 
 
-def _rule(engine: Engine, v: int, d: int, have: tuple, want: tuple, missing: int) -> str:
-    if any(missing in dim for k, dim in enumerate(engine.axes[v]) if k != d):
-        return "the axis already splits another dim"
-    if have and have[: len(want)] != want[: len(have)]:
-        return "the dim is split by other axes, which came first"
-    if missing in engine.held[v]:
-        return "the axis is held for a lower priority"
-    return "the annotation closes the dim" if engine.closed[v][d] else "the op priority keeps it from flowing here"
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """An array's dim that has some atoms of a factor and misses others."""
+
+    engine: Engine
+    specs: tuple[Spec, ...]
+    origin: Origin
+    value: int
+    dim: int
+    have: Atoms
+    want: Atoms
+
+    @property
+    def missing(self) -> int:
+        return next(a for k, a in enumerate(self.want) if k >= len(self.have) or self.have[k] != a)
+
+    def conflict(self, op: Op, value: int, dim: int) -> Conflict:
+        """The conflict with the value's dim that has all the atoms."""
+        join = self.engine.table.join
+        lost = Claim(
+            name=self.engine.graph.label(value),
+            value=value,
+            dim=dim,
+            axes=join(self.want),
+            origin=self.origin(value, dim, self.missing),
+        )
+        return Conflict(
+            op=op.name, source=op.source, kept=self.kept(), lost=lost, rule=self.rule(), bytes_lost=self.bytes_lost()
+        )
+
+    def kept(self) -> Claim:
+        """What stands in the way: the dim that the missing axis splits already, or this dim as it is."""
+        axes = self.engine.axes[self.value]
+        dim = next((k for k, dim in enumerate(axes) if self.missing in dim), self.dim)
+        came = self.origin(self.value, dim, axes[dim][0]) if axes[dim] else _pinned(self.engine.graph, self.value)
+        name = self.engine.graph.label(self.value)
+        return Claim(name=name, value=self.value, dim=dim, axes=self.engine.table.join(axes[dim]), origin=came)
+
+    def rule(self) -> str:
+        """Why the claim that stands won."""
+        engine, v, d = self.engine, self.value, self.dim
+        if any(self.missing in dim for k, dim in enumerate(engine.axes[v]) if k != d):
+            return "the axis already splits another dim"
+        if self.have and self.have[: len(self.want)] != self.want[: len(self.have)]:
+            return "the dim is split by other axes, which came first"
+        if self.missing in engine.held[v]:
+            return "the axis is held for a lower priority"
+        return "the annotation closes the dim" if engine.closed[v][d] else "the op priority keeps it from flowing here"
+
+    def bytes_lost(self) -> int:
+        """What each device holds more than if the claim were met."""
+        sizes = self.engine.table.sizes
+        now = _bytes(self.engine.graph, self.value) // self.specs[self.value].num_shards(self.engine.table.mesh_sizes)
+        gain = math.prod(sizes[a] for a in self.want) // math.prod(sizes[a] for a in self.have)
+        return now - now // max(1, gain)
 
 
 def _clashes(graph: Graph) -> Iterator[Conflict]:
@@ -86,8 +111,8 @@ def _clashes(graph: Graph) -> Iterator[Conflict]:
                 yield Conflict(
                     op="annotation",
                     source=graph.source(v),
-                    kept=Claim(value=v, dim=d, axes=a.axes, origin=kept.origin),
-                    lost=Claim(value=v, dim=d, axes=b.axes, origin=other.origin),
+                    kept=Claim(name=graph.label(v), value=v, dim=d, axes=a.axes, origin=kept.origin),
+                    lost=Claim(name=graph.label(v), value=v, dim=d, axes=b.axes, origin=other.origin),
                     rule="the first annotation of a value stays",
                     bytes_lost=_bytes(graph, v),
                 )

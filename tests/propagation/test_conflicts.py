@@ -23,8 +23,8 @@ def test_both_claims_and_their_origins_are_told():
     a = run(lambda x, y: named(x + y, "sum"), ((8, 8), "a -"), ((8, 8), "- a"))
     total = a.graph.names["sum"]
     lost = [c for c in a.conflicts if c.kept.value == total]
-    assert [str(c.lost) for c in lost] == ["(a) from pin - a"]
-    assert [str(c.kept) for c in lost] == ["(a) from pin a -"]
+    assert [str(c.lost) for c in lost] == ["x1 dim 1: (a) from pin - a"]
+    assert [str(c.kept) for c in lost] == [f"{lost[0].kept.name} dim 0: (a) from pin a -"]
     assert lost[0].rule == "the axis already splits another dim"
     assert lost[0].op == "add" and "test_conflicts.py" in lost[0].source
 
