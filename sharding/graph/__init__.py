@@ -1,6 +1,6 @@
 """A program as the pass sees it: values and ops, flattened from a jaxpr."""
 
 from .build import build
-from .graph import CALLS, Atom, Graph, Op, Pin, Scope, merged
+from .graph import CALLS, Atom, Graph, Op, Pin, Scope, Site, line, merged
 
-__all__ = ["CALLS", "Atom", "Graph", "Op", "Pin", "Scope", "build", "merged"]
+__all__ = ["CALLS", "Atom", "Graph", "Op", "Pin", "Scope", "Site", "build", "line", "merged"]

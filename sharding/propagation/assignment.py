@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..graph import Graph
+from ..graph import Graph, Site, line
 from ..spec import Axis, Spec, axis_name
 
 
@@ -15,11 +15,18 @@ class Reason:
 
     word: str
     """`annotated`, or the name of the op."""
-    source: str
-    """The user's line of the op, or the annotation's origin."""
+    origin: str = ""
+    """Who annotated; empty for an op."""
+    site: Site = ()
+    """Where the op comes from."""
     value: int | None = None
     """The value that brought the axis; None for an annotation."""
     dim: int | None = None
+
+    @property
+    def source(self) -> str:
+        """The annotation's origin, or the user's line of the op."""
+        return self.origin or line(self.site)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,7 +39,7 @@ def unannotated(graph: Graph, sizes: Mapping[str, int]) -> Assignment:
         for v, shape in enumerate(graph.shapes)
     )
     reasons: dict[tuple[int, int, Axis], Reason] = {
-        (v, d, axis): Reason(word="annotated", source=pin.origin)
+        (v, d, axis): Reason(word="annotated", origin=pin.origin)
         for v, pin in graph.pins.items()
         for d, dim in enumerate(pin.spec.dims)
         for axis in dim.axes
@@ -50,9 +50,9 @@ def unannotated(graph: Graph, sizes: Mapping[str, int]) -> Assignment:
 def _reason(engine: Engine, v: int, d: int, atom: int) -> Reason:
     step = engine.why.get((v, d, atom))
     if step is None:
-        return Reason(word="annotated", source=engine.graph.pins[v].origin)
+        return Reason(word="annotated", origin=engine.graph.pins[v].origin)
     op = engine.ops[step.op]
-    return Reason(word=op.name, source=op.source, value=step.source, dim=step.source_dim)
+    return Reason(word=op.name, site=op.site, value=step.source, dim=step.source_dim)
 
 
 def _origin(engine: Engine, v: int, d: int, atom: int) -> str:

@@ -67,6 +67,9 @@ class Engine:
                 counts[v] += 1
         self.single_use = [all(counts[v] == 1 or not graph.shapes[v] for v in op.operands) for op in self.ops]
         self.level = 0
+        self.version: list[int] = [0] * n  # how often a value has grown
+        self.visited: list[tuple[int, int]] = [(-1, -1)] * len(self.ops)  # grade and versions at the last visit
+        self.alike = [_is_alike(op) for op in self.ops]
 
     def run(self) -> None:
         """Propagates all annotations, priority by priority, to the fixed point."""
@@ -100,6 +103,7 @@ class Engine:
                 self.axes[v][d] = self.table.split(dim.axes)
                 self.closed[v][d] = not dim.open
                 self.held[v] -= set(self.axes[v][d])
+        self.version[v] += 1
         self.split[v] = any(self.axes[v])
 
     def settle(self) -> None:
@@ -142,11 +146,36 @@ class Engine:
                 allowed |= FORWARD
         return allowed
 
+    def grade(self, i: int) -> int:
+        """A number that two levels share where an op's directions are the same on both; 0 where nothing flows."""
+        rule, level = self.ops[i].rule, self.level
+        assert rule is not None
+        if rule.flow in (Flow.ELEMENTWISE, Flow.MOVE):
+            return 1 if level >= 1 or self.single_use[i] else 0
+        if level <= 1:
+            return 1 if rule.flow is Flow.SLICE and (level == 1 or self.single_use[i]) else 0
+        return level if rule.flow is Flow.BROADCAST else min(level, 3)
+
+    def is_settled(self, i: int) -> bool:
+        """Whether a visit of op i can't change anything: most can't, and this is cheap to see."""
+        tensors, grade, axes = self.tensors[i], self.grade(i), self.axes
+        if grade == 0 or not self.touched(i):
+            return True
+        if self.alike[i]:
+            first = axes[tensors[-1].value]
+            if all(axes[t.value] == first for t in tensors):
+                return True
+        now = (grade, sum([self.version[t.value] for t in tensors]))
+        if self.visited[i] == now:
+            return True
+        self.visited[i] = now
+        return False
+
     def visit(self, i: int) -> list[int]:
         """Propagates once through op i; the values that changed."""
-        tensors, op = self.tensors[i], self.ops[i]
-        if not self.touched(i):
+        if self.is_settled(i):
             return []
+        tensors, op = self.tensors[i], self.ops[i]
         rule, n = op.rule, len(op.operands)
         assert rule is not None
         parts = [self.project(t, rule.sizes) for t in tensors]
@@ -277,6 +306,7 @@ class Engine:
                 continue
             self.axes[v][d] = new
             self.split[v] = changed = True
+            self.version[v] += 1
             for atom in new[len(old) :]:
                 source, source_dim = origins[next(f for f in dim if atom in split[f])]
                 self.why[v, d, atom] = Step(i, source, source_dim)
@@ -295,6 +325,12 @@ def _tensors(op: Op) -> list[Tensor]:
     assert op.rule is not None
     pairs = zip((*op.operands, *op.results), (*op.rule.operands, *op.rule.results), strict=True)
     return [Tensor(v, dims, all(len(d) == 1 for d in dims)) for v, dims in pairs]
+
+
+def _is_alike(op: Op) -> bool:
+    """Whether every array of an op has the same dims, factor by factor."""
+    assert op.rule is not None
+    return len({*op.rule.operands, *op.rule.results}) == 1
 
 
 def _dim_of(factor: int, tensor: Tensor) -> int:
