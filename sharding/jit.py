@@ -57,6 +57,10 @@ def jit(
 
     Returns:
         A function with `.complete`, `.trace`, `.lower` and `.eval_shape`, which also take ShapeDtypeStructs.
+
+    Where `in_shardings` is silent, the sharding of a placed array is an annotation. An array that is whole on every
+    device of the mesh counts as not placed, since that is how JAX makes arrays under a mesh: to ask for it, say `P()`.
+    What is not where the program wants it is moved there first, so that a loop compiles once.
     """
     if f is None:
         return functools.partial(
@@ -107,7 +111,8 @@ class Jitted:
         unplaced = program.unplaced(call.leaves)
         if looks is not None and not program.traced.closes_over_tracers:
             self._last = looks, program, unplaced
-        return program.run(call.leaves, unplaced)
+        with _no_collection():  # the first run traces and lowers
+            return program.run(call.leaves, unplaced)
 
     def complete(self, *args: Any, **kwargs: Any) -> Completion:
         """How every value is split, for arguments of these shapes; nothing compiles."""
