@@ -42,8 +42,7 @@ class ModelChoice:
 
     def changes(self) -> dict[str, Any]:
         """The fields of the model's configuration that differ from the preset."""
-        given = {name: getattr(self, name) for name in ("dtype", "dropout", "kv_heads")}
-        changes = {name: value for name, value in given.items() if value is not None}
+        changes = {name: value for name, value in _given(self).items() if name in ("dtype", "dropout", "kv_heads")}
         return changes | {name: True for name in ("remat", "scan") if getattr(self, name)}
 
 
@@ -69,41 +68,81 @@ class Optimization:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How a model is trained where the command does not say otherwise."""
+
+    steps: int = 600
+    batch: int = 16
+    optimization: Optimization = field(default_factory=Optimization)
+    eval_every: int = 100
+    checkpoint_every: int = 200
+    sample: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizationChoice:
+    """What the command says of the optimization; None leaves it to the model's recipe."""
+
+    lr: float | None = None
+    """Highest learning rate. Default: the model's, as of all options that are None; 4e-3 for gpt-tiny."""
+    warmup: int | None = None
+    """Steps until it is reached; 50 for gpt-tiny."""
+    weight_decay: float | None = None
+    """Decay of all matrices; 0.1 for gpt-tiny."""
+    clip: float | None = None
+    """Largest norm of a gradient; 1.0 for gpt-tiny."""
+
+    def __post_init__(self) -> None:
+        self.over(Optimization())
+
+    def over(self, default: Optimization) -> Optimization:
+        """`default` with what was said instead."""
+        return dataclasses.replace(default, **_given(self))
+
+
+@dataclass(frozen=True, kw_only=True)
 class Train:
-    """Train a model on the sources of the Python standard library, and write all that is worth keeping to a folder."""
+    """Train a model and write all that is worth keeping to a folder.
+
+    What is None is left to the model's recipe; the figures in the help are those of gpt-tiny.
+    """
 
     model: OmitArgPrefixes[ModelChoice] = field(default_factory=ModelChoice)
     mesh: str = "data=2,tensor=2"
     """Axes and their sizes, major axis first: data, fsdp and tensor. One size may be -1: what is left."""
     devices: int | None = None
     """How many virtual CPU devices to start. Default: as many as the mesh needs. Not for GPUs and TPUs."""
-    steps: int = 600
-    """Steps of training in all."""
-    batch: int = 16
-    """Sequences in a step, over all devices."""
-    optimization: OmitArgPrefixes[Optimization] = field(default_factory=Optimization)
+    steps: int | None = None
+    """Steps of training in all; 600 for gpt-tiny."""
+    batch: int | None = None
+    """Examples in a step, over all devices: sequences, images, ...; 16 for gpt-tiny."""
+    optimization: OmitArgPrefixes[OptimizationChoice] = field(default_factory=OptimizationChoice)
     seed: int = 0
     """Of the initial values, the batches, dropout and the sample."""
-    eval_every: int = 100
-    """Steps between two looks at the held-out text; 0 looks at the end alone."""
-    checkpoint_every: int = 200
-    """Steps between two checkpoints; 0 saves at the end alone."""
-    sample: int = 256
-    """Bytes of text to generate at the end."""
+    eval_every: int | None = None
+    """Steps between two looks at what is held out; 0 looks at the end alone; 100 for gpt-tiny."""
+    checkpoint_every: int | None = None
+    """Steps between two checkpoints; 0 saves at the end alone; 200 for gpt-tiny."""
+    sample: int | None = None
+    """Bytes of text to generate at the end, by models that can; 256 for gpt-tiny."""
     out: Path = Path("runs/latest")
     """Folder for metrics, checkpoints, curve and report."""
     resume: bool = False
     """Go on from the newest checkpoint in the folder."""
 
     def __post_init__(self) -> None:
-        _at_least("--steps", self.steps, 1)
-        _at_least("--batch", self.batch, 1)
-        _at_least("--eval-every", self.eval_every, 0)
-        _at_least("--checkpoint-every", self.checkpoint_every, 0)
-        _at_least("--sample", self.sample, 0)
-        if self.devices is not None:
-            _at_least("--devices", self.devices, 1)
-        check_batch(self.batch, parse_mesh(self.mesh))
+        least = {"steps": 1, "batch": 1, "eval_every": 0, "checkpoint_every": 0, "sample": 0, "devices": 1}
+        for name, number in least.items():
+            if getattr(self, name) is not None:
+                _at_least("--" + name.replace("_", "-"), getattr(self, name), number)
+        axes = parse_mesh(self.mesh)
+        if self.batch is not None:
+            check_batch(self.batch, axes)
+
+    def over(self, default: Recipe) -> Recipe:
+        """`default` with what the command says instead."""
+        said = {name: value for name, value in _given(self).items() if name in Recipe.__dataclass_fields__}
+        return dataclasses.replace(default, **(said | {"optimization": self.optimization.over(default.optimization)}))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +155,7 @@ class Explain:
     devices: str | None = None
     """Described devices, such as v5p:4x8x8 or h100:16x8; none of them is needed. Default: devices of no kind."""
     batch: int | None = None
-    """Sequences in a step, over all devices. Default: at least 16, as many as the mesh can split evenly."""
+    """Examples in a step, over all devices. Default: at least 16, as many as the mesh can split evenly."""
     why: Annotated[str | None, arg(metavar="NAME")] = None
     """Show where each axis of this tensor comes from, such as state/params/embed/table."""
 
@@ -169,7 +208,7 @@ def batch_parts(axes: dict[str, int]) -> int:
 
 
 def check_batch(batch: int, axes: dict[str, int]) -> None:
-    """Raise an error if `batch` sequences cannot be split evenly; an axis of size -1 is left for later."""
+    """Raise an error if `batch` examples cannot be split evenly; an axis of size -1 is left for later."""
     if -1 in axes.values():
         return
     parts = batch_parts(axes)
@@ -181,7 +220,7 @@ def check_batch(batch: int, axes: dict[str, int]) -> None:
     raise ShardingError(
         f"--batch {batch}",
         there=f"{names} = {parts} parts; {batch} / {parts} = {batch / parts:g}",
-        must="each part of the mesh must get the same number of sequences",
+        must="each part of the mesh must get the same number of examples",
         fix=f"--batch {near}",
     )
 
@@ -190,6 +229,12 @@ def as_json(config: Any) -> dict[str, Any]:
     """The configuration as plain values, for a checkpoint or a report."""
     values = dataclasses.asdict(config)
     return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
+
+
+def _given(config: Any) -> dict[str, Any]:
+    """The fields of `config` that are not None."""
+    values = {each.name: getattr(config, each.name) for each in dataclasses.fields(config)}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _at_least(option: str, value: float, least: float) -> None:

@@ -10,6 +10,7 @@ from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from . import metrics
+from .task import Task
 
 NUM_PLAIN_LINES = 20
 """About so many lines a run writes where there is no terminal."""
@@ -17,8 +18,9 @@ NUM_PLAIN_LINES = 20
 
 @dataclass(kw_only=True)
 class Console:
-    """Shows the progress of `num_steps` steps."""
+    """Shows the progress of `num_steps` steps of a task."""
 
+    task: Task
     num_steps: int
     first_step: int = 0
     rich: RichConsole = field(default_factory=lambda: RichConsole(highlight=False, soft_wrap=True))
@@ -56,15 +58,16 @@ class Console:
         self.rich.print(text, markup=False)
         sys.stdout.flush()
 
-    def heldout(self, step: int, bits_per_byte: float) -> None:
-        """Show the newest held-out figure."""
-        self._heldout = f"  held out {bits_per_byte:.3f}"
+    def heldout(self, step: int, figures: metrics.Figures) -> None:
+        """Show the newest held-out figures."""
+        first = self.task.heldout[0]
+        self._heldout = f"  held out {first.number(figures[first.name])}"
         if not self._progress:
-            self.say(f"step {step}/{self.num_steps}  held out {bits_per_byte:.3f} bits per byte")
+            self.say(f"step {step}/{self.num_steps}  held out {self.task.written_heldout(figures)}")
 
     def step(self, step: int, figures: metrics.Figures) -> None:
         """Show the figures of a finished step."""
-        text = _written(figures)
+        text = self._written(figures)
         if step == self.first_step + 1:
             # The first step compiles: what is left is told from the second one on.
             self._started = time.monotonic()
@@ -81,10 +84,8 @@ class Console:
         minutes, seconds = divmod(round(seconds), 60)
         return f"  left {minutes}:{seconds:02d}"
 
-
-def _written(figures: metrics.Figures) -> str:
-    bits = metrics.bits_per_byte(figures["loss"])
-    return (
-        f"loss {bits:.3f} bits per byte  {figures['tokens_per_second']:,.0f} tokens/s  "
-        f"{figures['memory_bytes'] / 1e6:,.0f} MB"
-    )
+    def _written(self, figures: metrics.Figures) -> str:
+        return (
+            f"loss {self.task.loss.written(figures['loss'])}  {figures[self.task.rate]:,.0f} {self.task.item}/s  "
+            f"{figures['memory_bytes'] / 1e6:,.0f} MB"
+        )

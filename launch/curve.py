@@ -38,17 +38,25 @@ class Axis:
         return math.log(max(value, 1e-12)) if self.scale == "log" else value
 
 
-def svg(train: Points, heldout: Points, *, title: str = "", y_scale: Scale = "log", x_scale: Scale = "linear") -> str:
-    """The curve of bits a byte over steps, as the text of an SVG element that stands alone."""
+def svg(
+    train: Points,
+    heldout: Points,
+    *,
+    title: str = "",
+    unit: str = "bits per byte",
+    y_scale: Scale = "log",
+    x_scale: Scale = "linear",
+) -> str:
+    """The curve of the loss, in `unit`, over steps, as the text of an SVG element that stands alone."""
     train, heldout = _finite(train), _finite(heldout)
     points = [*train, *heldout] or [(0.0, 1.0)]
     x_axis, y_axis = _axes(points, x_scale, y_scale)
     body = [
-        *_frame(x_axis, y_axis, title),
+        *_frame(x_axis, y_axis, title, unit),
         _line(train, x_axis, y_axis, f'stroke="{TRAIN_COLOUR}" stroke-opacity="0.3" stroke-width="1"'),
         _line(smooth(train), x_axis, y_axis, f'stroke="{TRAIN_COLOUR}" stroke-width="2"'),
         _line(heldout, x_axis, y_axis, f'stroke="{HELDOUT_COLOUR}" stroke-width="2"'),
-        *(_dot(point, x_axis, y_axis) for point in heldout),
+        *(_dot(point, x_axis, y_axis, unit) for point in heldout),
         *_legend(heldout),
     ]
     return (
@@ -80,7 +88,7 @@ def _axes(points: Points, x_scale: Scale, y_scale: Scale) -> tuple[Axis, Axis]:
     return x_axis, Axis(low=bottom, high=top, start=HEIGHT - BOTTOM, end=TOP, scale=y_scale)
 
 
-def _frame(x_axis: Axis, y_axis: Axis, title: str) -> list[str]:
+def _frame(x_axis: Axis, y_axis: Axis, title: str, unit: str) -> list[str]:
     right, bottom = WIDTH - RIGHT, HEIGHT - BOTTOM
     parts = [f'<text x="{LEFT}" y="22" fill="{INK}" font-size="14" font-weight="600">{escape(title)}</text>']
     for value in y_axis.ticks():
@@ -96,7 +104,7 @@ def _frame(x_axis: Axis, y_axis: Axis, title: str) -> list[str]:
     parts.append(f'<text x="{middle:.0f}" y="{HEIGHT - 8}" text-anchor="middle" fill="{INK}">step</text>')
     across = (TOP + bottom) / 2
     place = f'transform="translate(14 {across:.0f}) rotate(-90)" text-anchor="middle"'
-    parts.append(f'<text {place} fill="{INK}">bits per byte</text>')
+    parts.append(f'<text {place} fill="{INK}">{escape(unit)}</text>')
     return parts
 
 
@@ -107,9 +115,9 @@ def _line(points: Points, x_axis: Axis, y_axis: Axis, style: str) -> str:
     return f'<polyline points="{pixels}" fill="none" stroke-linejoin="round" {style}/>'
 
 
-def _dot(point: tuple[float, float], x_axis: Axis, y_axis: Axis) -> str:
+def _dot(point: tuple[float, float], x_axis: Axis, y_axis: Axis, unit: str) -> str:
     x, y = x_axis.pixel(point[0]), y_axis.pixel(point[1])
-    label = f"step {point[0]:g}: {point[1]:.3f} bits per byte"
+    label = escape(f"step {point[0]:g}: {point[1]:.3f} {unit}")
     return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{HELDOUT_COLOUR}"><title>{label}</title></circle>'
 
 

@@ -6,10 +6,10 @@ from typing import Any
 import sharding
 
 from ..models import layouts
-from . import task as tasks
+from . import tasks
 from .config import Explain, Optimization, batch_parts, check_batch, parse_mesh
 
-LEAST_SEQUENCES = 16
+LEAST_EXAMPLES = 16
 """In a batch whose size is not given."""
 
 
@@ -21,15 +21,15 @@ def run(config: Explain) -> None:
 
 def complete(config: Explain) -> Any:
     """The completion of the train step over the mesh of `config`, of real shapes and described devices."""
-    model = tasks.model_config(config.model)
-    task = tasks.build(model, Optimization(), steps=1000, seed=0)
+    family, model = tasks.find(config.model)
+    task = family.build(config.model.name, model, Optimization(), steps=1000, seed=0)
     axes = parse_mesh(config.mesh)
     # Without a description, devices of no particular kind, as many as the mesh needs.
     devices = config.devices or math.prod(max(size, 1) for size in axes.values())
     with sharding.mesh(axes, devices=devices) as mesh:
         sizes = dict(mesh.shape)
         parts = batch_parts(sizes)
-        batch = config.batch or parts * math.ceil(LEAST_SEQUENCES / parts)
+        batch = config.batch or parts * math.ceil(LEAST_EXAMPLES / parts)
         check_batch(batch, sizes)
         step = sharding.jit(task.train_step, in_shardings=(None, layouts.batch(mesh.axis_names)), donate_argnums=(0,))
         return step.complete(task.state_shapes, task.batch_shapes(batch))

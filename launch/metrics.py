@@ -15,8 +15,8 @@ from typing import Self
 FILE_NAME = "metrics.jsonl"
 
 Figures = Mapping[str, float | int]
-"""Figures of one step: `loss` (nats a token), `gradient_norm`, `learning_rate`, `tokens_per_second`, `seconds`,
-`memory_bytes`, `heldout_bits_per_byte`."""
+"""Figures of one step: `loss` (nats), `gradient_norm`, `learning_rate`, `seconds`, `memory_bytes`; throughput and
+held-out figures by the names that the task gives them, such as `tokens_per_second` and `heldout_bits_per_byte`."""
 
 
 def bits_per_byte(nats: float) -> float:

@@ -1,18 +1,19 @@
 """The functions of a run, completed over a mesh and ready to be called there."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
+from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 import sharding
 from sharding import P
 
 from ..models import layouts
-from .task import Measured, Task, TrainState
+from .task import Batch, Measured, Task, TrainState
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,13 +24,27 @@ class Program:
     mesh: Mesh
     batch_spec: P
     completion: Any
-    train_step: Callable[[TrainState, jax.Array], tuple[TrainState, Measured]]
-    evaluate: Callable[[Any, jax.Array], jax.Array]
-    generate: Callable[[Any, jax.Array, jax.Array], jax.Array]
+    train_step: Callable[[TrainState, Batch], tuple[TrainState, Measured]]
+    evaluate: Callable[[nnx.State, nnx.State, Batch], Measured]
+    generate: Callable[[nnx.State, jax.Array, jax.Array], jax.Array] | None
 
-    def put(self, tokens: np.ndarray) -> jax.Array:
+    def put(self, batch: Batch) -> Batch:
         """A batch on the devices."""
-        return sharding.put(tokens, self.batch_spec)
+        return sharding.put(batch, self.batch_spec)
+
+    def heldout(self, state: TrainState, batches: Sequence[Batch]) -> dict[str, float]:
+        """The held-out figures of the task over `batches`, which are on the host."""
+        looked = (self.evaluate(state.params, state.variables, self.put(batch)) for batch in batches)
+        return self.task.score([jax.device_get(each) for each in looked])
+
+    def sample(self, state: TrainState, *, seed: int, num_prompts: int) -> str:
+        """What the first of `num_prompts` equal prompts, which the mesh must divide, goes on to."""
+        sampler = self.task.sampler
+        if sampler is None or self.generate is None:
+            return ""
+        rows = np.tile(sampler.prompt, (num_prompts, 1))
+        tokens = self.generate(state.params, self.put(rows), jax.random.key(seed))
+        return sampler.text(np.asarray(tokens)[0])
 
     def initial_state(self, seed: int) -> TrainState:
         """The state before the first step, made in the parts that the completion gives."""
@@ -49,12 +64,13 @@ def over(task: Task, mesh: Mesh, *, batch_size: int) -> Program:
     """The program of `task` on `mesh`, which must be in force; nothing is compiled yet."""
     spec = layouts.batch(mesh.axis_names)
     step = sharding.jit(task.train_step, in_shardings=(None, spec), donate_argnums=(0,))
+    generate = task.sampler and sharding.jit(task.sampler.generate, in_shardings=(None, spec, None))
     return Program(
         task=task,
         mesh=mesh,
         batch_spec=spec,
         completion=step.complete(task.state_shapes, task.batch_shapes(batch_size)),
         train_step=step,
-        evaluate=sharding.jit(task.evaluate, in_shardings=(None, spec)),
-        generate=sharding.jit(task.generate, in_shardings=(None, spec, None)),
+        evaluate=sharding.jit(task.evaluate, in_shardings=(None, None, spec)),
+        generate=generate,
     )

@@ -1,23 +1,27 @@
-"""What a run computes: pure functions from a train state and tokens, which know a model but no loop and no files."""
+"""What a run is about: a model, its training and its data, as values and functions that know no loop and no files.
 
-import difflib
-import re
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+The loop in `train` and the completion in `explain` know this much of a model and no more; `tasks` makes one for each.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import jax
-import jax.numpy as jnp
-import optax
+import numpy as np
 from flax import nnx
 
-from sharding.errors import ShardingError
+Batch = Any
+"""A pytree of arrays [B, ...], on the host or the devices."""
 
-from ..models import gpt, layouts
-from .config import ModelChoice, Optimization
+Shapes = Any
+"""A pytree of ShapeDtypeStructs."""
 
 Measured = dict[str, jax.Array]
-"""Figures of one step, still on the devices."""
+"""Figures of one step, or of one batch, still on the devices."""
+
+Looked = Mapping[str, np.ndarray]
+"""What `Task.evaluate` found in one batch, on the host."""
 
 
 @jax.tree_util.register_dataclass
@@ -29,107 +33,116 @@ class TrainState:
     opt_state: Any
     step: jax.Array
     """Steps taken so far."""
+    variables: nnx.State
+    """What a step changes without a gradient, such as the running averages of batch norms; mostly empty."""
+
+
+class Source(Protocol):
+    """Where the batches of a run come from. Equal seeds give equal batches, whatever the mesh."""
+
+    @property
+    def name(self) -> str:
+        """One word for what it is, such as `corpus`."""
+        ...
+
+    @property
+    def description(self) -> str:
+        """What the data are, for people."""
+        ...
+
+    @property
+    def sha256(self) -> str:
+        """Identifies the data: a run is not resumed on others."""
+        ...
+
+    def train_batch(self, step: int) -> Batch:
+        """The batch to train on at `step`, numpy arrays [B, ...]: depends on the seed and `step` alone."""
+        ...
+
+    def heldout_batches(self) -> Sequence[Batch]:
+        """The batches to look at in every evaluation, numpy arrays [B, ...]: always the same ones."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """A figure by its name in the metrics, and how people read it."""
+
+    name: str
+    unit: str
+    """Follows the number: `bits per byte`, `% right`."""
+    scale: float = 1.0
+    """What one is in this unit."""
+    digits: int = 3
+
+    def number(self, value: float, *, digits: int | None = None) -> str:
+        """The value in this unit."""
+        return f"{value * self.scale:.{self.digits if digits is None else digits}f}"
+
+    def written(self, value: float, *, digits: int | None = None) -> str:
+        """The value and its unit."""
+        return f"{self.number(value, digits=digits)} {self.unit}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampler:
+    """How a model that generates shows what it has learnt."""
+
+    generate: Callable[[nnx.State, jax.Array, jax.Array], jax.Array]
+    """params, prompts [B, S], key -> the prompts and what follows, [B, S + more]."""
+    prompt: np.ndarray
+    """One prompt [S]."""
+    text: Callable[[np.ndarray], str]
+    """A generated row as text."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A model and its training as functions to hand to `sharding.jit`."""
+    """A model, its training and its data."""
 
-    model: gpt.Config
+    name: str
+    config: Any
+    """The model's configuration, a dataclass."""
+    about: str
+    """A few words on the model besides its name and size."""
     init: Callable[[jax.Array], TrainState]
     """key -> the state before the first step."""
-    train_step: Callable[[TrainState, jax.Array], tuple[TrainState, Measured]]
-    """state, tokens [B, S + 1] -> the next state, figures."""
-    evaluate: Callable[[nnx.State, jax.Array], jax.Array]
-    """params, tokens [B, S + 1] -> mean nats a token."""
-    generate: Callable[[nnx.State, jax.Array, jax.Array], jax.Array]
-    """params, prompt [B, S], key -> the prompt and what follows."""
+    train_step: Callable[[TrainState, Batch], tuple[TrainState, Measured]]
+    """state, batch -> the next state; `loss`, `gradient_norm`, `learning_rate`."""
+    evaluate: Callable[[nnx.State, nnx.State, Batch], Measured]
+    """params, variables, batch -> what `score` needs of the batch."""
+    score: Callable[[Sequence[Looked]], dict[str, float]]
+    """What `evaluate` found in each held-out batch -> the figures of `heldout`."""
+    batch_shapes: Callable[[int], Shapes]
+    """Number of examples -> a batch as shapes and dtypes."""
+    source: Callable[[int, int], Source]
+    """Number of examples in a batch, seed -> the data; reads or makes them."""
+    loss: Figure
+    """How the training loss is shown."""
+    heldout: tuple[Figure, ...]
+    """The held-out figures; the first is in the unit in which the loss is shown."""
+    item: str
+    """What throughput counts, in the plural: `tokens`."""
+    items_per_example: int = 1
+    sampler: Sampler | None = None
+
+    @property
+    def rate(self) -> str:
+        """The name of the throughput in the metrics."""
+        return f"{self.item}_per_second"
 
     @property
     def state_shapes(self) -> TrainState:
         """The state as shapes and dtypes, without any array."""
         return jax.eval_shape(self.init, jax.random.key(0))
 
-    def batch_shapes(self, batch_size: int) -> jax.ShapeDtypeStruct:
-        """A batch as shape and dtype."""
-        return jax.ShapeDtypeStruct((batch_size, self.model.context + 1), jnp.int32)
+    def written_batch(self, batch_size: int) -> str:
+        """A batch in words: `16 x 128 tokens`, `64 images`."""
+        each = f" x {self.items_per_example}" if self.items_per_example > 1 else ""
+        return f"{batch_size}{each} {self.item}"
 
-
-def model_config(choice: ModelChoice) -> gpt.Config:
-    """The configuration of the model that `choice` names, with its changes."""
-    if choice.name not in gpt.PRESETS:
-        near = difflib.get_close_matches(choice.name, gpt.PRESETS, n=3, cutoff=0.3)
-        raise ShardingError(
-            f"--model {choice.name}",
-            there="no model of this name",
-            must=f"known models are {', '.join(gpt.PRESETS)}",
-            fix=[f"--model {name}" for name in near],
-        )
-    try:
-        return replace(gpt.PRESETS[choice.name], **choice.changes())
-    except ValueError as error:
-        raise ShardingError(f"--model {choice.name} with {choice.changes()}", there=str(error)) from None
-
-
-def build(model: gpt.Config, optimization: Optimization, *, steps: int, seed: int, sample: int = 0) -> Task:
-    """The task of training `model` for `steps` steps; `generate` makes `sample` tokens."""
-    graph, _ = nnx.split(nnx.eval_shape(lambda: gpt.GPT(model, rngs=nnx.Rngs(0))), nnx.Param)
-    schedule = learning_rate(optimization, steps)
-    transform = optimizer(optimization, schedule)
-
-    def init(key: jax.Array) -> TrainState:
-        params = nnx.state(gpt.GPT(model, rngs=nnx.Rngs(params=key)), nnx.Param)
-        return TrainState(params, transform.init(params), jnp.zeros((), jnp.int32))
-
-    def loss(params: nnx.State, tokens: jax.Array, key: jax.Array | None) -> jax.Array:
-        return gpt.next_token_loss(nnx.merge(graph, annotate(params)), tokens, key)
-
-    def train_step(state: TrainState, tokens: jax.Array) -> tuple[TrainState, Measured]:
-        key = jax.random.fold_in(jax.random.key(seed), state.step) if model.dropout else None
-        nats, gradients = jax.value_and_grad(loss)(state.params, tokens, key)
-        updates, opt_state = transform.update(gradients, state.opt_state, state.params)
-        measured = {
-            "loss": nats,
-            "gradient_norm": optax.tree.norm(gradients),
-            "learning_rate": jnp.asarray(schedule(state.step), jnp.float32),
-        }
-        params = optax.apply_updates(state.params, updates)
-        return replace(state, params=params, opt_state=opt_state, step=state.step + 1), measured
-
-    def evaluate(params: nnx.State, tokens: jax.Array) -> jax.Array:
-        return loss(params, tokens, None)
-
-    def generate(params: nnx.State, prompt: jax.Array, key: jax.Array) -> jax.Array:
-        return gpt.generate(nnx.merge(graph, annotate(params)), prompt, steps=sample, key=key, temperature=0.8)
-
-    return Task(model=model, init=init, train_step=train_step, evaluate=evaluate, generate=generate)
-
-
-def annotate(params: nnx.State) -> nnx.State:
-    """`params` with the specs of the model's layout for the mesh around."""
-    return layouts.annotate(params, layouts.gpt(jax.sharding.get_abstract_mesh().axis_names))
-
-
-def learning_rate(optimization: Optimization, steps: int) -> optax.Schedule:
-    """The learning rate of every step: up in a line, then down along a cosine to a tenth."""
-    warmup = min(optimization.warmup, steps // 2)
-    return optax.warmup_cosine_decay_schedule(
-        init_value=optimization.lr / (warmup + 1),
-        peak_value=optimization.lr,
-        warmup_steps=warmup,
-        decay_steps=steps,
-        end_value=optimization.lr / 10,
-    )
-
-
-def optimizer(optimization: Optimization, schedule: optax.Schedule) -> optax.GradientTransformation:
-    """AdamW on gradients clipped by their global norm; norm scales do not decay."""
-    return optax.chain(
-        optax.clip_by_global_norm(optimization.clip),
-        optax.adamw(schedule, b2=0.95, weight_decay=optimization.weight_decay, mask=_decays),
-    )
-
-
-def _decays(params: nnx.State) -> nnx.State:
-    # By name: a stacked norm has two dims too.
-    return jax.tree.map_with_path(lambda path, _: not re.search(r"norm\d*\b", jax.tree_util.keystr(path)), params)
+    def written_heldout(self, figures: Mapping[str, float], *, digits: int | None = None) -> str:
+        """The held-out figures with their units; the first with `digits` if given."""
+        first, *more = self.heldout
+        texts = [first.written(figures[first.name], digits=digits)]
+        return "  ".join([*texts, *(figure.written(figures[figure.name]) for figure in more)])

@@ -15,25 +15,33 @@ import numpy as np
 import sharding
 from sharding import ShardingError, checkpoint
 
-from . import corpus, curve, devices, folder, metrics, report
+from . import curve, devices, folder, metrics, report, tasks
 from . import program as programs
-from . import task as tasks
-from .config import Train, as_json, batch_parts, parse_mesh
+from .config import Recipe, Train, as_json, batch_parts, parse_mesh
 from .console import Console
 from .interrupt import Interrupt
-
-NUM_HELDOUT_TOKENS = 2**15
-"""Looked at by every evaluation, always the same ones."""
+from .task import Batch, Source, TrainState
 
 
 def run(config: Train) -> None:
     """Train as `config` says, and leave metrics, checkpoints, curve and report in its folder."""
-    model = tasks.model_config(config.model)
-    axes = devices.start(parse_mesh(config.mesh), num_devices=config.devices, batch_size=config.batch)
+    family, model = tasks.find(config.model)
+    recipe = config.over(family.recipe(config.model.name))
+    axes = devices.start(parse_mesh(config.mesh), num_devices=config.devices, batch_size=recipe.batch)
+    task = family.build(
+        config.model.name, model, recipe.optimization, steps=recipe.steps, seed=config.seed, sample=recipe.sample
+    )
+    if recipe.sample and not task.sampler:
+        raise ShardingError(
+            f"--model {task.name} --sample {recipe.sample}",
+            there="a model that generates nothing",
+            must="a sample needs a model that predicts what comes next",
+            fix="--sample 0",
+        )
     folder.make(config.out)
-    text = corpus.read()
-    task = tasks.build(model, config.optimization, steps=config.steps, seed=config.seed, sample=config.sample)
-    settings = as_json(config) | {"model_config": as_json(model), "corpus_sha256": text.sha256}
+    source = task.source(recipe.batch, config.seed)
+    settings = as_json(config) | as_json(recipe)
+    settings |= {"model_config": as_json(model), f"{source.name}_sha256": source.sha256}
     if config.resume:
         folder.check_resumable(config.out, settings)
     else:
@@ -43,10 +51,11 @@ def run(config: Train) -> None:
         assert isinstance(mesh, jax.sharding.Mesh)
         session = _Session(
             config=config,
+            recipe=recipe,
             settings=settings,
-            text=text,
+            source=source,
             axes=axes,
-            program=programs.over(task, mesh, batch_size=config.batch),
+            program=programs.over(task, mesh, batch_size=recipe.batch),
         )
         session.run()
 
@@ -58,23 +67,21 @@ class _Session:
         self,
         *,
         config: Train,
+        recipe: Recipe,
         settings: dict[str, Any],
-        text: corpus.Corpus,
+        source: Source,
         axes: devices.Axes,
         program: programs.Program,
     ):
-        self.config, self.settings, self.text, self.axes, self.program = config, settings, text, axes, program
-        self.length = program.task.model.context
+        self.config, self.recipe, self.settings = config, recipe, settings
+        self.source, self.axes, self.program, self.task = source, axes, program, program.task
         self.checkpoints = config.out / folder.CHECKPOINTS
         self.saving: checkpoint.Saving | None = None
-        num_batches = max(1, NUM_HELDOUT_TOKENS // (config.batch * self.length))
-        self.heldout_tokens = corpus.heldout_batches(
-            text, batch_size=config.batch, length=self.length, num_batches=num_batches
-        )
+        self.heldout_batches = source.heldout_batches()
 
     def run(self) -> None:
         state, first = self._begin()
-        self.console = Console(num_steps=self.config.steps, first_step=first)
+        self.console = Console(task=self.task, num_steps=self.recipe.steps, first_step=first)
         self._introduce(first)
         with ExitStack() as stack:
             interrupt = stack.enter_context(Interrupt())
@@ -83,12 +90,12 @@ class _Session:
                 state, last = self._loop(state, first, interrupt)
             self._save(state, last)
             self._wait_for_checkpoint()
-            if last < self.config.steps:
+            if last < self.recipe.steps:
                 self.console.say(f"stopped after step {last}; --resume goes on from there")
                 return
             self._conclude(state)
 
-    def _begin(self) -> tuple[tasks.TrainState, int]:
+    def _begin(self) -> tuple[TrainState, int]:
         """The state to start from and the number of steps it has taken."""
         if not self.config.resume:
             return self.program.initial_state(self.config.seed), 0
@@ -96,39 +103,34 @@ class _Session:
         return state, int(state.step)
 
     def _introduce(self, first: int) -> None:
-        model, mesh = self.program.task.model, devices.written(self.axes)
-        num_params = sum(leaf.size for leaf in jax.tree.leaves(self.program.task.state_shapes.params))
-        kind = f"{self.program.mesh.size} {jax.default_backend()} devices"
-        self.console.say(f"corpus  {self.text}")
-        self.console.say(f"model   {self.config.model.name}, {num_params:,} parameters, context {model.context}")
-        self.console.say(f"mesh    {mesh} on {kind}, jax {jax.__version__}")
+        num_params = sum(leaf.size for leaf in jax.tree.leaves(self.task.state_shapes.params))
+        self.console.say(f"{self.source.name:6}  {self.source.description}")
+        self.console.say(f"model   {self.task.name}, {num_params:,} parameters, {self.task.about}")
+        self.console.say(f"mesh    {self._written_mesh()}, jax {jax.__version__}")
         self.console.say(f"folder  {self.config.out}" + (f", resumed after step {first}" if first else ""))
 
     def _open_metrics(self, first: int) -> metrics.MetricsFile:
         return metrics.resume(self.config.out, step=first) if first else metrics.start(self.config.out)
 
-    def _loop(self, state: tasks.TrainState, first: int, interrupt: Interrupt) -> tuple[tasks.TrainState, int]:
+    def _loop(self, state: TrainState, first: int, interrupt: Interrupt) -> tuple[TrainState, int]:
         """Take the steps after `first` until the last one or an interrupt; the state and the number of steps taken."""
-        step, tokens = first, self._tokens(first)
-        while step < self.config.steps and not interrupt.asked:
+        step, batch = first, self._batch(first)
+        while step < self.recipe.steps and not interrupt.asked:
             begun = time.monotonic()
-            state, measured = self.program.train_step(state, tokens)
+            state, measured = self.program.train_step(state, batch)
             # The next batch is made while the devices work on this one.
-            tokens = self._tokens(step + 1)
+            batch = self._batch(step + 1)
             figures = {name: float(value) for name, value in jax.device_get(measured).items()}
             step += 1
             self._log(step, figures, time.monotonic() - begun)
-            if _due(step, self.config.eval_every) or step == self.config.steps:
+            if _due(step, self.recipe.eval_every) or step == self.recipe.steps:
                 self._evaluate(state, step)
-            if _due(step, self.config.checkpoint_every) and step < self.config.steps:
+            if _due(step, self.recipe.checkpoint_every) and step < self.recipe.steps:
                 self._save(state, step)
         return state, step
 
-    def _tokens(self, step: int) -> jax.Array:
-        tokens = corpus.train_batch(
-            self.text, batch_size=self.config.batch, length=self.length, seed=self.config.seed, step=step
-        )
-        return self.program.put(tokens)
+    def _batch(self, step: int) -> Batch:
+        return self.program.put(self.source.train_batch(step))
 
     def _log(self, step: int, figures: dict[str, float], seconds: float) -> None:
         if not np.isfinite(figures["loss"]):
@@ -138,19 +140,18 @@ class _Session:
                 must="the loss must stay finite",
                 fix=["a lower --lr", "a longer --warmup"],
             )
-        figures["tokens_per_second"] = self.config.batch * self.length / seconds
+        figures[self.task.rate] = self.recipe.batch * self.task.items_per_example / seconds
         figures["seconds"] = seconds
         figures["memory_bytes"] = metrics.memory_bytes()
         self.metrics.log(step, figures)
         self.console.step(step, figures)
 
-    def _evaluate(self, state: tasks.TrainState, step: int) -> None:
-        nats = [float(self.program.evaluate(state.params, self.program.put(rows))) for rows in self.heldout_tokens]
-        bits = metrics.bits_per_byte(sum(nats) / len(nats))
-        self.metrics.log(step, {"heldout_bits_per_byte": bits})
-        self.console.heldout(step, bits)
+    def _evaluate(self, state: TrainState, step: int) -> None:
+        figures = self.program.heldout(state, self.heldout_batches)
+        self.metrics.log(step, figures)
+        self.console.heldout(step, figures)
 
-    def _save(self, state: tasks.TrainState, step: int) -> None:
+    def _save(self, state: TrainState, step: int) -> None:
         # One at a time: the one before has usually long been written.
         self._wait_for_checkpoint()
         self.saving = checkpoint.save(self.checkpoints, step, state, self.settings)
@@ -160,13 +161,13 @@ class _Session:
             self.saving.wait()
         self.saving = None
 
-    def _conclude(self, state: tasks.TrainState) -> None:
+    def _conclude(self, state: TrainState) -> None:
         """Write curve and report, and say how it ended."""
-        _, bits = self.metrics.series("heldout_bits_per_byte")[-1]
-        sample = self._sample(state) if self.config.sample else ""
+        heldout = {figure.name: self.metrics.series(figure.name)[-1][1] for figure in self.task.heldout}
+        sample = self._sample(state) if self.recipe.sample else ""
         picture = self._curve()
         (self.config.out / folder.CURVE).write_text(picture)
-        facts = self._facts(bits)
+        facts = self._facts(heldout)
         report.write(
             self.config.out,
             settings=self.settings,
@@ -177,34 +178,37 @@ class _Session:
         )
         if sample:
             self.console.say(f"\nsample\n{sample}\n")
-        self.console.say(f"held out  {bits:.2f} bits per byte")
+        self.console.say(f"held out  {self.task.written_heldout(heldout, digits=2)}")
         self.console.say(f"report    {self.config.out / report.FILE_NAME}")
 
     def _curve(self) -> str:
-        train = [(step, metrics.bits_per_byte(nats)) for step, nats in self.metrics.series("loss")]
-        title = f"{self.config.model.name} on {devices.written(self.axes)}"
-        return curve.svg(train, self.metrics.series("heldout_bits_per_byte"), title=title)
+        loss, heldout = self.task.loss, self.task.heldout[0]
+        return curve.svg(
+            [(step, value * loss.scale) for step, value in self.metrics.series(loss.name)],
+            [(step, value * heldout.scale) for step, value in self.metrics.series(heldout.name)],
+            title=f"{self.task.name} on {devices.written(self.axes)}",
+            unit=loss.unit,
+        )
 
-    def _facts(self, bits: float) -> dict[str, str]:
+    def _facts(self, heldout: dict[str, float]) -> dict[str, str]:
         seconds = [value for _, value in self.metrics.series("seconds")]
         return {
-            "held out": f"{bits:.4f} bits per byte",
-            "corpus": str(self.text),
-            "corpus sha256": self.text.sha256,
-            "mesh": f"{devices.written(self.axes)} on {self.program.mesh.size} {jax.default_backend()} devices",
-            "steps": f"{self.config.steps} of {self.config.batch} x {self.length} tokens",
+            "held out": self.task.written_heldout(heldout, digits=4),
+            self.source.name: self.source.description,
+            f"{self.source.name} sha256": self.source.sha256,
+            "mesh": self._written_mesh(),
+            "steps": f"{self.recipe.steps} of {self.task.written_batch(self.recipe.batch)}",
             "time in steps": f"{sum(seconds):.0f} s, {1e3 * float(np.median(seconds)):.0f} ms a step in the middle",
             "memory of the process": f"{metrics.memory_bytes() / 1e6:,.0f} MB",
             "jax": jax.__version__,
         }
 
-    def _sample(self, state: tasks.TrainState) -> str:
-        prompt = np.frombuffer(b"\0def ", np.uint8).astype(np.int32)
+    def _written_mesh(self) -> str:
+        return f"{devices.written(self.axes)} on {self.program.mesh.size} {jax.default_backend()} devices"
+
+    def _sample(self, state: TrainState) -> str:
         # One prompt for each part of a batch; the first is shown.
-        rows = np.tile(prompt, (batch_parts(self.axes), 1))
-        tokens = self.program.generate(state.params, self.program.put(rows), jax.random.key(self.config.seed))
-        text = bytes(np.asarray(tokens)[0, 1:].astype(np.uint8).tolist())
-        return text.replace(b"\0", b"\n").decode(errors="replace")
+        return self.program.sample(state, seed=self.config.seed, num_prompts=batch_parts(self.axes))
 
 
 def _due(step: int, every: int) -> bool:

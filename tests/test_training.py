@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 import sharding
-from sharding.launch import task as tasks
 from sharding.launch.config import Optimization
+from sharding.launch.tasks import gpt as family
 from sharding.models import gpt, layouts
 
 STEPS = 20
@@ -21,7 +21,7 @@ MESHES = [
 
 def train(model: gpt.Config, sizes: dict[str, int], steps: int = STEPS):
     """Losses of every step, and the parameters before and after, on the host."""
-    task = tasks.build(model, Optimization(), steps=steps, seed=0)
+    task = family.build("gpt", model, Optimization(), steps=steps, seed=0)
     devices = jax.devices()[: int(np.prod(list(sizes.values())))]
     rng = np.random.default_rng(0)
     with sharding.mesh(sizes, devices=devices):

@@ -10,7 +10,18 @@ from sharding.launch import config
 def test_defaults():
     command = launch.parse(["train"])
     assert command == config.Train()
-    config.check_batch(command.batch, config.parse_mesh(command.mesh))
+    recipe = command.over(config.Recipe())
+    assert recipe == config.Recipe()
+    config.check_batch(recipe.batch, config.parse_mesh(command.mesh))
+
+
+def test_what_the_command_says_goes_before_the_recipe():
+    command = launch.parse("train --batch 8 --lr 0.01 --eval-every 0".split())
+    assert isinstance(command, config.Train)
+    recipe = config.Recipe(steps=70, batch=64, optimization=config.Optimization(lr=0.1, clip=2.0), eval_every=5)
+    assert command.over(recipe) == config.Recipe(
+        steps=70, batch=8, optimization=config.Optimization(lr=0.01, clip=2.0), eval_every=0
+    )
 
 
 def test_every_option_is_read():
@@ -25,7 +36,7 @@ def test_every_option_is_read():
         devices=4,
         steps=7,
         batch=8,
-        optimization=config.Optimization(lr=0.01, warmup=3, weight_decay=0.2, clip=2.0),
+        optimization=config.OptimizationChoice(lr=0.01, warmup=3, weight_decay=0.2, clip=2.0),
         seed=5,
         eval_every=2,
         checkpoint_every=3,

@@ -1,0 +1,46 @@
+"""The models that the command line knows, by name: `tasks.find` and what is found builds the task."""
+
+import dataclasses
+import difflib
+from typing import Any
+
+from sharding.errors import ShardingError
+
+from ..config import ModelChoice
+from . import gpt
+from .family import Family
+
+FAMILIES = (gpt.FAMILY,)
+
+PRESETS = {name: family for family in FAMILIES for name in family.presets}
+
+
+def find(choice: ModelChoice) -> tuple[Family, Any]:
+    """The family of the model that `choice` names, and its configuration with the changes of `choice`."""
+    if choice.name not in PRESETS:
+        near = difflib.get_close_matches(choice.name, PRESETS, n=3, cutoff=0.3)
+        raise ShardingError(
+            f"--model {choice.name}",
+            there="no model of this name",
+            must=f"known models are {', '.join(PRESETS)}",
+            fix=[f"--model {name}" for name in near],
+        )
+    family = PRESETS[choice.name]
+    return family, _changed(choice, family.presets[choice.name])
+
+
+def _changed(choice: ModelChoice, preset: Any) -> Any:
+    changes = choice.changes()
+    known = [each.name for each in dataclasses.fields(preset)]
+    unknown = [name for name in changes if name not in known]
+    if unknown:
+        raise ShardingError(
+            f"--model {choice.name} with {', '.join('--' + name.replace('_', '-') for name in unknown)}",
+            there=f"its configuration has {', '.join(known)}",
+            must="a model can be changed only in what it has",
+            fix=[f"leave --{name.replace('_', '-')} out" for name in unknown],
+        )
+    try:
+        return dataclasses.replace(preset, **changes)
+    except ValueError as error:
+        raise ShardingError(f"--model {choice.name} with {changes}", there=str(error)) from None

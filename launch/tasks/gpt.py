@@ -1,0 +1,108 @@
+"""GPT on text, a byte a token: the next byte from those before it."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from ...models import gpt, layouts
+from .. import corpus
+from ..config import Optimization, Recipe
+from ..metrics import bits_per_byte
+from ..task import Figure, Looked, Measured, Sampler, Task
+from ..training import trained
+from .family import Family
+
+NUM_HELDOUT_TOKENS = 2**15
+"""Looked at by every evaluation, always the same ones."""
+
+PROMPT = b"\0def "
+TEMPERATURE = 0.8
+
+BITS_PER_BYTE = Figure(name="loss", unit="bits per byte", scale=1 / math.log(2))
+HELDOUT = Figure(name="heldout_bits_per_byte", unit="bits per byte")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Text:
+    """Batches of tokens [B, S + 1] from a corpus: inputs and, shifted by one, targets."""
+
+    corpus: corpus.Corpus
+    batch_size: int
+    length: int
+    seed: int
+    name: str = "corpus"
+
+    @property
+    def description(self) -> str:
+        return str(self.corpus)
+
+    @property
+    def sha256(self) -> str:
+        return self.corpus.sha256
+
+    def train_batch(self, step: int) -> np.ndarray:
+        return corpus.train_batch(
+            self.corpus, batch_size=self.batch_size, length=self.length, seed=self.seed, step=step
+        )
+
+    def heldout_batches(self) -> Sequence[np.ndarray]:
+        num_batches = max(1, NUM_HELDOUT_TOKENS // (self.batch_size * self.length))
+        return corpus.heldout_batches(
+            self.corpus, batch_size=self.batch_size, length=self.length, num_batches=num_batches
+        )
+
+
+def build(name: str, config: gpt.Config, optimization: Optimization, *, steps: int, seed: int, sample: int = 0) -> Task:
+    """The task of training a GPT on the sources of the Python standard library."""
+    init, train_step, merged = trained(
+        lambda rngs: gpt.GPT(config, rngs=rngs),
+        gpt.next_token_loss,
+        layout=layouts.gpt,
+        optimization=optimization,
+        steps=steps,
+        key=jax.random.key(seed) if config.dropout else None,
+    )
+
+    def evaluate(params: nnx.State, variables: nnx.State, tokens: jax.Array) -> Measured:
+        return {"nats": gpt.next_token_loss(merged(params, variables), tokens)}
+
+    def generate(params: nnx.State, prompt: jax.Array, key: jax.Array) -> jax.Array:
+        model = merged(params, nnx.State({}))
+        return gpt.generate(model, prompt, steps=sample, key=key, temperature=TEMPERATURE)
+
+    return Task(
+        name=name,
+        config=config,
+        about=f"context {config.context}",
+        init=init,
+        train_step=train_step,
+        evaluate=evaluate,
+        score=score,
+        batch_shapes=lambda size: jax.ShapeDtypeStruct((size, config.context + 1), jnp.int32),
+        source=lambda size, seed: Text(corpus=corpus.read(), batch_size=size, length=config.context, seed=seed),
+        loss=BITS_PER_BYTE,
+        heldout=(HELDOUT,),
+        item="tokens",
+        items_per_example=config.context,
+        sampler=Sampler(generate=generate, prompt=np.frombuffer(PROMPT, np.uint8).astype(np.int32), text=as_text),
+    )
+
+
+def score(batches: Sequence[Looked]) -> dict[str, float]:
+    """Bits a byte from the mean nats of batches of the same size."""
+    nats = [float(looked["nats"]) for looked in batches]
+    return {HELDOUT.name: bits_per_byte(sum(nats) / len(nats))}
+
+
+def as_text(tokens: np.ndarray) -> str:
+    """Generated tokens as text, the end of a file as a new line."""
+    text = bytes(tokens[1:].astype(np.uint8).tolist())
+    return text.replace(b"\0", b"\n").decode(errors="replace")
+
+
+FAMILY = Family(presets=gpt.PRESETS, recipe=lambda name: Recipe(sample=256), build=build)

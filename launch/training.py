@@ -1,0 +1,107 @@
+"""The train step of every model: the gradient of its loss, clipped, through AdamW."""
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from ..models import layouts
+from .config import Optimization
+from .task import Batch, Measured, TrainState
+
+Loss = Callable[[Any, Batch, jax.Array | None], jax.Array]
+"""module, batch, key -> the mean loss in nats; the module may change its variables."""
+
+
+class Trained(NamedTuple):
+    """A module's training, and how to have the module back from its state."""
+
+    init: Callable[[jax.Array], TrainState]
+    train_step: Callable[[TrainState, Batch], tuple[TrainState, Measured]]
+    merged: Callable[..., Any]
+    """params and variables -> the module, its parameters annotated for the mesh around."""
+
+
+def trained(
+    make: Callable[[nnx.Rngs], nnx.Module],
+    loss: Loss,
+    *,
+    layout: Callable[[Any], layouts.Layout],
+    optimization: Optimization,
+    steps: int,
+    key: jax.Array | None = None,
+) -> Trained:
+    """The training of the module that `make` makes, for `steps` steps.
+
+    Args:
+        make: rngs -> the module.
+        loss: what to lower.
+        layout: axis names -> how the parameters are split.
+        optimization: of AdamW.
+        steps: until the learning rate is at its lowest.
+        key: the loss gets this one folded with the step; None gives it none.
+    """
+    graph, _, _ = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))), nnx.Param, ...)
+    schedule = learning_rate(optimization, steps)
+    transform = optimizer(optimization, schedule)
+
+    def init(key: jax.Array) -> TrainState:
+        _, params, variables = nnx.split(make(nnx.Rngs(params=key)), nnx.Param, ...)
+        return TrainState(params, transform.init(params), jnp.zeros((), jnp.int32), variables)
+
+    def merged(params: nnx.State, variables: nnx.State) -> Any:
+        rules = layout(jax.sharding.get_abstract_mesh().axis_names)
+        return nnx.merge(graph, layouts.annotate(params, rules), variables)
+
+    def value(
+        params: nnx.State, variables: nnx.State, batch: Batch, key: jax.Array | None
+    ) -> tuple[jax.Array, nnx.State]:
+        module = merged(params, variables)
+        nats = loss(module, batch, key)
+        return nats, nnx.state(module, nnx.Not(nnx.Param))
+
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Measured]:
+        now = None if key is None else jax.random.fold_in(key, state.step)
+        both = jax.value_and_grad(value, has_aux=True)
+        (nats, variables), gradients = both(state.params, state.variables, batch, now)
+        updates, opt_state = transform.update(gradients, state.opt_state, state.params)
+        measured = {
+            "loss": nats,
+            "gradient_norm": optax.tree.norm(gradients),
+            "learning_rate": jnp.asarray(schedule(state.step), jnp.float32),
+        }
+        params = optax.apply_updates(state.params, updates)
+        return replace(state, params=params, opt_state=opt_state, step=state.step + 1, variables=variables), measured
+
+    return Trained(init, train_step, merged)
+
+
+def learning_rate(optimization: Optimization, steps: int) -> optax.Schedule:
+    """The learning rate of every step: up in a line, then down along a cosine to a tenth."""
+    warmup = min(optimization.warmup, steps // 2)
+    return optax.warmup_cosine_decay_schedule(
+        init_value=optimization.lr / (warmup + 1),
+        peak_value=optimization.lr,
+        warmup_steps=warmup,
+        decay_steps=steps,
+        end_value=optimization.lr / 10,
+    )
+
+
+def optimizer(optimization: Optimization, schedule: optax.Schedule) -> optax.GradientTransformation:
+    """AdamW on gradients clipped by their global norm; norms and biases do not decay."""
+    return optax.chain(
+        optax.clip_by_global_norm(optimization.clip),
+        optax.adamw(schedule, b2=0.95, weight_decay=optimization.weight_decay, mask=_decays),
+    )
+
+
+def _decays(params: nnx.State) -> nnx.State:
+    # By name: a stacked norm has two dims too.
+    kept = re.compile(r"norm\d*\b|\bbias")
+    return jax.tree.map_with_path(lambda path, _: not kept.search(jax.tree_util.keystr(path)), params)
