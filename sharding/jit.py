@@ -5,9 +5,8 @@ from __future__ import annotations
 import functools
 import gc
 import logging
-import operator
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,7 +18,8 @@ from .arguments import Names, Nums, Signature
 from .completion import Completion
 from .errors import ShardingError, raise_together
 from .mesh import current, described
-from .program import Program
+from .program import OtherArguments, Program
+from .repeat import Repeat
 from .spec import indivisible, to_partition_spec
 
 Engine = Literal["sharding", "xla"]
@@ -99,18 +99,16 @@ class Jitted:
         self._in_shardings, self._out_shardings = in_shardings, out_shardings
         self._engine, self._strict = engine, strict
         self._programs: dict[Any, Program] = {}
-        self._last: tuple[Any, Program, tuple[int, ...]] | None = None
+        self._repeat: Repeat | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._repeat is not None and not kwargs:
+            with suppress(OtherArguments):
+                return self._repeat(args)
         call = self._call(args, kwargs)
-        looks = _looks(call)
-        last = self._last
-        if last is not None and looks is not None and looks == last[0]:
-            return last[1].run_arrays(call.leaves, last[2])
         program = self._program(call)
         unplaced = program.unplaced(call.leaves)
-        if looks is not None and not program.traced.closes_over_tracers:
-            self._last = looks, program, unplaced
+        self._repeat = self._repeatable(call, program, unplaced)
         with _no_collection():  # the first run traces and lowers
             return program.run(call.leaves, unplaced)
 
@@ -180,6 +178,11 @@ class Jitted:
             if not entry.traced.closes_over_tracers:
                 self._programs[key] = entry
         return entry
+
+    def _repeatable(self, call: _Call, program: Program, unplaced: tuple[int, ...]) -> Repeat | None:
+        if call.statics or not isinstance(call.mesh, Mesh) or program.traced.closes_over_tracers:
+            return None
+        return Repeat(program, call.mesh, call.tree, compat.trace_context(), unplaced)
 
     def _refuse(self, call: _Call) -> None:
         """Raises for leaves that are no arrays and statics that can't be a key."""
@@ -320,23 +323,6 @@ def _hashable(x: Any) -> bool:
     except TypeError:
         return False
     return True
-
-
-_FACTS = operator.attrgetter("aval", "sharding", "committed")
-
-
-def _looks(call: _Call) -> Any:
-    """What equals that of the call before where the cache key does; None unless all leaves are arrays on real devices.
-
-    A loop passes what came back, whose avals and shardings are the very objects of the step before: comparing those
-    takes a fraction of hashing a key per leaf.
-    """
-    if not isinstance(call.mesh, Mesh):
-        return None
-    for kind in set(map(type, call.leaves)):
-        if not issubclass(kind, jax.Array) or issubclass(kind, compat.Tracer):
-            return None
-    return call.mesh, call.tree, call.statics, compat.trace_context(), list(map(_FACTS, call.leaves))
 
 
 def _refuse_uneven(built: graph.Graph, sizes: dict[str, int], function: str) -> None:

@@ -18,6 +18,10 @@ from .errors import ShardingError
 from .tracing import Traced
 
 
+class OtherArguments(Exception):
+    """A program was called with arguments that it was not made for."""
+
+
 @dataclass(eq=False)
 class Program:
     """A traced function with the completion that it is constrained to; compiles when it first runs."""
@@ -46,7 +50,7 @@ class Program:
         Moving them here, not inside `jax.jit`, lets it see every call alike: it would compile once for arrays that
         come from outside and once more for those that it made itself.
         """
-        return tuple(i for i, (x, want) in enumerate(zip(leaves, self.in_shardings, strict=True)) if _moves(x, want))
+        return tuple(i for i, (x, want) in enumerate(zip(leaves, self.in_shardings, strict=True)) if moves(x, want))
 
     def run(self, leaves: list[Any], unplaced: tuple[int, ...]) -> Any:
         """The result for arrays on real devices, or for tracers.
@@ -58,10 +62,6 @@ class Program:
         if traced or (isinstance(self.mesh, AbstractMesh) and compat.in_trace()):
             return jax.tree.unflatten(self.traced.out_tree, self.nested(*leaves))
         self.refuse_abstract(leaves)
-        return self.run_arrays(leaves, unplaced)
-
-    def run_arrays(self, leaves: list[Any], unplaced: tuple[int, ...]) -> Any:
-        """The result for arrays on real devices, without asking what the leaves are."""
         if any(_is_deleted(leaves[i]) for i in self.donated_leaves):
             self._refuse_deleted(leaves)
         if unplaced:
@@ -69,6 +69,22 @@ class Program:
             for i, x in zip(unplaced, jax.device_put([leaves[i] for i in unplaced], wanted), strict=True):
                 leaves[i] = x
         return jax.tree.unflatten(self.traced.out_tree, self.compiled(*leaves))
+
+    def run_placed(self, leaves: list[Any]) -> Any:
+        """The result for arrays that lie on devices by choice, likely as this program wants them.
+
+        Raises:
+            OtherArguments: this program takes another shape, dtype or sharding; nothing was run.
+        """
+        deleted = [leaves[i].is_deleted() for i in self.donated_leaves]  # a list: faster than a generator
+        if any(deleted):
+            self._refuse_deleted(leaves)
+        try:
+            return jax.tree.unflatten(self.traced.out_tree, self.compiled(*leaves))
+        except ValueError as error:  # JAX compares shardings with in_shardings before it starts anything
+            if any(leaves[i].is_deleted() for i in self.donated_leaves):
+                raise
+            raise OtherArguments from error
 
     @cached_property
     def donated_leaves(self) -> tuple[int, ...]:
@@ -132,9 +148,18 @@ class Program:
 
     @cached_property
     def compiled(self) -> Callable[..., list[Any]]:
-        """The program by `jax.jit`, on flat arrays."""
+        """The program by `jax.jit`, on flat arrays of its own shapes and dtypes: others raise OtherArguments."""
+        run = self.flat()
+        wanted = [(a.shape, a.dtype, getattr(a, "weak_type", False)) for a in self.traced.jaxpr.in_avals]
+
+        def checked(*leaves: Any) -> list[Any]:
+            if [tracing.facts(x)[:3] for x in leaves] != wanted:
+                raise OtherArguments
+            return run(*leaves)
+
+        checked.__name__ = checked.__qualname__ = self.function
         return jax.jit(
-            self.flat(),
+            checked,
             donate_argnums=self.donated_leaves,
             in_shardings=self.in_shardings,
             out_shardings=list(self.out_shardings),
@@ -162,7 +187,8 @@ class Program:
         )
 
 
-def _moves(x: Any, want: Sharding | None) -> bool:
+def moves(x: Any, want: Sharding | None) -> bool:
+    """Whether an array or number does not lie where it is wanted."""
     if want is None or _is_abstract(x) or isinstance(x, compat.Tracer):
         return False
     return not (compat.is_committed(x) and x.sharding.is_equivalent_to(want, x.ndim))

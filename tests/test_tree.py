@@ -39,6 +39,7 @@ FLOORS = [
     ["arguments"],
     ["tracing"],
     ["program"],
+    ["repeat"],
     ["jit"],
     ["checkpoint"],
     ["sharding"],  # the face, sharding/__init__.py
