@@ -20,6 +20,9 @@ MESH_AXES = ("data", "fsdp", "tensor")
 BATCH_AXES = ("data", "fsdp")
 """The axes that split a batch."""
 
+LEAST_VOCAB = 257
+"""Of byte pairs: the bytes and the end of a document."""
+
 Dtype = Literal["float32", "bfloat16"]
 
 
@@ -44,6 +47,36 @@ class ModelChoice:
         """The fields of the model's configuration that differ from the preset."""
         changes = {name: value for name, value in _given(self).items() if name in ("dtype", "dropout", "kv_heads")}
         return changes | {name: True for name in ("remat", "scan") if getattr(self, name)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextChoice:
+    """Text to train on instead of the model's own data, for models that predict the next token."""
+
+    files: Annotated[tuple[Path, ...], arg(name="data", metavar="FILE")] = ()
+    """Files of UTF-8 text, or folders of them. Default: the model's own, such as Python's standard library."""
+    tokenizer: Literal["bytes", "bpe"] | None = None
+    """A byte a token, or byte pairs, which are learnt from the text at first use. Default: bpe for --data."""
+    vocab: int | None = None
+    """Most tokens that byte pairs may have. Default: 4096."""
+    cache: Path | None = None
+    """Folder where tokens are kept between runs. Default: sharding in the user's cache folder."""
+
+    def __post_init__(self) -> None:
+        if self.vocab is not None:
+            _at_least("--vocab", self.vocab, LEAST_VOCAB)
+            if self.tokenizer == "bytes":
+                raise ShardingError(
+                    f"--vocab {self.vocab} --tokenizer bytes",
+                    there="a byte a token: 256 tokens",
+                    must="a vocabulary is learnt for byte pairs",
+                    fix=["--tokenizer bpe", "leave --vocab out"],
+                )
+
+    @property
+    def given(self) -> bool:
+        """Whether the text, or how it becomes tokens, is not what the model has of its own."""
+        return bool(self.files or self.tokenizer or self.vocab)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +157,8 @@ class Train:
     checkpoint_every: int | None = None
     """Steps between two checkpoints; 0 saves at the end alone; 200 for gpt-tiny."""
     sample: int | None = None
-    """Bytes of text to generate at the end, by models that can; 256 for gpt-tiny."""
+    """Tokens of text to generate at the end, by models that can; 256 for gpt-tiny."""
+    text: OmitArgPrefixes[TextChoice] = field(default_factory=TextChoice)
     out: Path = Path("runs/latest")
     """Folder for metrics, checkpoints, curve and report."""
     resume: bool = False
@@ -227,8 +261,15 @@ def check_batch(batch: int, axes: dict[str, int]) -> None:
 
 def as_json(config: Any) -> dict[str, Any]:
     """The configuration as plain values, for a checkpoint or a report."""
-    values = dataclasses.asdict(config)
-    return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
+    return {name: _plain(value) for name, value in dataclasses.asdict(config).items()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _plain(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    return str(value) if isinstance(value, Path) else value
 
 
 def _given(config: Any) -> dict[str, Any]:

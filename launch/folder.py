@@ -11,7 +11,7 @@ CHECKPOINTS_BEFORE = "checkpoints-before"
 CURVE = "loss.svg"
 
 # What may differ between a run and its resumption without changing the curve.
-FREE_SETTINGS = frozenset("mesh devices eval_every checkpoint_every sample out resume".split())
+FREE_SETTINGS = frozenset("mesh devices eval_every checkpoint_every sample out resume text.files text.cache".split())
 
 
 def make(out: Path) -> None:
@@ -44,7 +44,7 @@ def check_resumable(out: Path, settings: dict[str, Any]) -> None:
             fix="leave --resume out",
         )
     before, now = _flat(checkpoint.extra(folder)), _flat(settings)
-    names = [name for name in before | now if name.split(".")[0] not in FREE_SETTINGS]
+    names = [name for name in before | now if not {name, name.split(".")[0]} & FREE_SETTINGS]
     changed = [name for name in names if before.get(name) != now.get(name)]
     if changed:
         raise ShardingError(

@@ -15,7 +15,7 @@ import numpy as np
 import sharding
 from sharding import ShardingError, checkpoint
 
-from . import curve, devices, folder, metrics, report, tasks
+from . import curve, devices, folder, metrics, report, tasks, text
 from . import program as programs
 from .config import Recipe, Train, as_json, batch_parts, parse_mesh
 from .console import Console
@@ -27,7 +27,11 @@ def run(config: Train) -> None:
     """Train as `config` says, and leave metrics, checkpoints, curve and report in its folder."""
     family, model = tasks.find(config.model)
     recipe = config.over(family.recipe(config.model.name))
+    if config.text.given:
+        tasks.check_reads_text(config.model.name, family)
     axes = devices.start(parse_mesh(config.mesh), num_devices=config.devices, batch_size=recipe.batch)
+    tokenized = text.read(config.text) if config.text.given else None
+    model = text.fitted(model, tokenized) if tokenized else model
     task = family.build(
         config.model.name, model, recipe.optimization, steps=recipe.steps, seed=config.seed, sample=recipe.sample
     )
@@ -39,6 +43,7 @@ def run(config: Train) -> None:
             fix="--sample 0",
         )
     folder.make(config.out)
+    task = text.over(task, tokenized, batch_size=recipe.batch, seed=config.seed) if tokenized else task
     source = task.source(recipe.batch, config.seed)
     settings = as_json(config) | as_json(recipe)
     settings |= {"model_config": as_json(model), f"{source.name}_sha256": source.sha256}

@@ -29,6 +29,19 @@ def find(choice: ModelChoice) -> tuple[Family, Any]:
     return family, _changed(choice, family.presets[choice.name])
 
 
+def check_reads_text(name: str, family: Family) -> None:
+    """Raise an error if the models of `family` are not trained on text of the user's choice."""
+    if family.text:
+        return
+    able = [preset for preset, each in PRESETS.items() if each.text]
+    raise ShardingError(
+        f"--model {name} with --data, --tokenizer or --vocab",
+        there="a model that has its own data",
+        must=f"models that predict the next token of any text are {', '.join(able)}",
+        fix=f"--model {able[0]}",
+    )
+
+
 def _changed(choice: ModelChoice, preset: Any) -> Any:
     changes = choice.changes()
     known = [each.name for each in dataclasses.fields(preset)]

@@ -32,3 +32,6 @@ class Family:
     presets: Mapping[str, Any]
     recipe: Callable[[str], Recipe] = field(default=lambda name: Recipe())
     build: Build
+    text: bool = False
+    """Whether its models predict the next token of any text: batches [B, S + 1], and a configuration with `vocab` and
+    `context`."""

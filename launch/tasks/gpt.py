@@ -105,4 +105,4 @@ def as_text(tokens: np.ndarray) -> str:
     return text.replace(b"\0", b"\n").decode(errors="replace")
 
 
-FAMILY = Family(presets=gpt.PRESETS, recipe=lambda name: Recipe(sample=256), build=build)
+FAMILY = Family(presets=gpt.PRESETS, recipe=lambda name: Recipe(sample=256), build=build, text=True)

@@ -1,0 +1,90 @@
+import numpy as np
+import pytest
+
+from sharding.launch.text import order, tokenizer, tokens
+
+TEXTS = [
+    "def f(x):\n    return x\n" * 20,
+    "na\u00efve \u20ac 100 \U0001f600\t<|endoftext|> x\r\n",
+    "",
+    "  def  def g(yy):\n" * 9,
+]
+
+
+@pytest.fixture(scope="module")
+def bpe() -> tokenizer.Tokenizer:
+    return tokenizer.learn(TEXTS, vocab=300, num_bytes=1000)
+
+
+@pytest.mark.parametrize("kind", ["bytes", "bpe"])
+def test_any_text_comes_back(kind: str, bpe: tokenizer.Tokenizer):
+    one = bpe if kind == "bpe" else tokenizer.Bytes()
+    for text, found in zip(TEXTS, one.encode(TEXTS), strict=True):
+        assert tokenizer.END not in found
+        assert one.decode(np.array(found, np.int32)) == text
+        assert one.num_bytes[np.array(found, int)].sum() == len(text.encode())
+    joined = np.concatenate([*(np.append(each, tokenizer.END) for each in one.encode(TEXTS[:2]))])
+    assert one.decode(joined.astype(np.int32)) == TEXTS[0] + "\n" + TEXTS[1] + "\n"
+
+
+def test_byte_pairs_are_fewer_and_always_the_same(bpe: tokenizer.Tokenizer, tmp_path):
+    assert len(bpe.num_bytes) == 300
+    assert len(bpe.encode(TEXTS)[0]) < 0.5 * len(TEXTS[0])
+    again = tokenizer.learn(iter(TEXTS), vocab=300, num_bytes=1000)
+    for number, each in enumerate((bpe, again)):
+        tokenizer.save(each, tmp_path / str(number))
+    assert (tmp_path / "0").read_bytes() == (tmp_path / "1").read_bytes()
+    loaded = tokenizer.load(tmp_path / "0")
+    assert loaded.encode(TEXTS) == bpe.encode(TEXTS)
+    assert loaded.decode(np.array([299, 300, 5000])) == bpe.decode(np.array([299]))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 16, 17, 1000, 4097])
+def test_every_window_once_an_epoch(count: int):
+    epochs = order.shuffled(np.arange(3 * count), count=count, seed=5).reshape(3, count)
+    for epoch in epochs:
+        np.testing.assert_array_equal(np.sort(epoch), np.arange(count))
+    if count >= 16:
+        assert (epochs[0] != epochs[1]).any() and (epochs[1] != epochs[2]).any()
+        assert (order.shuffled(np.arange(count), count=count, seed=6) != epochs[0]).any()
+
+
+def test_the_order_can_be_asked_anywhere():
+    whole = order.shuffled(np.arange(1000), count=300, seed=1)
+    for start in (0, 299, 590, 997):
+        np.testing.assert_array_equal(
+            order.shuffled(np.arange(start, start + 3), count=300, seed=1), whole[start : start + 3]
+        )
+    far = order.shuffled(np.array([10**15]), count=10**10, seed=1)
+    assert 0 <= far[0] < 10**10
+
+
+def test_the_order_is_spread():
+    # Neighbours end up far apart, as in a random order: a third of the count on average.
+    found = order.shuffled(np.arange(20_000), count=20_000, seed=3)
+    assert 0.32 < np.abs(np.diff(found)).mean() / 20_000 < 0.35
+    assert abs(np.corrcoef(found, np.arange(20_000))[0, 1]) < 0.02
+
+
+def test_the_order_stays_the_same_between_releases():
+    # A run that goes on with a newer release sees the batches it would have seen.
+    assert order.shuffled(np.arange(8), count=1000, seed=0).tolist() == [637, 180, 476, 160, 775, 298, 582, 669]
+
+
+@pytest.mark.parametrize(("vocab", "kind"), [(256, "<u1"), (257, "<u2"), (65_536, "<u2"), (65_537, "<u4")])
+def test_tokens_over_several_files(vocab: int, kind: str, tmp_path):
+    rng = np.random.default_rng(0)
+    assert tokens.dtype(vocab).str == np.dtype(kind).str
+    parts = [rng.integers(0, vocab, size) for size in (0, 7, 25, 1, 30)]
+    with tokens.TokenWriter(tmp_path, "x", tokens.dtype(vocab), shard_tokens=10) as writer:
+        for part in parts:
+            writer.write(part)
+    assert writer.counts == [10, 10, 10, 10, 10, 10, 3]
+    whole = np.concatenate(parts)
+    opened = tokens.opened(tmp_path, "x", tokens.dtype(vocab), writer.counts)
+    assert len(opened) == 63
+    starts = [0, 5, 9, 10, 38, 42]
+    np.testing.assert_array_equal(opened.windows(starts, 21), [whole[start : start + 21] for start in starts])
+    assert tokens.are_there(tmp_path, "x", tokens.dtype(vocab), writer.counts)
+    (tmp_path / "x-00002.bin").write_bytes(b"")
+    assert not tokens.are_there(tmp_path, "x", tokens.dtype(vocab), writer.counts)
