@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from ..graph import Graph, Site, line
 from ..spec import Axis, Spec, axis_name
@@ -63,15 +64,29 @@ class Conflict:
         return f"{where}: {self.kept} stays, {self.lost} is lost: {self.rule} ({self.bytes_lost} bytes)"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+Reasons = Mapping[tuple[int, int, Axis], Reason]
+"""(value, dim, axis) -> why the dim is split by it."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Assignment:
-    """A spec per value of a graph, with reasons and conflicts."""
+    """A spec per value of a graph; reasons and conflicts are worked out when they are first asked for."""
 
     graph: Graph
     sizes: Mapping[str, int]
     specs: tuple[Spec, ...]
-    reasons: Mapping[tuple[int, int, Axis], Reason]
-    conflicts: tuple[Conflict, ...]
+    find_reasons: Callable[[], Reasons]
+    find_conflicts: Callable[[], tuple[Conflict, ...]] = tuple
+
+    @cached_property
+    def reasons(self) -> Reasons:
+        """Why each dim of each value is split as it is."""
+        return self.find_reasons()
+
+    @cached_property
+    def conflicts(self) -> tuple[Conflict, ...]:
+        """Where two claims met that one op can't have both, in program order."""
+        return self.find_conflicts()
 
     def chain(self, value: int, dim: int, axis: Axis) -> list[tuple[int, int, Reason]]:
         """The steps by which an axis reached a dim, back to the annotation: (value, dim, reason) each."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ..graph import Graph
-from ..spec import Axis, Dim, Spec
+from ..spec import Dim, Spec
 from . import conflicts
-from .assignment import Assignment, Reason
-from .atoms import AtomTable
+from .assignment import Assignment, Reason, Reasons
+from .atoms import Atoms, AtomTable
 from .engine import Engine
 
 
@@ -20,16 +20,14 @@ def complete(graph: Graph, sizes: Mapping[str, int]) -> Assignment:
     table = AtomTable.of(sizes)
     engine = Engine(graph, table)
     engine.run()
-    specs = tuple(Spec(dims=tuple(Dim(axes=table.join(a)) for a in axes), unreduced=()) for axes in engine.axes)
-    reasons = {
-        (v, d, axis): _reason(engine, v, d, table.split((axis,))[0])
-        for v, spec in enumerate(specs)
-        if engine.split[v]
-        for d, dim in enumerate(spec.dims)
-        for axis in dim.axes
-    }
-    found = conflicts.find(engine, specs, lambda v, d, atom: _origin(engine, v, d, atom))
-    return Assignment(graph=graph, sizes=dict(sizes), specs=specs, reasons=reasons, conflicts=found)
+    specs = _specs(engine)
+    return Assignment(
+        graph=graph,
+        sizes=dict(sizes),
+        specs=specs,
+        find_reasons=lambda: _reasons(engine, specs),
+        find_conflicts=lambda: conflicts.find(engine, specs, lambda v, d, atom: _origin(engine, v, d, atom)),
+    )
 
 
 def unannotated(graph: Graph, sizes: Mapping[str, int]) -> Assignment:
@@ -38,13 +36,37 @@ def unannotated(graph: Graph, sizes: Mapping[str, int]) -> Assignment:
         graph.pins[v].spec if v in graph.pins else Spec(dims=(Dim(open=True),) * len(shape))
         for v, shape in enumerate(graph.shapes)
     )
-    reasons: dict[tuple[int, int, Axis], Reason] = {
+    return Assignment(graph=graph, sizes=dict(sizes), specs=specs, find_reasons=lambda: _annotations(graph))
+
+
+def _annotations(graph: Graph) -> Reasons:
+    return {
         (v, d, axis): Reason(word="annotated", origin=pin.origin)
         for v, pin in graph.pins.items()
         for d, dim in enumerate(pin.spec.dims)
         for axis in dim.axes
     }
-    return Assignment(graph=graph, sizes=dict(sizes), specs=specs, reasons=reasons, conflicts=())
+
+
+def _specs(engine: Engine) -> tuple[Spec, ...]:
+    known: dict[tuple[Atoms, ...], Spec] = {}
+
+    def spec(axes: tuple[Atoms, ...]) -> Spec:
+        if axes not in known:
+            known[axes] = Spec(dims=tuple(Dim(axes=engine.table.join(a)) for a in axes), unreduced=())
+        return known[axes]
+
+    return tuple(spec(tuple(axes)) for axes in engine.axes)
+
+
+def _reasons(engine: Engine, specs: tuple[Spec, ...]) -> Reasons:
+    return {
+        (v, d, axis): _reason(engine, v, d, engine.table.split((axis,))[0])
+        for v, spec in enumerate(specs)
+        if engine.split[v]
+        for d, dim in enumerate(spec.dims)
+        for axis in dim.axes
+    }
 
 
 def _reason(engine: Engine, v: int, d: int, atom: int) -> Reason:

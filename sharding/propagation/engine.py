@@ -3,7 +3,8 @@
 The hierarchy is Shardy's (openxla/shardy, `docs/propagation.md`): user priorities outside, five op priorities inside,
 and within one op the aggressive step: every factor takes the longest axes that its arrays agree on, conflicts between
 factors go to the larger source. Annotations are never overwritten; an inferred dim only ever grows. A worklist
-holds the ops whose arrays changed, so a sweep costs what it changes.
+holds the ops whose arrays changed, so a sweep costs what it changes. What an op does depends on its rule and on how its
+arrays are split now, and a deep model asks the same of every layer: it is worked out once and looked up from then on.
 
 Arrays are indices and splits are tuples of atoms (`atoms.py`) in flat lists; the objects come back at the end.
 """
@@ -11,8 +12,9 @@ Arrays are indices and splits are tuples of atoms (`atoms.py`) in flat lists; th
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ..graph import Graph, Op
 from ..rules import Flow, Kind
@@ -29,6 +31,15 @@ class Step:
     op: int
     source: int
     source_dim: int
+
+
+@dataclass(slots=True)
+class Growth:
+    """One array of one op that takes more atoms, as a visit finds it."""
+
+    tensor: int
+    dims: list[tuple[int, Atoms, list[tuple[int, int, int]]]]
+    """Per dim that grows: the dim, its atoms from now on, and of each new one (atom, array and dim it came from)."""
 
 
 @dataclass(slots=True)
@@ -67,9 +78,15 @@ class Engine:
                 counts[v] += 1
         self.single_use = [all(counts[v] == 1 or not graph.shapes[v] for v in op.operands) for op in self.ops]
         self.level = 0
-        self.version: list[int] = [0] * n  # how often a value has grown
-        self.visited: list[tuple[int, int]] = [(-1, -1)] * len(self.ops)  # grade and versions at the last visit
-        self.alike = [_is_alike(op) for op in self.ops]
+        self.forms = _interned(map(_form, self.ops))
+        self.states: dict[tuple, int] = {}
+        self.state = [self.state_of(v) for v in range(n)]
+        self.known: dict[tuple[int, ...], list[Growth]] = {}
+
+    def state_of(self, v: int) -> int:
+        """A number for how a value is split now: equal for values of which every op would make the same."""
+        key = (*self.axes[v], *self.closed[v], self.held[v])
+        return self.states.setdefault(key, len(self.states))
 
     def run(self) -> None:
         """Propagates all annotations, priority by priority, to the fixed point."""
@@ -94,6 +111,7 @@ class Engine:
                 self.closed[v][d] = waits or not dim.open
             self.held[v] = frozenset(held)
             self.split[v] = any(self.axes[v])
+            self.state[v] = self.state_of(v)
         return later
 
     def release(self, v: int, priority: int) -> None:
@@ -103,8 +121,8 @@ class Engine:
                 self.axes[v][d] = self.table.split(dim.axes)
                 self.closed[v][d] = not dim.open
                 self.held[v] -= set(self.axes[v][d])
-        self.version[v] += 1
         self.split[v] = any(self.axes[v])
+        self.state[v] = self.state_of(v)
 
     def settle(self) -> None:
         """Runs the five op priorities, each to its fixed point."""
@@ -156,25 +174,32 @@ class Engine:
             return 1 if rule.flow is Flow.SLICE and (level == 1 or self.single_use[i]) else 0
         return level if rule.flow is Flow.BROADCAST else min(level, 3)
 
-    def is_settled(self, i: int) -> bool:
-        """Whether a visit of op i can't change anything: most can't, and this is cheap to see."""
-        tensors, grade, axes = self.tensors[i], self.grade(i), self.axes
-        if grade == 0 or not self.touched(i):
-            return True
-        if self.alike[i]:
-            first = axes[tensors[-1].value]
-            if all(axes[t.value] == first for t in tensors):
-                return True
-        now = (grade, sum([self.version[t.value] for t in tensors]))
-        if self.visited[i] == now:
-            return True
-        self.visited[i] = now
-        return False
-
     def visit(self, i: int) -> list[int]:
         """Propagates once through op i; the values that changed."""
-        if self.is_settled(i):
+        grade, tensors = self.grade(i), self.tensors[i]
+        if grade == 0:
             return []
+        state = self.state
+        key = (self.forms[i], grade, *[state[t.value] for t in tensors])
+        growths = self.known.get(key)
+        if growths is None:
+            growths = self.known[key] = self.growths(i) if self.touched(i) else []
+        return [self.grow(i, growth) for growth in growths]
+
+    def grow(self, i: int, growth: Growth) -> int:
+        """Writes down what op i brings to one of its arrays; the value that it is."""
+        tensors = self.tensors[i]
+        v = tensors[growth.tensor].value
+        for d, atoms, origins in growth.dims:
+            self.axes[v][d] = atoms
+            for atom, source, source_dim in origins:
+                self.why[v, d, atom] = Step(i, tensors[source].value, source_dim)
+        self.split[v] = True
+        self.state[v] = self.state_of(v)
+        return v
+
+    def growths(self, i: int) -> list[Growth]:
+        """What a visit of op i changes."""
         tensors, op = self.tensors[i], self.ops[i]
         rule, n = op.rule, len(op.operands)
         assert rule is not None
@@ -196,8 +221,14 @@ class Engine:
                 if new and _extends(new, parts[t][0][factor]):
                     parts[t][0][factor] = new
                     grown.setdefault(t, []).append(factor)
-        origins = {f: (tensors[t].value, _dim_of(f, tensors[t])) for f, t in sources.items()}
-        return [tensors[t].value for t in sorted(grown) if self.write(i, tensors[t], grown[t], parts[t], origins)]
+        origins = {f: (t, _dim_of(f, tensors[t])) for f, t in sources.items()}
+        axes_now = {t.value: list(self.axes[t.value]) for t in tensors}  # one value may be two of the arrays
+        found = []
+        for t in sorted(grown):
+            dims = self.grown_dims(tensors[t], grown[t], parts[t], rule.sizes, origins, axes_now[tensors[t].value])
+            if dims:
+                found.append(Growth(t, dims))
+        return found
 
     def project(self, t: Tensor, sizes: Sequence[int]) -> tuple[dict[int, Atoms], frozenset[int], set[int]]:
         """An array's split per factor; the atoms that fit no factor; the factors closed to growth."""
@@ -292,25 +323,28 @@ class Engine:
             taken += 1
         return axes[:taken] if taken > len(have) else ()
 
-    def write(self, i: int, tensor: Tensor, factors: list[int], part: tuple, origins: dict) -> bool:
-        """Writes an array's grown factors back to its dims; whether anything changed."""
+    def grown_dims(
+        self,
+        tensor: Tensor,
+        factors: list[int],
+        part: tuple,
+        sizes: Sequence[int],
+        origins: dict[int, tuple[int, int]],
+        axes: list[Atoms],
+    ) -> list[tuple[int, Atoms, list[tuple[int, int, int]]]]:
+        """An array's dims whose factors have grown, as in `Growth`; `axes`, what they have now, is brought up to it."""
         split, overflow, _ = part
-        rule, v = self.ops[i].rule, tensor.value
-        assert rule is not None
-        changed = False
+        found = []
         for d, dim in enumerate(tensor.dims):
             if overflow or not any(f in factors for f in dim):
                 continue
-            old, new = self.axes[v][d], self.dim_axes(dim, split, rule.sizes)
+            old, new = axes[d], self.dim_axes(dim, split, sizes)
             if not _extends(new, old):
                 continue
-            self.axes[v][d] = new
-            self.split[v] = changed = True
-            self.version[v] += 1
-            for atom in new[len(old) :]:
-                source, source_dim = origins[next(f for f in dim if atom in split[f])]
-                self.why[v, d, atom] = Step(i, source, source_dim)
-        return changed
+            axes[d] = new
+            came = [(atom, *origins[next(f for f in dim if atom in split[f])]) for atom in new[len(old) :]]
+            found.append((d, new, came))
+        return found
 
     def dim_axes(self, dim: tuple[int, ...], split: dict[int, Atoms], sizes: Sequence[int]) -> Atoms:
         axes: Atoms = ()
@@ -327,10 +361,15 @@ def _tensors(op: Op) -> list[Tensor]:
     return [Tensor(v, dims, all(len(d) == 1 for d in dims)) for v, dims in pairs]
 
 
-def _is_alike(op: Op) -> bool:
-    """Whether every array of an op has the same dims, factor by factor."""
-    assert op.rule is not None
-    return len({*op.rule.operands, *op.rule.results}) == 1
+def _form(op: Op) -> tuple:
+    """What two ops share that do the same to arrays that are split alike: the rule, and which arrays are one value."""
+    values = (*op.operands, *op.results)
+    return op.rule, tuple(values.index(v) for v in values)
+
+
+def _interned(keys: Iterable[Any]) -> list[int]:
+    numbers: dict[Any, int] = {}
+    return [numbers.setdefault(key, len(numbers)) for key in keys]
 
 
 def _dim_of(factor: int, tensor: Tensor) -> int:
