@@ -1,27 +1,60 @@
 """A GPT: a causal transformer over tokens, as plain flax nnx modules without any sharding.
 
-What is unusual:
-  - query, key and value weights are one array split by head group, so that one dot projects all three and an axis on
-    the groups needs no communication; its backward pass has one dot for the input too;
-  - layers are either a list or one stacked `Block` that is scanned; both start from the same values;
-  - dropout masks come from a key given to the call, never from state in the model;
-  - with `remat` the output of each attention is kept, so the backward pass runs no forward reduction again;
-  - RMS norms before each branch, rotary or learned positions, no biases.
+Made of the blocks of `transformer`, whose header says what is unusual about them: RMS norms before each branch, rotary
+or learned positions, by default no biases.
 
-Shape suffixes: B batch, S sequence, T sequence of keys, M features, F hidden features of the MLP, V vocabulary,
-L layers, H query heads, G head groups (one key and value head each), Q query heads of a group, N = Q + 2 heads of a
-group with its key and value, D features of a head.
+Shape suffixes as there, and V vocabulary.
 """
 
 import dataclasses
 import math
-from collections.abc import Callable
-from typing import Literal, Protocol
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
+
+from .transformer import (
+    MLP,
+    Attend,
+    Attention,
+    Block,
+    Branch,
+    RMSNorm,
+    causal_attention,
+    common_mistakes,
+    dropout,
+    loss,
+    normal,
+    rotate,
+    run,
+    stack,
+)
+
+__all__ = [
+    "GPT",
+    "MLP",
+    "PRESETS",
+    "Attend",
+    "Attention",
+    "Block",
+    "Branch",
+    "Config",
+    "Embed",
+    "Head",
+    "RMSNorm",
+    "causal_attention",
+    "dropout",
+    "generate",
+    "loss",
+    "next_token_loss",
+    "num_params",
+    "rotate",
+]
+
+
+SIZES = ("vocab", "context", "layers", "features", "heads", "kv_heads", "mlp_features")
+"""The fields of `Config` that are at least 1."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +79,8 @@ class Config:
     """Where positions enter: queries and keys are rotated, or a learned table is added to the embedding."""
     tied: bool = True
     """Whether the embedding table also makes the logits; otherwise the head has its own."""
+    biases: bool = False
+    """Whether projections add a bias."""
     scan: bool = False
     """Whether layers are stacked and scanned, which compiles one block for any depth, or unrolled."""
     remat: bool = False
@@ -56,33 +91,13 @@ class Config:
     """Type of activations; parameters, norms and softmax stay in float32."""
 
     def __post_init__(self):
-        wrong = _mistakes(self)
+        wrong = common_mistakes(self, SIZES)
         if wrong:
             raise ValueError("gpt.Config: " + "; ".join(wrong))
 
     @property
     def head_features(self) -> int:
         return self.features // self.heads
-
-
-def _mistakes(config: Config) -> list[str]:
-    sizes = ("vocab", "context", "layers", "features", "heads", "kv_heads", "mlp_features")
-    wrong = [f"{name}={getattr(config, name)} must be at least 1" for name in sizes if getattr(config, name) < 1]
-    if wrong:
-        return wrong
-    if config.features % config.heads:
-        wrong.append(f"features={config.features} must be a multiple of heads={config.heads}")
-    elif config.positions == "rotary" and config.head_features % 2:
-        wrong.append(f"features / heads = {config.head_features} must be even, rotary positions turn pairs")
-    if config.heads % config.kv_heads:
-        wrong.append(f"heads={config.heads} must be a multiple of kv_heads={config.kv_heads}")
-    if config.positions not in ("rotary", "learned"):
-        wrong.append(f"positions={config.positions!r} must be 'rotary' or 'learned'")
-    if config.dtype not in ("float32", "bfloat16"):
-        wrong.append(f"dtype={config.dtype!r} must be 'float32' or 'bfloat16'")
-    if not 0 <= config.dropout < 1:
-        wrong.append(f"dropout={config.dropout} must be at least 0 and less than 1")
-    return wrong
 
 
 # A vocabulary of 50,304 is GPT-2's 50,257 rounded up to a multiple of 128, so that axes divide it.
@@ -107,130 +122,14 @@ PRESETS = {
 }  # fmt: skip
 
 
-Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-"""(q_BSHD, k_BTGD, v_BTGD) -> out_BSHD, causal."""
-
-
-class Branch(Protocol):
-    """What `attention` and `mlp` are: a function or class that makes a module x_BSM -> x_BSM."""
-
-    def __call__(self, config: Config, *, rngs: nnx.Rngs) -> Callable[[jax.Array], jax.Array]: ...
-
-
-def causal_attention(q_BSHD: jax.Array, k_BTGD: jax.Array, v_BTGD: jax.Array) -> jax.Array:
-    """Softmax attention of each position to itself and those before it, [B, S, H, D]; softmax in float32."""
-    batch, length, heads, size = q_BSHD.shape
-    groups = k_BTGD.shape[2]
-    q_BSGQD = q_BSHD.reshape(batch, length, groups, heads // groups, size)
-    score_BGQST = jnp.einsum("BSGQD,BTGD->BGQST", q_BSGQD, k_BTGD).astype(jnp.float32) / math.sqrt(size)
-    seen_ST = jnp.tri(length, dtype=bool)[None, None, None, :, :]
-    weight_BGQST = jax.nn.softmax(jnp.where(seen_ST, score_BGQST, -jnp.inf), axis=-1).astype(v_BTGD.dtype)
-    return jnp.einsum("BGQST,BTGD->BSGQD", weight_BGQST, v_BTGD).reshape(q_BSHD.shape)
-
-
-def rotate(x_BSND: jax.Array) -> jax.Array:
-    """The heads turned by their position, in pairs (i, i + D/2), at speeds from 1 to 1/10,000 per position.
-
-    References: Su et al., RoFormer, arXiv:2104.09864, section 3.2.
-    """
-    length, half = x_BSND.shape[1], x_BSND.shape[3] // 2
-    speed = 10_000.0 ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angle = (jnp.arange(length, dtype=jnp.float32)[:, None] * speed[None, :])[None, :, None, :]
-    a, b = jnp.split(x_BSND.astype(jnp.float32), 2, axis=-1)
-    turned = [a * jnp.cos(angle) - b * jnp.sin(angle), b * jnp.cos(angle) + a * jnp.sin(angle)]
-    return jnp.concatenate(turned, axis=-1).astype(x_BSND.dtype)
-
-
-def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
-    """`x` with a share `rate` of its entries zeroed and the others scaled up; `x` itself without a key."""
-    if key is None or rate == 0:
-        return x
-    keep = jax.random.bernoulli(key, 1 - rate, x.shape)
-    return jnp.where(keep, x / (1 - rate), jnp.zeros_like(x))
-
-
-def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], *, fan_in: int) -> nnx.Param[jax.Array]:
-    return nnx.Param(jax.random.normal(rngs.params(), shape, jnp.float32) / math.sqrt(fan_in))
-
-
-class RMSNorm(nnx.Module):
-    """Each position divided by its root mean square, in float32, then scaled by feature."""
-
-    def __init__(self, features: int):
-        self.scale = nnx.Param(jnp.ones((features,), jnp.float32))
-
-    def __call__(self, x_BSM: jax.Array) -> jax.Array:
-        x = x_BSM.astype(jnp.float32)
-        x = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + 1e-6)
-        return (x * self.scale[...][None, None, :]).astype(x_BSM.dtype)
-
-
-class Attention(nnx.Module):
-    """x_BSM -> x_BSM through heads that `attend` to each other's positions.
-
-    Args:
-        config: its sizes.
-        rngs: its `params` stream gives the initial values.
-        attend: (q_BSHD, k_BTGD, v_BTGD) -> out_BSHD, causal.
-    """
-
-    def __init__(self, config: Config, *, rngs: nnx.Rngs, attend: Attend = causal_attention):
-        groups, size = config.kv_heads, config.head_features
-        self.config = config
-        self.attend = attend
-        shape = (config.features, groups, config.heads // groups + 2, size)
-        self.qkv = _normal(rngs, shape, fan_in=config.features)
-        # Every branch adds to the residual stream; counting them all in the fan-in keeps its variance at any depth.
-        self.out = _normal(rngs, (config.heads, size, config.features), fan_in=2 * config.layers * config.features)
-
-    def __call__(self, x_BSM: jax.Array) -> jax.Array:
-        config, dtype = self.config, x_BSM.dtype
-        qkv_BSGND = jnp.einsum("BSM,MGND->BSGND", x_BSM, self.qkv[...].astype(dtype))
-        q_BSGQD, k_BSGD, v_BSGD = qkv_BSGND[..., :-2, :], qkv_BSGND[..., -2, :], qkv_BSGND[..., -1, :]
-        q_BSHD = q_BSGQD.reshape(*x_BSM.shape[:2], config.heads, config.head_features)
-        if config.positions == "rotary":
-            q_BSHD, k_BSGD = rotate(q_BSHD), rotate(k_BSGD)
-        out_BSHD = self.attend(q_BSHD, k_BSGD, v_BSGD)
-        return jnp.einsum("BSHD,HDM->BSM", out_BSHD, self.out[...].astype(dtype))
-
-
-class MLP(nnx.Module):
-    """x_BSM -> x_BSM, each position for itself: two matrices and a GELU between them."""
-
-    def __init__(self, config: Config, *, rngs: nnx.Rngs):
-        self.w1 = _normal(rngs, (config.features, config.mlp_features), fan_in=config.features)
-        self.w2 = _normal(rngs, (config.mlp_features, config.features), fan_in=2 * config.layers * config.mlp_features)
-
-    def __call__(self, x_BSM: jax.Array) -> jax.Array:
-        h_BSF = jax.nn.gelu(jnp.einsum("BSM,MF->BSF", x_BSM, self.w1[...].astype(x_BSM.dtype)))
-        return jnp.einsum("BSF,FM->BSM", h_BSF, self.w2[...].astype(x_BSM.dtype))
-
-
-class Block(nnx.Module):
-    """One layer: an attention branch, then an MLP branch, each added to the residual stream."""
-
-    def __init__(self, config: Config, *, rngs: nnx.Rngs, attention: Branch = Attention, mlp: Branch = MLP):
-        self.dropout = config.dropout
-        self.norm1 = RMSNorm(config.features)
-        self.attention = attention(config, rngs=rngs)
-        self.norm2 = RMSNorm(config.features)
-        self.mlp = mlp(config, rngs=rngs)
-
-    def __call__(self, x_BSM: jax.Array, key: jax.Array | None = None) -> jax.Array:
-        key1, key2 = (None, None) if key is None else jax.random.split(key)
-        branch_BSM = checkpoint_name(self.attention(self.norm1(x_BSM)), "attention_out")
-        x_BSM = x_BSM + dropout(branch_BSM, self.dropout, key1)
-        return x_BSM + dropout(self.mlp(self.norm2(x_BSM)), self.dropout, key2)
-
-
 class Embed(nnx.Module):
     """tokens_BS -> x_BSM: a row of the table for each token, plus one for its position if positions are learned."""
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
         learned = config.positions == "learned"
         self.dtype = config.dtype
-        self.table = _normal(rngs, (config.vocab, config.features), fan_in=config.features)
-        self.positions = _normal(rngs, (config.context, config.features), fan_in=config.features) if learned else None
+        self.table = normal(rngs, (config.vocab, config.features), fan_in=config.features)
+        self.positions = normal(rngs, (config.context, config.features), fan_in=config.features) if learned else None
 
     def __call__(self, tokens_BS: jax.Array) -> jax.Array:
         x_BSM = jnp.take(self.table[...].astype(self.dtype), tokens_BS, axis=0, mode="clip")
@@ -243,7 +142,7 @@ class Head(nnx.Module):
     """The table that makes logits, laid out as the embedding's, which takes its place when they are tied."""
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
-        self.table = _normal(rngs, (config.vocab, config.features), fan_in=config.features)
+        self.table = normal(rngs, (config.vocab, config.features), fan_in=config.features)
 
 
 class GPT(nnx.Module):
@@ -260,10 +159,9 @@ class GPT(nnx.Module):
         def block(key: jax.Array) -> Block:
             return Block(config, rngs=nnx.Rngs(params=key), attention=attention, mlp=mlp)
 
-        keys_L = jax.random.split(rngs.params(), config.layers)
         self.config = config
+        self.blocks = stack(block, config, rngs.params())
         self.embed = Embed(config, rngs=rngs)
-        self.blocks = jax.vmap(block)(keys_L) if config.scan else nnx.List([block(key) for key in keys_L])
         self.final_norm = RMSNorm(config.features)
         self.head = None if config.tied else Head(config, rngs=rngs)
 
@@ -273,35 +171,9 @@ class GPT(nnx.Module):
             raise ValueError(f"GPT: {tokens_BS.shape[1]} tokens in a sequence, the context is {self.config.context}")
         keys = (None, None) if key is None else jax.random.split(key)
         x_BSM = dropout(self.embed(tokens_BS), self.config.dropout, keys[0])
-        x_BSM = self.final_norm(self._run_blocks(x_BSM, keys[1]))
+        x_BSM = self.final_norm(run(self.blocks, x_BSM, keys[1], self.config))
         table_VM = (self.embed if self.head is None else self.head).table[...]
         return jnp.einsum("BSM,VM->BSV", x_BSM, table_VM.astype(x_BSM.dtype))
-
-    def _run_blocks(self, x_BSM: jax.Array, key: jax.Array | None) -> jax.Array:
-        run = _rematerialised(self.config) if self.config.remat else Block.__call__
-        keys_L = None if key is None else jax.random.split(key, self.config.layers)
-        if isinstance(self.blocks, Block):
-            return jax.lax.scan(lambda x, layer: (run(layer[0], x, layer[1]), None), x_BSM, (self.blocks, keys_L))[0]
-        for i, block in enumerate(self.blocks):
-            x_BSM = run(block, x_BSM, None if keys_L is None else keys_L[i])
-        return x_BSM
-
-
-def _rematerialised(config: Config) -> Callable[[Block, jax.Array, jax.Array | None], jax.Array]:
-    policy = jax.checkpoint_policies.save_only_these_names("attention_out")
-    # Inside a scan the loop already keeps XLA from merging the two computations.
-    return jax.checkpoint(Block.__call__, policy=policy, prevent_cse=not config.scan)
-
-
-def loss(logits_BSV: jax.Array, targets_BS: jax.Array) -> jax.Array:
-    """Mean cross entropy in nats per token, float32.
-
-    Only sums over the vocabulary, so an axis that splits it costs three reductions of [B, S] and no gather.
-    """
-    logits_BSV = logits_BSV.astype(jnp.float32)
-    token_BSV = jax.lax.broadcasted_iota(targets_BS.dtype, logits_BSV.shape, 2)
-    hit_BSV = jnp.where(token_BSV == targets_BS[..., None], logits_BSV, jnp.zeros_like(logits_BSV))
-    return jnp.mean(jax.nn.logsumexp(logits_BSV, axis=-1) - jnp.sum(hit_BSV, axis=-1))
 
 
 def next_token_loss(model: GPT, tokens: jax.Array, key: jax.Array | None = None) -> jax.Array:
