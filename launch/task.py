@@ -74,6 +74,8 @@ class Figure:
     scale: float = 1.0
     """What one is in this unit."""
     digits: int = 3
+    last_digits: int = 2
+    """Digits at the end of a run."""
 
     def number(self, value: float, *, digits: int | None = None) -> str:
         """The value in this unit."""
@@ -141,8 +143,8 @@ class Task:
         each = f" x {self.items_per_example}" if self.items_per_example > 1 else ""
         return f"{batch_size}{each} {self.item}"
 
-    def written_heldout(self, figures: Mapping[str, float], *, digits: int | None = None) -> str:
-        """The held-out figures with their units; the first with `digits` if given."""
-        first, *more = self.heldout
-        texts = [first.written(figures[first.name], digits=digits)]
-        return "  ".join([*texts, *(figure.written(figures[figure.name]) for figure in more)])
+    def written_heldout(
+        self, figures: Mapping[str, float], digits: Callable[[Figure], int] = lambda figure: figure.digits
+    ) -> str:
+        """The held-out figures with their units."""
+        return "  ".join(figure.written(figures[figure.name], digits=digits(figure)) for figure in self.heldout)

@@ -183,7 +183,7 @@ class _Session:
         )
         if sample:
             self.console.say(f"\nsample\n{sample}\n")
-        self.console.say(f"held out  {self.task.written_heldout(heldout, digits=2)}")
+        self.console.say(f"held out  {self.task.written_heldout(heldout, lambda figure: figure.last_digits)}")
         self.console.say(f"report    {self.config.out / report.FILE_NAME}")
 
     def _curve(self) -> str:
@@ -198,7 +198,7 @@ class _Session:
     def _facts(self, heldout: dict[str, float]) -> dict[str, str]:
         seconds = [value for _, value in self.metrics.series("seconds")]
         return {
-            "held out": self.task.written_heldout(heldout, digits=4),
+            "held out": self.task.written_heldout(heldout, lambda figure: 4),
             self.source.name: self.source.description,
             f"{self.source.name} sha256": self.source.sha256,
             "mesh": self._written_mesh(),

@@ -56,7 +56,8 @@ def trained(
 
     def merged(params: nnx.State, variables: nnx.State) -> Any:
         rules = layout(jax.sharding.get_abstract_mesh().axis_names)
-        return nnx.merge(graph, layouts.annotate(params, rules), variables)
+        # Both are made anew here: nnx lets a variable change only in the trace that made it.
+        return nnx.merge(graph, layouts.annotate(params, rules), jax.tree.map(lambda leaf: leaf, variables))
 
     def value(
         params: nnx.State, variables: nnx.State, batch: Batch, key: jax.Array | None

@@ -29,32 +29,87 @@ class Rule:
     """One entry for each dim of the parameter in one layer."""
     priority: int = 0
     """Lower numbers are propagated first."""
+    optional: bool = False
+    """Whether a model may have no such parameter."""
 
 
 Layout = tuple[Rule, ...]
 
-GPT: Layout = (
-    Rule("*/table", P("tensor", U)),
+# Megatron's: one sum over tensor after each branch. References: Shoeybi et al., arXiv:1909.08053, section 3.
+BLOCKS: Layout = (
     Rule("*/attention/qkv", P(U, "tensor", U, U)),
     Rule("*/attention/out", P("tensor", U, U)),
     Rule("*/mlp/w1", P(U, "tensor")),
     Rule("*/mlp/w2", P("tensor", U)),
-    Rule("*/table", P(U, "fsdp"), 1),
     Rule("*/attention/qkv", P("fsdp", U, U, U), 1),
     Rule("*/attention/out", P(U, U, "fsdp"), 1),
     Rule("*/mlp/w1", P("fsdp", U), 1),
     Rule("*/mlp/w2", P(U, "fsdp"), 1),
 )
 
+TABLE: Layout = (Rule("*/table", P("tensor", U)), Rule("*/table", P(U, "fsdp"), 1))
+
+GPT: Layout = TABLE + BLOCKS
+
+BERT: Layout = (*GPT, Rule("output/w", P("fsdp", U), 1))
+
+VIT: Layout = (*BLOCKS, Rule("embed/w", P(U, "fsdp"), 1), Rule("head/w", P("fsdp", U), 1))
+
+# The last two convolutions of a block as the two matrices of an MLP: channels between them are split, and one sum over
+# tensor ends the block. What comes before, in a bottleneck, is small.
+RESNET: Layout = (
+    Rule("*/conv1/kernel", P(U, U, U, "tensor")),
+    Rule("*/conv2/kernel", P(U, U, "tensor", U)),
+    Rule("stem/kernel", P(U, U, U, "fsdp"), 1),
+    Rule("*/narrow/kernel", P(U, U, "fsdp", U), 1, optional=True),
+    Rule("*/conv1/kernel", P(U, U, "fsdp", U), 1),
+    Rule("*/conv2/kernel", P(U, U, U, "fsdp"), 1),
+    Rule("*/shortcut/kernel", P(U, U, "fsdp", U), 1, optional=True),
+    Rule("head/w", P("fsdp", U), 1),
+)
+
+# Nearly all of the model are the rows of its tables: a device looks up those that it has, a sum over tensor joins them.
+# The MLPs are small next to that; only their fsdp parts are worth having.
+DLRM: Layout = (
+    Rule("tables/rows", P("tensor", U)),
+    Rule("tables/rows", P(U, "fsdp"), 1),
+    Rule("bottom/*/w", P(U, "fsdp"), 1),
+    Rule("top/*/w", P(U, "fsdp"), 1),
+)
+
 
 def gpt(axis_names: Iterable[str]) -> Layout:
     """The rules for `models.gpt` on a mesh with these axes."""
+    return _on(GPT, axis_names)
+
+
+def bert(axis_names: Iterable[str]) -> Layout:
+    """The rules for `models.bert` on a mesh with these axes."""
+    return _on(BERT, axis_names)
+
+
+def vit(axis_names: Iterable[str]) -> Layout:
+    """The rules for `models.vit` on a mesh with these axes."""
+    return _on(VIT, axis_names)
+
+
+def resnet(axis_names: Iterable[str]) -> Layout:
+    """The rules for `models.resnet` on a mesh with these axes."""
+    return _on(RESNET, axis_names)
+
+
+def dlrm(axis_names: Iterable[str]) -> Layout:
+    """The rules for `models.dlrm` on a mesh with these axes."""
+    return _on(DLRM, axis_names)
+
+
+def _on(layout: Layout, axis_names: Iterable[str]) -> Layout:
     names = set(axis_names)
-    return tuple(rule for rule in GPT if names.intersection(entry for entry in rule.spec if isinstance(entry, str)))
+    return tuple(rule for rule in layout if names.intersection(entry for entry in rule.spec if isinstance(entry, str)))
 
 
 def batch(axis_names: Iterable[str]) -> P:
-    """The spec of a token batch [B, S]: sequences over the axes of `data` and `fsdp` that the mesh has."""
+    """The spec of each array [B, ...] of a batch: examples over the axes of `data` and `fsdp` that the mesh has."""
     names = set(axis_names)
     return P(tuple(axis for axis in ("data", "fsdp") if axis in names) or None)
 
@@ -109,7 +164,7 @@ def _failure(rule: Rule, ndims: dict[str, int]) -> ShardingError | None:
     """What is wrong with a rule for parameters with these paths and numbers of dims."""
     matched = [path for path in ndims if _matching(path, (rule,))]
     if not matched:
-        return _unused(rule, ndims)
+        return None if rule.optional else _unused(rule, ndims)
     short = next((path for path in matched if ndims[path] < len(rule.spec)), None)
     return None if short is None else _too_long(rule, short, ndims[short])
 
@@ -119,7 +174,7 @@ def _unused(rule: Rule, known: Iterable[str]) -> ShardingError:
     return ShardingError(
         f"layout rule {rule.pattern!r}",
         there=f"no path that it matches among {len(names)}",
-        must="every rule matches a parameter",
+        must="every rule that is not optional matches a parameter",
         fix=difflib.get_close_matches(rule.pattern, names, n=3, cutoff=0),
     )
 

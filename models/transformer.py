@@ -12,6 +12,7 @@ heads, G head groups (one key and value head each), Q query heads of a group, N 
 and value, D features of a head.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, Protocol
@@ -195,6 +196,10 @@ class Attention(nnx.Module):
             q_BSHD, k_BSGD = rotate(q_BSHD), rotate(k_BSGD)
         out_BSHD = self.attend(q_BSHD, k_BSGD, v_BSGD)
         return _with_bias(jnp.einsum("BSHD,HDM->BSM", out_BSHD, self.out[...].astype(dtype)), self.out_bias)
+
+
+bidirectional: Branch = functools.partial(Attention, attend=full_attention)
+"""Attention to all positions."""
 
 
 class MLP(nnx.Module):

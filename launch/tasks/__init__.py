@@ -7,10 +7,10 @@ from typing import Any
 from sharding.errors import ShardingError
 
 from ..config import ModelChoice
-from . import gpt
+from . import bert, clicks, gpt, images
 from .family import Family
 
-FAMILIES = (gpt.FAMILY,)
+FAMILIES = (gpt.FAMILY, bert.FAMILY, images.RESNET, images.VIT, clicks.FAMILY)
 
 PRESETS = {name: family for family in FAMILIES for name in family.presets}
 

@@ -1,0 +1,87 @@
+"""Handwritten digits that come with scikit-learn: 1,797 grey images of 8 by 8 pixels, no download."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from sharding.errors import ShardingError
+
+from ..models.images import Labelled
+
+SIZE, NUM_CLASSES = 8, 10
+NUM_HELDOUT = 360
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Digits:
+    """Batches of images [B, 8, 8, 1] from -1 to 1 and labels [B]; in training each image once an epoch."""
+
+    train: Labelled
+    heldout: Labelled
+    sha256: str
+    batch_size: int
+    seed: int
+    name: str = "data"
+
+    @property
+    def description(self) -> str:
+        return (
+            f"digits of scikit-learn: {len(self.train.labels):,} images to train on, {len(self.heldout.labels)} held "
+            f"out, {SIZE}x{SIZE} pixels, sha256 {self.sha256[:16]}"
+        )
+
+    def train_batch(self, step: int) -> Labelled:
+        # The epochs, each in an order of its own, lie one after the other, and batches are cut from that.
+        count = len(self.train.labels)
+        flat = step * self.batch_size + np.arange(self.batch_size)
+        epochs = {epoch: self._order(epoch) for epoch in range(int(flat[0]) // count, int(flat[-1]) // count + 1)}
+        return _rows(self.train, np.array([epochs[index // count][index % count] for index in flat.tolist()]))
+
+    def heldout_batches(self) -> Sequence[Labelled]:
+        count, size = len(self.heldout.labels), self.batch_size
+        return [_filled(_rows(self.heldout, np.arange(i, min(i + size, count))), size) for i in range(0, count, size)]
+
+    def _order(self, epoch: int) -> np.ndarray:
+        return np.random.default_rng((self.seed, epoch)).permutation(len(self.train.labels))
+
+
+def read(*, batch_size: int, seed: int) -> Digits:
+    """The digits; which of them are held out never changes.
+
+    Raises:
+        ShardingError: scikit-learn is not there.
+    """
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError:
+        raise ShardingError(
+            "read the digits that come with scikit-learn",
+            there="scikit-learn is not installed",
+            must="the package holds the images",
+            fix="pip install 'sharding-jax[data]'",
+        ) from None
+    pixels, labels = load_digits(return_X_y=True)
+    images = (pixels / 8 - 1).astype(np.float32).reshape(-1, SIZE, SIZE, 1)
+    whole = Labelled(images, labels.astype(np.int32))
+    order = np.random.default_rng(0).permutation(len(labels))
+    return Digits(
+        train=_rows(whole, order[NUM_HELDOUT:]),
+        heldout=_rows(whole, order[:NUM_HELDOUT]),
+        sha256=hashlib.sha256(images.tobytes() + labels.astype(np.int32).tobytes()).hexdigest(),
+        batch_size=batch_size,
+        seed=seed,
+    )
+
+
+def _rows(data: Labelled, rows: np.ndarray) -> Labelled:
+    return Labelled(data.images[rows], data.labels[rows])
+
+
+def _filled(data: Labelled, size: int) -> Labelled:
+    """`data` with blank images that count nowhere, up to `size` of them."""
+    images, labels = data.images, data.labels
+    missing = size - len(labels)
+    blank = np.zeros((missing, *images.shape[1:]), images.dtype)
+    return Labelled(np.concatenate([images, blank]), np.concatenate([labels, np.full(missing, -1, labels.dtype)]))
