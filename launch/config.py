@@ -31,7 +31,8 @@ class ModelChoice:
     """A model by name, and what is to be different about it."""
 
     name: Annotated[str, arg(name="model")] = "gpt-tiny"
-    """A preset: gpt-tiny, gpt-small, gpt-xl, gpt-7b, gpt3-175b."""
+    """A preset: {gpt,bert,resnet,vit,dlrm}-tiny train in minutes; gpt-small, gpt-xl, gpt-7b, gpt3-175b, bert-base,
+    bert-large, resnet-18, resnet-50, vit-b16, vit-h14, dlrm-large."""
     dtype: Dtype | None = None
     """Type of activations; parameters stay float32. Default: the preset's."""
     dropout: float | None = None
