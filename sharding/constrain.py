@@ -3,8 +3,8 @@
 The jaxpr is rewritten in place: behind each equation comes a constraint on each of its results, in nested jaxprs
 too, which go back into their own equations with all other parameters untouched. So remat stays remat, custom
 derivatives keep their rules, effects keep their order. Constraining every value compiles to the program that XLA
-would have made from the same shardings, and leaves it nothing to decide. A value amid a run of elementwise ops that are
-all split alike goes without: its neighbours leave XLA no other choice, and compiling is faster.
+would have made from the same shardings, and leaves it nothing to decide. Values that their neighbours settle
+(`settled.py`) go without.
 """
 
 from __future__ import annotations
@@ -16,15 +16,8 @@ from jax.sharding import AbstractMesh
 from . import annotation, compat
 from .graph import CALLS, Atom, Scope
 from .propagation import Assignment
+from .settled import makers, settled
 from .spec import Spec, indivisible
-
-PLAIN = frozenset(
-    """
-    abs add add_any and convert_element_type copy cos div eq exp ge gt integer_pow le log logistic lt max min mul ne neg
-    not or pow rsqrt select_n sign sin sqrt square sub tanh
-    """.split()
-)
-"""Elementwise ops that stay elementwise ops all the way down to XLA."""
 
 
 def constrain(closed_jaxpr: Any, assignment: Assignment, mesh: AbstractMesh, *, inputs: bool = False) -> Any:
@@ -48,6 +41,7 @@ class _Rewriter:
         self.sizes = assignment.sizes
         self.program = assignment.graph.scope
         self.mesh = mesh
+        self.makers = makers(assignment.graph)
         self.done: dict[Any, Any] = {}
 
     def jaxpr(self, jaxpr: Any, scope: Scope, *, inputs: bool = False) -> Any:
@@ -84,41 +78,33 @@ class _Body:
         self.rewriter, self.original, self.scope = rewriter, jaxpr, scope
         self.eqns: list[Any] = []
         self.swapped: dict[Any, Any] = {}
-        self.settled = self.find_settled()
+        self.settled: set[Any] = set()
+        self.exactly: dict[Any, Spec | None] = {}
 
-    def find_settled(self) -> set[Any]:
-        """The variables that are split as decided without a constraint of their own.
-
-        Each is made by an even op and used by even ops alone (`even`): from any of them it is elementwise ops between
-        equal splits to a constrained value on every side, so XLA's propagation has one answer for it.
-        """
+    def settle(self, inputs: bool) -> None:
+        """Finds what needs no constraint; the program's own arguments and results are told to XLA by `jax.jit`."""
         source = self.scope.jaxpr
-        known = set(source.invars) if self.scope is self.rewriter.program else set()
-        made: set[Any] = set()
-        used_otherwise = {v for v in source.outvars if not compat.is_literal(v)}
-        for eqn in source.eqns:
-            if self.even(eqn, known):
-                made.update(eqn.outvars)
-            else:
-                used_otherwise.update(v for v in eqn.invars if not compat.is_literal(v))
-            known.update(eqn.outvars)
-        return made - used_otherwise
+        whole = self.scope is self.rewriter.program and not inputs
+        targets = self.scope.exits or [None] * len(source.outvars)
+        loose = [v for v, t in zip(source.outvars, targets, strict=True) if not whole or not self.arrives(v, t)]
+        known = source.invars if whole or inputs else ()
+        self.settled = settled(self.scope, self.rewriter.makers, self.exact, known=known, loose=loose)
 
-    def even(self, eqn: Any, known: set[Any]) -> bool:
-        """Whether an equation is one plain elementwise op whose arrays, all of them `known`, have one exact spec."""
-        if eqn.primitive.name not in PLAIN:
-            return False
-        result = eqn.outvars[0]
-        if compat.is_drop(result):
-            return False
-        spec = self.rewriter.wanted(self.scope.env[result], result.aval)
-        if spec is None or not self.rewriter.exact(spec, result.aval.shape):
-            return False
-        arrays = [v for v in eqn.invars if v.aval.shape and self.atom(v) is not None]
-        return bool(arrays) and all(v in known and self.rewriter.wanted(self.atom(v), v.aval) == spec for v in arrays)
+    def arrives(self, var: Any, target: Atom) -> bool:
+        """Whether a result of the program leaves it as it is made."""
+        return target is None or self.rewriter.spec(self.atom(var)) == self.rewriter.spec(target)
+
+    def exact(self, var: Any) -> Spec | None:
+        """The spec that a variable is constrained to, if XLA can be told the whole of it."""
+        if var not in self.exactly:
+            spec = self.rewriter.wanted(self.atom(var), var.aval)
+            told = spec is not None and self.rewriter.exact(spec, var.aval.shape)
+            self.exactly[var] = spec if told else None
+        return self.exactly[var]
 
     def rebuilt(self, inputs: bool) -> Any:
         source = self.scope.jaxpr
+        self.settle(inputs)
         first, last = (source.eqns[0], source.eqns[-1]) if source.eqns else (None, None)
         if inputs:
             for var in source.invars:

@@ -24,6 +24,7 @@ FLOORS = [
     ["rules"],
     ["graph"],
     ["propagation"],
+    ["settled"],
     ["constrain"],
     ["cost"],
     ["reshard"],
