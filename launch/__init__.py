@@ -12,6 +12,9 @@ COMMANDS = {"train": Train, "explain": Explain}
 MISTAKE = 2
 """Exit code after a request that cannot be met."""
 
+STOPPED = 130
+"""Exit code after Ctrl-C that could not wait, as shells have it."""
+
 
 def main(args: Sequence[str] | None = None) -> None:
     """Run the command that `args`, by default those of the process, ask for."""
@@ -20,6 +23,9 @@ def main(args: Sequence[str] | None = None) -> None:
     except ShardingError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(MISTAKE)
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        sys.exit(STOPPED)
 
 
 def parse(args: Sequence[str] | None = None) -> Train | Explain:

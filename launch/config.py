@@ -92,11 +92,14 @@ class Optimization:
     """Decay of all matrices."""
     clip: float = 1.0
     """Largest norm of a gradient."""
+    accumulate: int = 1
+    """Parts of a batch whose gradients are computed one after the other."""
 
     def __post_init__(self) -> None:
         _at_least("--lr", self.lr, 0)
         _at_least("--warmup", self.warmup, 0)
         _at_least("--weight-decay", self.weight_decay, 0)
+        _at_least("--accumulate", self.accumulate, 1)
         if self.clip <= 0:
             raise ShardingError(f"--clip {self.clip}", must="the norm must be more than 0", fix="--clip 1.0")
 
@@ -125,6 +128,8 @@ class OptimizationChoice:
     """Decay of all matrices; 0.1 for gpt-tiny."""
     clip: float | None = None
     """Largest norm of a gradient; 1.0 for gpt-tiny."""
+    accumulate: int | None = None
+    """Compute the gradient of a batch in so many parts one after the other, which needs less memory; 1 for gpt-tiny."""
 
     def __post_init__(self) -> None:
         self.over(Optimization())
@@ -162,17 +167,25 @@ class Train:
     text: OmitArgPrefixes[TextChoice] = field(default_factory=TextChoice)
     out: Path = Path("runs/latest")
     """Folder for metrics, checkpoints, curve and report."""
+    keep: int = 3
+    """How many of the newest checkpoints stay."""
+    keep_best: bool = True
+    """Whether the checkpoint of the best held-out figure stays too, of those saved at a step with such a figure."""
     resume: bool = False
     """Go on from the newest checkpoint in the folder."""
+    resume_step: int | None = None
+    """Go on from the checkpoint of this step instead; newer ones are set aside."""
 
     def __post_init__(self) -> None:
-        least = {"steps": 1, "batch": 1, "eval_every": 0, "checkpoint_every": 0, "sample": 0, "devices": 1}
+        least = {"steps": 1, "batch": 1, "eval_every": 0, "checkpoint_every": 0, "sample": 0, "devices": 1, "keep": 1}
         for name, number in least.items():
             if getattr(self, name) is not None:
                 _at_least("--" + name.replace("_", "-"), getattr(self, name), number)
+        if self.resume_step is not None and not self.resume:
+            raise ShardingError(f"--resume-step {self.resume_step}", must="needs --resume", fix="--resume")
         axes = parse_mesh(self.mesh)
         if self.batch is not None:
-            check_batch(self.batch, axes)
+            check_batch(self.batch, axes, self.optimization.accumulate or 1)
 
     def over(self, default: Recipe) -> Recipe:
         """`default` with what the command says instead."""
@@ -242,20 +255,24 @@ def batch_parts(axes: dict[str, int]) -> int:
     return math.prod(axes.get(axis, 1) for axis in BATCH_AXES)
 
 
-def check_batch(batch: int, axes: dict[str, int]) -> None:
-    """Raise an error if `batch` examples cannot be split evenly; an axis of size -1 is left for later."""
+def check_batch(batch: int, axes: dict[str, int], accumulate: int = 1) -> None:
+    """Raise an error if each of `accumulate` parts of `batch` examples cannot be split evenly by `axes`.
+
+    An axis of size -1 is left for later.
+    """
     if -1 in axes.values():
         return
-    parts = batch_parts(axes)
+    parts = batch_parts(axes) * accumulate
     if batch % parts == 0:
         return
-    names = " * ".join(f"{axis}={axes[axis]}" for axis in BATCH_AXES if axis in axes)
+    factors = [f"{axis}={axes[axis]}" for axis in BATCH_AXES if axis in axes]
+    names = " * ".join([*factors, *([f"accumulate={accumulate}"] if accumulate > 1 else [])])
     lower, upper = batch // parts * parts, (batch // parts + 1) * parts
     near = lower if lower and batch - lower < upper - batch else upper
     raise ShardingError(
-        f"--batch {batch}",
+        f"--batch {batch}" + (f" --accumulate {accumulate}" if accumulate > 1 else ""),
         there=f"{names} = {parts} parts; {batch} / {parts} = {batch / parts:g}",
-        must="each part of the mesh must get the same number of examples",
+        must="each part of the mesh must get the same number of examples" + (" each time" if accumulate > 1 else ""),
         fix=f"--batch {near}",
     )
 

@@ -13,13 +13,14 @@ from .config import check_batch
 Axes = dict[str, int]
 
 
-def start(axes: Axes, *, num_devices: int | None, batch_size: int) -> Axes:
+def start(axes: Axes, *, num_devices: int | None, batch_size: int, accumulate: int = 1) -> Axes:
     """Start the backend with enough devices for `axes`; the axes with every size known.
 
     Args:
         axes: sizes by name; one may be -1, what is left.
         num_devices: virtual CPU devices to start; None for as many as the axes need.
         batch_size: checked once every size is known.
+        accumulate: parts of a batch that are computed one after the other.
     """
     known = math.prod(size for size in axes.values() if size != -1)
     _ask_for_cpu_devices(num_devices or known)
@@ -32,7 +33,7 @@ def start(axes: Axes, *, num_devices: int | None, batch_size: int) -> Axes:
             fix=_smaller_mesh(there, num_devices),
         )
     full = {axis: there // known if size == -1 else size for axis, size in axes.items()}
-    check_batch(batch_size, full)
+    check_batch(batch_size, full, accumulate)
     return full
 
 

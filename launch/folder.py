@@ -1,6 +1,9 @@
 """The folder of a run: what lies where in it, and whether a run may begin or go on there."""
 
+import contextlib
+import errno
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +13,16 @@ CHECKPOINTS = "checkpoints"
 CHECKPOINTS_BEFORE = "checkpoints-before"
 CURVE = "loss.svg"
 
+PROGRESS = "progress"
+"""What a checkpoint keeps beside the settings: how far the run has come."""
+
 # What may differ between a run and its resumption without changing the curve.
-FREE_SETTINGS = frozenset("mesh devices eval_every checkpoint_every sample out resume text.files text.cache".split())
+FREE_SETTINGS = frozenset(
+    ["mesh", "devices", "eval_every", "checkpoint_every", "keep", "keep_best", "sample", "out", "resume", "resume_step"]
+    + ["text.files", "text.cache", PROGRESS]
+)
+
+NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
 
 
 def make(out: Path) -> None:
@@ -26,6 +37,26 @@ def make(out: Path) -> None:
         ) from None
 
 
+@contextlib.contextmanager
+def writing(out: Path) -> Iterator[None]:
+    """A disk that is full, met inside, is an error that says how to go on."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        reason = error.strerror or str(error)
+    else:
+        return
+    steps = checkpoint.steps(out / CHECKPOINTS)
+    raise ShardingError(
+        f"write to --out {out}",
+        there=[reason, f"checkpoints that are whole: steps {', '.join(map(str, steps))}" if steps else "no checkpoint"],
+        must="the disk must have room",
+        fix="make room, then --resume" if steps else "make room",
+    )
+
+
 def set_aside(out: Path) -> None:
     """Move the checkpoints of an earlier run out of the way of a new one; of such runs the last is kept."""
     if (out / CHECKPOINTS).exists():
@@ -33,8 +64,17 @@ def set_aside(out: Path) -> None:
         (out / CHECKPOINTS).rename(out / CHECKPOINTS_BEFORE)
 
 
-def check_resumable(out: Path, settings: dict[str, Any]) -> None:
-    """Raise an error if there is nothing to resume in `out`, or if it would not go on as the same run."""
+def set_newer_aside(out: Path, step: int) -> None:
+    """Move checkpoints newer than the one of `step` out of the way: the run writes these steps anew."""
+    newer = [known for known in checkpoint.steps(out / CHECKPOINTS) if known > step]
+    for known in newer:
+        (out / CHECKPOINTS_BEFORE).mkdir(exist_ok=True)
+        shutil.rmtree(out / CHECKPOINTS_BEFORE / str(known), ignore_errors=True)
+        (out / CHECKPOINTS / str(known)).rename(out / CHECKPOINTS_BEFORE / str(known))
+
+
+def check_resumable(out: Path, settings: dict[str, Any], step: int | None = None) -> None:
+    """Raise an error if `out` has no checkpoint of `step`, or none at all, or if it would not go on as the same run."""
     folder = out / CHECKPOINTS
     if checkpoint.latest_step(folder) is None:
         raise ShardingError(
@@ -43,7 +83,7 @@ def check_resumable(out: Path, settings: dict[str, Any]) -> None:
             must="a run to resume has saved one",
             fix="leave --resume out",
         )
-    before, now = _flat(checkpoint.extra(folder)), _flat(settings)
+    before, now = _flat(checkpoint.extra(folder, step)), _flat(settings)
     names = [name for name in before | now if not {name, name.split(".")[0]} & FREE_SETTINGS]
     changed = [name for name in names if before.get(name) != now.get(name)]
     if changed:

@@ -1,11 +1,14 @@
 """Ctrl-C and SIGTERM as a request that a loop answers at the end of its step."""
 
+import contextlib
+import os
 import signal
 from dataclasses import dataclass, field
 from types import FrameType, TracebackType
 from typing import Any, Self
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+HEARD = b"\nstopping after this step; once more to stop at once\n"
 
 
 @dataclass(kw_only=True)
@@ -31,6 +34,9 @@ class Interrupt:
     def _hear(self, number: int, frame: FrameType | None) -> None:
         self.asked = True
         self._restore()
+        # A handler may come in the middle of a print: this one goes past Python's buffers.
+        with contextlib.suppress(OSError):
+            os.write(2, HEARD)
 
     def _restore(self) -> None:
         for number, handler in self._before.items():

@@ -4,6 +4,7 @@ A line holds `step` and some of the figures below; each figure's unit ends its n
 read back to the same bits: two runs can be compared exactly.
 """
 
+import contextlib
 import json
 import math
 from collections.abc import Mapping
@@ -43,23 +44,22 @@ class MetricsFile:
     lines: list[Figures] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._file = self.path.open("w")
-        for line in self.lines:
-            self._write(line)
+        # The lines that stay are complete beside the old file before they take its place.
+        part = self.path.with_name(f".{self.path.name}.part")
+        part.write_text("".join(map(_text, self.lines)))
+        part.replace(self.path)
+        self._file = self.path.open("a")
 
     def log(self, step: int, figures: Figures) -> None:
         """Append the figures of `step`, here and in the file."""
         line = {"step": step, **figures}
         self.lines.append(line)
-        self._write(line)
+        self._file.write(_text(line))
+        self._file.flush()
 
     def series(self, name: str) -> list[tuple[int, float]]:
         """(step, value) of every line that has `name`."""
         return series(self.lines, name)
-
-    def _write(self, line: Figures) -> None:
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
 
     def __enter__(self) -> Self:
         return self
@@ -67,7 +67,13 @@ class MetricsFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._file.close()
+        # What a full disk did not take it does not take now either.
+        with contextlib.suppress(OSError):
+            self._file.close()
+
+
+def _text(line: Figures) -> str:
+    return json.dumps(line) + "\n"
 
 
 def start(out: Path) -> MetricsFile:

@@ -25,11 +25,21 @@ from .task import Batch, Source, TrainState
 
 def run(config: Train) -> None:
     """Train as `config` says, and leave metrics, checkpoints, curve and report in its folder."""
+    with Interrupt() as interrupt, folder.writing(config.out):
+        _run(config, interrupt)
+
+
+def _run(config: Train, interrupt: Interrupt) -> None:
     family, model = tasks.find(config.model)
     recipe = config.over(family.recipe(config.model.name))
     if config.text.given:
         tasks.check_reads_text(config.model.name, family)
-    axes = devices.start(parse_mesh(config.mesh), num_devices=config.devices, batch_size=recipe.batch)
+    axes = devices.start(
+        parse_mesh(config.mesh),
+        num_devices=config.devices,
+        batch_size=recipe.batch,
+        accumulate=recipe.optimization.accumulate,
+    )
     tokenized = text.read(config.text) if config.text.given else None
     model = text.fitted(model, tokenized) if tokenized else model
     task = family.build(
@@ -48,7 +58,7 @@ def run(config: Train) -> None:
     settings = as_json(config) | as_json(recipe)
     settings |= {"model_config": as_json(model), f"{source.name}_sha256": source.sha256}
     if config.resume:
-        folder.check_resumable(config.out, settings)
+        folder.check_resumable(config.out, settings, config.resume_step)
     else:
         folder.set_aside(config.out)
     needed = jax.devices()[: batch_parts(axes) * axes.get("tensor", 1)]
@@ -60,6 +70,7 @@ def run(config: Train) -> None:
             settings=settings,
             source=source,
             axes=axes,
+            interrupt=interrupt,
             program=programs.over(task, mesh, batch_size=recipe.batch),
         )
         session.run()
@@ -76,12 +87,15 @@ class _Session:
         settings: dict[str, Any],
         source: Source,
         axes: devices.Axes,
+        interrupt: Interrupt,
         program: programs.Program,
     ):
         self.config, self.recipe, self.settings = config, recipe, settings
         self.source, self.axes, self.program, self.task = source, axes, program, program.task
+        self.interrupt = interrupt
         self.checkpoints = config.out / folder.CHECKPOINTS
-        self.saving: checkpoint.Saving | None = None
+        self.heldout: tuple[int, dict[str, float]] | None = None
+        """The newest held-out figures and their step."""
         self.heldout_batches = source.heldout_batches()
 
     def run(self) -> None:
@@ -89,12 +103,14 @@ class _Session:
         self.console = Console(task=self.task, num_steps=self.recipe.steps, first_step=first)
         self._introduce(first)
         with ExitStack() as stack:
-            interrupt = stack.enter_context(Interrupt())
+            self.saver = stack.enter_context(
+                checkpoint.Saver(self.checkpoints, keep=self.config.keep, keep_best=self.config.keep_best)
+            )
             self.metrics = stack.enter_context(self._open_metrics(first))
             with self.console:
-                state, last = self._loop(state, first, interrupt)
+                state, last = self._loop(state, first)
             self._save(state, last)
-            self._wait_for_checkpoint()
+            self.saver.wait()
             if last < self.recipe.steps:
                 self.console.say(f"stopped after step {last}; --resume goes on from there")
                 return
@@ -104,8 +120,10 @@ class _Session:
         """The state to start from and the number of steps it has taken."""
         if not self.config.resume:
             return self.program.initial_state(self.config.seed), 0
-        state = checkpoint.restore(self.checkpoints, self.program.sharded_shapes())
-        return state, int(state.step)
+        state = checkpoint.restore(self.checkpoints, self.program.sharded_shapes(), self.config.resume_step)
+        first = int(state.step)
+        folder.set_newer_aside(self.config.out, first)
+        return state, first
 
     def _introduce(self, first: int) -> None:
         num_params = sum(leaf.size for leaf in jax.tree.leaves(self.task.state_shapes.params))
@@ -117,10 +135,10 @@ class _Session:
     def _open_metrics(self, first: int) -> metrics.MetricsFile:
         return metrics.resume(self.config.out, step=first) if first else metrics.start(self.config.out)
 
-    def _loop(self, state: TrainState, first: int, interrupt: Interrupt) -> tuple[TrainState, int]:
+    def _loop(self, state: TrainState, first: int) -> tuple[TrainState, int]:
         """Take the steps after `first` until the last one or an interrupt; the state and the number of steps taken."""
         step, batch = first, self._batch(first)
-        while step < self.recipe.steps and not interrupt.asked:
+        while step < self.recipe.steps and not self.interrupt.asked:
             begun = time.monotonic()
             state, measured = self.program.train_step(state, batch)
             # The next batch is made while the devices work on this one.
@@ -153,18 +171,15 @@ class _Session:
 
     def _evaluate(self, state: TrainState, step: int) -> None:
         figures = self.program.heldout(state, self.heldout_batches)
+        self.heldout = step, figures
         self.metrics.log(step, figures)
         self.console.heldout(step, figures)
 
     def _save(self, state: TrainState, step: int) -> None:
-        # One at a time: the one before has usually long been written.
-        self._wait_for_checkpoint()
-        self.saving = checkpoint.save(self.checkpoints, step, state, self.settings)
-
-    def _wait_for_checkpoint(self) -> None:
-        if self.saving:
-            self.saving.wait()
-        self.saving = None
+        heldout = self.heldout[1] if self.heldout and self.heldout[0] == step else {}
+        progress = {"step": step, "examples": step * self.recipe.batch, "heldout": heldout}
+        figure = heldout.get(self.task.heldout[0].name)
+        self.saver.save(step, state, self.settings | {folder.PROGRESS: progress}, figure=figure)
 
     def _conclude(self, state: TrainState) -> None:
         """Write curve and report, and say how it ended."""

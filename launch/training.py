@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+import sharding
+
 from ..models import layouts
 from .config import Optimization
 from .task import Batch, Measured, TrainState
@@ -69,6 +71,8 @@ def trained(
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Measured]:
         now = None if key is None else jax.random.fold_in(key, state.step)
         both = jax.value_and_grad(value, has_aux=True)
+        if optimization.accumulate > 1:
+            both = accumulated(both, optimization.accumulate)
         (nats, variables), gradients = both(state.params, state.variables, batch, now)
         updates, opt_state = transform.update(gradients, state.opt_state, state.params)
         measured = {
@@ -80,6 +84,49 @@ def trained(
         return replace(state, params=params, opt_state=opt_state, step=state.step + 1, variables=variables), measured
 
     return Trained(init, train_step, merged)
+
+
+ValueAndGrad = Callable[[nnx.State, nnx.State, Batch, jax.Array | None], tuple[tuple[jax.Array, nnx.State], nnx.State]]
+"""params, variables, batch, key -> loss and new variables; gradients."""
+
+
+def accumulated(both: ValueAndGrad, parts: int) -> ValueAndGrad:
+    """`both` over `parts` microbatches one after the other: the mean of their losses and of their gradients.
+
+    These are the whole batch's for a loss that is a mean over examples of equal weight. Variables pass from one
+    microbatch to the next; each has a key of its own.
+    """
+
+    def over_parts(
+        params: nnx.State, variables: nnx.State, batch: Batch, key: jax.Array | None
+    ) -> tuple[tuple[jax.Array, nnx.State], nnx.State]:
+        def add(
+            carry: tuple[nnx.State, jax.Array, nnx.State], part: tuple[Batch, jax.Array]
+        ) -> tuple[tuple[nnx.State, jax.Array, nnx.State], None]:
+            variables, nats, gradients = carry
+            rows, number = part
+            now = None if key is None else jax.random.fold_in(key, number)
+            (more, variables), each = both(params, variables, rows, now)
+            gradients = jax.tree.map(lambda total, one: total + one / parts, gradients, each)
+            return (variables, nats + more / parts, gradients), None
+
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        start = (variables, jnp.zeros((), jnp.float32), zeros)
+        rows = jax.tree.map(lambda leaf: microbatches(leaf, parts), batch)
+        (variables, nats, gradients), _ = jax.lax.scan(add, start, (rows, jnp.arange(parts)))
+        return (nats, variables), gradients
+
+    return over_parts
+
+
+def microbatches(rows: jax.Array, parts: int) -> jax.Array:
+    """[B, ...] as [parts, B / parts, ...]; every `parts`-th row is in the same microbatch.
+
+    So each device cuts the rows that it has, and the split of the batch stays: rows one behind the other would have to
+    move.
+    """
+    cut = rows.reshape(rows.shape[0] // parts, parts, *rows.shape[1:])
+    return sharding.annotate(jnp.moveaxis(cut, 1, 0), name="microbatches")
 
 
 def learning_rate(optimization: Optimization, steps: int) -> optax.Schedule:

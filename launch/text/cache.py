@@ -115,7 +115,7 @@ def _write(part: Path, documents: Documents, kind: Kind, vocab: int) -> None:
         tokenizer = tokenizers.Bytes()
     tokenizers.save(tokenizer, folder / TOKENIZER)
     size = len(tokenizer.num_bytes)
-    counted = dict.fromkeys((TRAIN, HELDOUT), 0)
+    counted: dict[str, int] = dict.fromkeys((TRAIN, HELDOUT), 0)
     with (
         tokens.TokenWriter(folder, TRAIN, tokens.dtype(size)) as train,
         tokens.TokenWriter(folder, HELDOUT, tokens.dtype(size)) as heldout,

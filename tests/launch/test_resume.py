@@ -1,0 +1,251 @@
+"""A run that was stopped, killed or ran out of disk goes on as if nothing had been, on any mesh."""
+
+import contextlib
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from runs import MESH, SMALL, STEPS, losses, refused, train
+
+import sharding
+from sharding import checkpoint
+from sharding.launch import console, interrupt, metrics, program, tasks
+from sharding.launch.config import ModelChoice, Optimization, parse_mesh
+
+OTHER_MESHES = ["tensor=4", "fsdp=8", "data=1", "data=4", "fsdp=2,tensor=2", "data=2,tensor=4"]
+ONE_QUICK = [OTHER_MESHES[0], *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in OTHER_MESHES[1:])]
+
+
+def assert_same_parameters(one: Path, other: Path, step: int = STEPS) -> None:
+    """The whole state of two runs is equal bit for bit."""
+    a, b = (checkpoint.restore_named(out / "checkpoints", step) for out in (one, other))
+    assert a.keys() == b.keys()
+    for name in a:
+        np.testing.assert_array_equal(a[name], b[name], err_msg=name)
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    """Every measured figure, but for those of the machine, and the final state of two runs are equal bit for bit."""
+    machine = ("seconds", "tokens_per_second", "memory_bytes")
+    a, b = (
+        [
+            {name: value for name, value in line.items() if name not in machine}
+            for line in metrics.read(out / "metrics.jsonl")
+        ]
+        for out in (one, other)
+    )
+    assert a == b
+    assert_same_parameters(one, other)
+
+
+def test_on_the_same_mesh_nothing_differs(whole_run: Path, half_run: Path):
+    train(half_run, "--resume")
+    assert_same_run(whole_run, half_run)
+
+
+@pytest.mark.parametrize("mesh", ONE_QUICK)
+def test_on_another_mesh_the_curve_is_close(mesh: str, whole_run: Path, half_run: Path):
+    whole, resumed = metrics.read(whole_run / metrics.FILE_NAME), train(half_run, "--resume", mesh=mesh)
+    assert losses(resumed)[:3] == losses(whole)[:3]
+    np.testing.assert_allclose(losses(resumed)[3:], losses(whole)[3:], rtol=1e-4)
+
+
+@pytest.mark.parametrize("mesh", OTHER_MESHES)
+def test_on_another_mesh_the_state_is_the_same(mesh: str, whole_run: Path):
+    family, model = tasks.find(ModelChoice(scan=True))
+    task = family.build("gpt-tiny", model, Optimization(), steps=STEPS, seed=0)
+    sizes = parse_mesh(mesh)
+    with sharding.mesh(sizes, devices=jax.devices()[: int(np.prod(list(sizes.values())))]) as over:
+        assert isinstance(over, jax.sharding.Mesh)
+        like = program.over(task, over, batch_size=8).sharded_shapes()
+    state = checkpoint.named_leaves(checkpoint.restore(whole_run / "checkpoints", like, 3))
+    for name, array in checkpoint.restore_named(whole_run / "checkpoints", 3).items():
+        np.testing.assert_array_equal(state[name], array, err_msg=name)
+        assert state[name].sharding.mesh == over
+    progress = checkpoint.extra(whole_run / "checkpoints", 3)["progress"]
+    assert (progress["step"], progress["examples"], int(state["step"])) == (3, 24, 3)
+
+
+Moments = dict[str, tuple[type, str, Callable[..., bool]]]
+
+# When a signal comes: inside which call, and at which one of them.
+MOMENTS: Moments = {
+    "before the first step compiles": (console.Console, "say", lambda self, text: text.startswith("mesh")),
+    "after a step": (metrics.MetricsFile, "log", lambda self, step, figures: step == 2),
+    "while it looks at what is held out": (program.Program, "heldout", lambda self, state, batches: True),
+    "after the last step": (metrics.MetricsFile, "log", lambda self, step, figures: step == STEPS),
+}
+
+
+@pytest.fixture
+def signal_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, signal.Signals], None]:
+    """Makes this process get a signal at one of the moments, once."""
+
+    def arrange(moment: str, number: signal.Signals) -> None:
+        owner, name, is_now = MOMENTS[moment]
+        original, sent = getattr(owner, name), []
+
+        def called(*args, **kwargs):
+            if not sent and is_now(*args, **kwargs):
+                sent.append(number)
+                signal.raise_signal(number)
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, called)
+
+    return arrange
+
+
+@pytest.mark.parametrize(
+    ("moment", "number", "stopped_at"),
+    [
+        ("after a step", signal.SIGTERM, 2),
+        pytest.param("before the first step compiles", signal.SIGINT, 0, marks=pytest.mark.slow),
+        pytest.param("while it looks at what is held out", signal.SIGTERM, 3, marks=pytest.mark.slow),
+        pytest.param("after the last step", signal.SIGINT, STEPS, marks=pytest.mark.slow),
+    ],
+)
+def test_a_signal_at_any_moment_changes_nothing(
+    moment: str, number: signal.Signals, stopped_at: int, whole_run: Path, tmp_path: Path, signal_at, capsys
+):
+    signal_at(moment, number)
+    train(tmp_path)
+    assert checkpoint.latest_step(tmp_path / "checkpoints") == stopped_at
+    assert len(losses(metrics.read(tmp_path / metrics.FILE_NAME))) == stopped_at
+    assert ("--resume goes on from there" in capsys.readouterr().out) == (stopped_at < STEPS)
+    train(tmp_path, "--resume")
+    assert_same_run(whole_run, tmp_path)
+
+
+def test_the_second_signal_does_not_wait():
+    with interrupt.Interrupt() as heard:
+        signal.raise_signal(signal.SIGINT)
+        assert heard.asked
+        with pytest.raises(KeyboardInterrupt, match="^$"):
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_what_is_kept(tmp_path: Path):
+    options = ["--steps", "5", "--checkpoint-every", "1", "--eval-every", "2", "--keep", "1"]
+    train(tmp_path, *options, mesh="data=1")
+    figures = checkpoint.figures(tmp_path / "checkpoints")
+    best = checkpoint.best_step(tmp_path / "checkpoints")
+    assert checkpoint.steps(tmp_path / "checkpoints") == sorted({best, 5})
+    lines = dict(metrics.series(metrics.read(tmp_path / metrics.FILE_NAME), "heldout_bits_per_byte"))
+    assert best == min(lines, key=lambda step: lines[step]) and figures[best] == lines[best]
+
+
+@pytest.mark.slow
+def test_from_an_older_step(whole_run: Path, tmp_path: Path):
+    out = tmp_path / "out"
+    shutil.copytree(whole_run, out)
+    train(out, "--resume", "--resume-step", "3")
+    assert_same_run(whole_run, out)
+    assert checkpoint.steps(out / "checkpoints-before") == [STEPS]
+
+
+def test_without_a_checkpoint(capsys, tmp_path):
+    assert "no checkpoint" in refused(capsys, "--resume", "--out", str(tmp_path))
+
+
+def test_with_another_model(capsys, whole_run: Path):
+    shown = refused(capsys, "--resume", "--kv-heads", "2", "--mesh", MESH, "--out", str(whole_run))
+    assert "model_config.kv_heads was 8, is now 2" in shown
+
+
+def test_when_all_is_done(whole_run: Path):
+    before = losses(metrics.read(whole_run / metrics.FILE_NAME))
+    assert losses(train(whole_run, "--resume")) == before
+
+
+def test_a_damaged_checkpoint(capsys, half_run: Path, whole_run: Path):
+    shutil.copytree(whole_run / "checkpoints" / "6", half_run / "checkpoints" / "6")
+    for path in (half_run / "checkpoints" / "6" / "arrays" / "d").iterdir():
+        os.truncate(path, path.stat().st_size // 2)
+    shown = refused(capsys, "--resume", "--mesh", MESH, "--sample", "0", "--out", str(half_run))
+    assert "the checkpoint of step 3, which is whole" in shown
+
+
+@contextlib.contextmanager
+def no_room(num_bytes: int) -> Iterator[None]:
+    """No file may grow past so many bytes: writing on fails, as on a full disk, also for root."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "asked"), [(400, "write to --out"), pytest.param(1 << 16, "save step 6", marks=pytest.mark.slow)]
+)
+def test_a_full_disk(num_bytes: int, asked: str, capsys, half_run: Path, whole_run: Path):
+    with no_room(num_bytes):
+        shown = refused(capsys, "--resume", "--mesh", MESH, "--sample", "0", "--out", str(half_run))
+    assert asked in shown and "whole: steps 3" in shown
+    train(half_run, "--resume")
+    assert_same_run(whole_run, half_run)
+
+
+def command(out: Path, *args: str) -> list[str]:
+    return [sys.executable, "-m", "sharding.launch", "train", *SMALL, "--sample", "0", "--out", str(out), *args]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_a_process_that_gets_a_signal(number: signal.Signals, tmp_path: Path):
+    """Stopped at some step, gone on with: the same run as one that nobody disturbed, bit for bit."""
+    options = ["--mesh", "data=2,tensor=2", "--steps", "40"]
+    stopped, whole = tmp_path / "stopped", tmp_path / "whole"
+    process = subprocess.Popen(command(stopped, *options), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    wait_for_steps(stopped / metrics.FILE_NAME, 4)
+    process.send_signal(number)
+    shown, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors
+    assert "--resume goes on from there" in shown
+    assert "once more to stop at once" in errors
+    last = metrics.read(stopped / metrics.FILE_NAME)[-1]["step"]
+    assert checkpoint.latest_step(stopped / "checkpoints") == last < 40
+    subprocess.run(command(stopped, *options, "--resume"), check=True, capture_output=True, timeout=300)
+    subprocess.run(command(whole, *options), check=True, capture_output=True, timeout=300)
+    machine = {"seconds", "tokens_per_second", "memory_bytes"}
+    runs = [
+        [{name: line[name] for name in line.keys() - machine} for line in metrics.read(out / metrics.FILE_NAME)]
+        for out in (stopped, whole)
+    ]
+    assert runs[0] == runs[1]
+    assert_same_parameters(stopped, whole, 40)
+
+
+@pytest.mark.slow
+def test_a_process_that_gets_two_signals(tmp_path: Path):
+    long = command(tmp_path, "--mesh", "data=2", "--steps", "100000")
+    process = subprocess.Popen(long, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    wait_for_steps(tmp_path / metrics.FILE_NAME, 4)
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=120)
+    # Heard in either order, or as one when they came together: the run ends, and what it saved is whole.
+    assert process.returncode in (0, 130, -signal.SIGTERM), errors
+    newest = checkpoint.latest_step(tmp_path / "checkpoints")
+    assert newest is not None and newest >= 3
+    assert int(checkpoint.restore_named(tmp_path / "checkpoints", newest, prefix="step")["step"]) == newest
+
+
+def wait_for_steps(path: Path, count: int) -> None:
+    deadline = time.monotonic() + 240
+    while time.monotonic() < deadline:
+        if path.exists() and len(metrics.read(path)) >= count:
+            return
+        time.sleep(0.1)
+    raise TimeoutError(path)
