@@ -1,13 +1,17 @@
-"""The command line: `sharding train` trains a model over a mesh, `sharding explain` shows how it would be split."""
+"""The command line: `sharding train` trains a model over a mesh, `sharding explain` shows how it would be split,
+`sharding checkpoint` looks into what was saved."""
 
 import sys
 from collections.abc import Sequence
 
 from sharding.errors import ShardingError
 
+from .checkpoint_config import Checkpoint
 from .config import Explain, Train
 
-COMMANDS = {"train": Train, "explain": Explain}
+COMMANDS = {"train": Train, "explain": Explain, "checkpoint": Checkpoint}
+
+Command = Train | Explain | Checkpoint
 
 MISTAKE = 2
 """Exit code after a request that cannot be met."""
@@ -28,21 +32,26 @@ def main(args: Sequence[str] | None = None) -> None:
         sys.exit(STOPPED)
 
 
-def parse(args: Sequence[str] | None = None) -> Train | Explain:
+def parse(args: Sequence[str] | None = None) -> Command:
     """The command that `args` describe. Prints help or what is wrong, and exits, where they describe none."""
     import tyro
 
+    markers = (tyro.conf.FlagCreatePairsOff, tyro.conf.OmitSubcommandPrefixes, tyro.conf.OmitArgPrefixes)
     return tyro.extras.subcommand_cli_from_dict(
-        COMMANDS, prog="sharding", description=__doc__, args=args, config=(tyro.conf.FlagCreatePairsOff,)
+        COMMANDS, prog="sharding", description=__doc__, args=args, config=markers
     )
 
 
-def _run(command: Train | Explain) -> None:
+def _run(command: Command) -> None:
     # JAX and the models take seconds to import: only once the request is known to make sense.
     if isinstance(command, Train):
         from . import train
 
         train.run(command)
+    elif isinstance(command, Checkpoint):
+        from . import checkpoints
+
+        checkpoints.run(command)
     else:
         from . import explain
 

@@ -171,6 +171,8 @@ class Train:
     """How many of the newest checkpoints stay."""
     keep_best: bool = True
     """Whether the checkpoint of the best held-out figure stays too, of those saved at a step with such a figure."""
+    init: Annotated[Path | None, arg(metavar="FILE")] = None
+    """Begin with the parameters of this safetensors file, such as `sharding checkpoint export` writes."""
     resume: bool = False
     """Go on from the newest checkpoint in the folder."""
     resume_step: int | None = None

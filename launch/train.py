@@ -7,6 +7,7 @@ another mesh.
 
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -45,6 +46,7 @@ def _run(config: Train, interrupt: Interrupt) -> None:
     task = family.build(
         config.model.name, model, recipe.optimization, steps=recipe.steps, seed=config.seed, sample=recipe.sample
     )
+    tasks.check_accumulates(task, recipe.optimization.accumulate)
     if recipe.sample and not task.sampler:
         raise ShardingError(
             f"--model {task.name} --sample {recipe.sample}",
@@ -119,11 +121,18 @@ class _Session:
     def _begin(self) -> tuple[TrainState, int]:
         """The state to start from and the number of steps it has taken."""
         if not self.config.resume:
-            return self.program.initial_state(self.config.seed), 0
+            return self._initial_state(), 0
         state = checkpoint.restore(self.checkpoints, self.program.sharded_shapes(), self.config.resume_step)
         first = int(state.step)
         folder.set_newer_aside(self.config.out, first)
         return state, first
+
+    def _initial_state(self) -> TrainState:
+        if self.config.init is None:
+            return self.program.initial_state(self.config.seed)
+        # Read first: a file that does not fit is an error before anything compiles.
+        params = checkpoint.read_tensors(self.config.init, self.program.sharded_shapes().params)
+        return replace(self.program.initial_state(self.config.seed), params=params)
 
     def _introduce(self, first: int) -> None:
         num_params = sum(leaf.size for leaf in jax.tree.leaves(self.task.state_shapes.params))

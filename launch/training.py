@@ -93,8 +93,8 @@ ValueAndGrad = Callable[[nnx.State, nnx.State, Batch, jax.Array | None], tuple[t
 def accumulated(both: ValueAndGrad, parts: int) -> ValueAndGrad:
     """`both` over `parts` microbatches one after the other: the mean of their losses and of their gradients.
 
-    These are the whole batch's for a loss that is a mean over examples of equal weight. Variables pass from one
-    microbatch to the next; each has a key of its own.
+    These are the whole batch's for a loss that is a mean over examples of equal weight which do not see each other.
+    Variables pass from one microbatch to the next; each has a key of its own.
     """
 
     def over_parts(

@@ -4,9 +4,12 @@ import dataclasses
 import difflib
 from typing import Any
 
+import jax
+
 from sharding.errors import ShardingError
 
 from ..config import ModelChoice
+from ..task import Task
 from . import bert, clicks, gpt, images
 from .family import Family
 
@@ -39,6 +42,18 @@ def check_reads_text(name: str, family: Family) -> None:
         there="a model that has its own data",
         must=f"models that predict the next token of any text are {', '.join(able)}",
         fix=f"--model {able[0]}",
+    )
+
+
+def check_accumulates(task: Task, accumulate: int) -> None:
+    """Raise an error if the gradient of a batch in parts would not be that of the whole."""
+    if accumulate == 1 or not jax.tree.leaves(task.state_shapes.variables):
+        return
+    raise ShardingError(
+        f"--model {task.name} --accumulate {accumulate}",
+        there="norms over all examples of a batch, and their running averages",
+        must="a batch in parts must give the gradient of the whole",
+        fix=["--accumulate 1", "more devices for the batch"],
     )
 
 

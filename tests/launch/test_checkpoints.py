@@ -1,0 +1,83 @@
+"""`sharding checkpoint`, and runs that begin with parameters of another."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from runs import STEPS, losses, refused, train
+
+from sharding import ShardingError, checkpoint, launch
+
+
+def shown(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    launch.main(["checkpoint", *args])
+    return capsys.readouterr().out
+
+
+def test_what_a_run_has_saved(whole_run: Path, capsys):
+    text = shown(capsys, "inspect", str(whole_run), "--step", "3")
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    assert lines[0] == f"folder {whole_run / 'checkpoints'}"
+    assert lines[1].startswith("steps 3 (") and "6 (best, " in lines[1]
+    assert lines[2].startswith("step 3: ") and "on disk" in lines[2]
+    facts = checkpoint.describe(whole_run / "checkpoints", 3)
+    assert f"{len(facts.arrays)} arrays, {facts.num_bytes / 1e6:.2f} MB" in lines[2]
+    assert "params/embed/table 256x128 float32 [tensor, fsdp] 131,072" in lines
+    assert "step scalar int32 [] 4" in lines
+    assert "model.name gpt-tiny" in lines and "progress.step 3" in lines
+
+
+def test_without_the_devices_that_saved(whole_run: Path):
+    # One CPU device, as on a laptop; the run was over eight.
+    program = "import sys, jax; from sharding import launch; launch.main(sys.argv[1:]); print(len(jax.devices()))"
+    command = [sys.executable, "-c", program, "checkpoint", "inspect", str(whole_run)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "step    6: " in done.stdout and done.stdout.splitlines()[-1] == "1"
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize("args", [["inspect", "DIR"], ["export", "DIR", "--out", "x"]], ids=lambda args: args[0])
+def test_a_folder_without_checkpoints(args: list[str], tmp_path: Path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        launch.main(["checkpoint", *[str(tmp_path) if arg == "DIR" else arg for arg in args]])
+    assert "no checkpoint" in capsys.readouterr().err
+
+
+def test_there_and_back(whole_run: Path, tmp_path: Path, capsys):
+    file = tmp_path / "x.safetensors"
+    assert "tensors" in shown(capsys, "export", str(whole_run), "--out", str(file))
+    assert "step 0" in shown(capsys, "import", str(file), "--out", str(tmp_path / "back"))
+    before = checkpoint.restore_named(whole_run / "checkpoints", prefix="params/")
+    after = checkpoint.restore_named(tmp_path / "back")
+    assert before.keys() == after.keys()
+    for name in before:
+        np.testing.assert_array_equal(after[name], before[name])
+    assert "params/embed/table" in shown(capsys, "inspect", str(tmp_path / "back"))
+    with pytest.raises(SystemExit, match="2"):
+        launch.main(["checkpoint", "import", str(file), "--out", str(tmp_path / "back")])
+    assert "is not replaced" in capsys.readouterr().err
+
+
+def test_a_run_that_begins_with_a_file(whole_run: Path, tmp_path: Path, capsys):
+    file = tmp_path / "x.safetensors"
+    checkpoint.export_tensors(whole_run / "checkpoints", file)
+    lines = train(tmp_path / "on", "--init", str(file), "--steps", "1", mesh="data=1")
+    first = json.loads((whole_run / "metrics.jsonl").read_text().splitlines()[0])["loss"]
+    assert losses(lines)[0] < first - 0.05
+    text = refused(capsys, "--init", str(file), "--kv-heads", "2", "--mesh", "data=1", "--out", str(tmp_path / "other"))
+    assert "in the file float32" in text and "asked as float32" in text
+
+
+def test_a_batch_whose_examples_see_each_other_is_not_cut(tmp_path: Path):
+    from sharding.launch import tasks
+    from sharding.launch.config import ModelChoice, Optimization
+
+    family, model = tasks.find(ModelChoice(name="resnet-tiny"))
+    task = family.build("resnet-tiny", model, Optimization(accumulate=2), steps=STEPS, seed=0)
+    with pytest.raises(ShardingError, match="--model resnet-tiny --accumulate 2"):
+        tasks.check_accumulates(task, 2)
+    tasks.check_accumulates(task, 1)
