@@ -19,7 +19,7 @@ from .spec import Axis, Spec
 ELEMENTWISE = frozenset(
     """
     abs add add_any and convert_element_type copy cos div eq exp ge gt integer_pow le log logistic lt max min mul ne neg
-    not or pow rsqrt select_n sign sin sqrt square sub tanh
+    not one_minus_square or pow rsqrt select_n sign sin sqrt square sub tanh
     """.split()
 )
 """Elementwise ops that stay elementwise ops all the way down to XLA."""

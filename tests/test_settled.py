@@ -1,6 +1,5 @@
-"""Constraints left out: what XLA makes of the rest is what it makes of all of them."""
+"""Constraints left out: XLA moves the same data without them, and takes no more memory."""
 
-import re
 from collections import Counter
 
 import hlo
@@ -23,7 +22,7 @@ def constraints(jaxpr):
 
 
 def facts(fn, shapes, specs, sizes):
-    """The number of constraints; the collectives, ops and bytes of the compiled program."""
+    """The number of constraints; the collectives of the compiled program, its bytes of results and of temporaries."""
 
     def annotated(*args):
         return fn(*[x if s is None else annotate(x, s) for x, s in zip(args, specs, strict=True)])
@@ -32,31 +31,31 @@ def facts(fn, shapes, specs, sizes):
         traced = sharding.jit(annotated).trace(*shapes)
         compiled = traced.lower().compile()
     text = compiled.as_text()
-    ops = Counter(re.findall(r"^\s+(?:ROOT )?%?[\w.\-]+ = \S+ ([\w\-]+)\(", text, re.M))
     memory = compiled.memory_analysis()
     collectives = sum(hlo.collectives(text, sizes).values(), Counter())
-    return len(constraints(traced.jaxpr)), (collectives, ops, memory.output_size_in_bytes, memory.temp_size_in_bytes)
+    return len(constraints(traced.jaxpr)), (collectives, memory.output_size_in_bytes), memory.temp_size_in_bytes
 
 
 def check(name, sizes, monkeypatch):
     fn, shapes, specs = PROGRAMS[name]
     specs = [*specs, *[None] * (len(shapes) - len(specs))]
-    few, sparse = facts(fn, shapes, specs, sizes)
+    few, sparse, temporaries = facts(fn, shapes, specs, sizes)
     monkeypatch.setitem(constrain, "settled", lambda *_, **__: set())
-    all_of_them, full = facts(fn, shapes, specs, sizes)
+    all_of_them, full, temporaries_with_all = facts(fn, shapes, specs, sizes)
     assert few <= all_of_them
     assert sparse == full
+    assert temporaries <= temporaries_with_all
 
 
 @pytest.mark.parametrize("name", QUICK)
-def test_program_is_the_same_with_fewer_constraints(name, monkeypatch):
+def test_program_moves_the_same_with_fewer_constraints(name, monkeypatch):
     check(name, {"data": 2, "tensor": 4}, monkeypatch)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [{"data": 4, "tensor": 2}, {"tensor": 8, "data": 1}], ids=str)
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_every_program_is_the_same_with_fewer_constraints(name, sizes, monkeypatch):
+def test_every_program_moves_the_same_with_fewer_constraints(name, sizes, monkeypatch):
     check(name, sizes, monkeypatch)
 
 
