@@ -1,4 +1,5 @@
 # make train: an environment, then the default training run.   make test: lint, types and the quick tests.
+# make fuzz: random programs on random meshes against one device, ARGS="--seed 0 --budget 10000" or "--minutes 5".
 # Everything lands in $(VENV); PYTHON chooses the interpreter it is made with.
 
 PYTHON ?= python3
@@ -18,7 +19,7 @@ MAKE_VENV := $(PYTHON) -m venv $(VENV)
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 endif
 
-.PHONY: train test test-quick test-slow lint
+.PHONY: train test test-quick test-slow fuzz lint
 
 train: $(VENV)/.installed
 	$(BIN)/sharding train $(ARGS)
@@ -30,6 +31,9 @@ test-quick: $(VENV)/.installed-test
 
 test-slow: $(VENV)/.installed-test
 	$(PYTEST) -m slow $(ARGS)
+
+fuzz: $(VENV)/.installed-test
+	$(BIN)/python -m tests.fuzz $(ARGS) 2>/dev/null
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.extend.core as jex
+import numpy as np
 from jax._src import array as _array
 from jax._src import config as _config
 from jax._src import source_info_util as _source
@@ -37,6 +38,11 @@ def is_drop(var: Any) -> bool:
 def new_var(aval: Any) -> Any:
     """A fresh jaxpr variable of the given abstract value."""
     return jex.Var(aval)
+
+
+def new_literal(value: Any, aval: Any) -> Any:
+    """A literal scalar of the given abstract value."""
+    return jex.Literal(np.asarray(value, aval.dtype)[()], aval)
 
 
 def new_eqn(like: Any, invars: Sequence[Any], outvars: Sequence[Any], primitive: Any, params: dict[str, Any]) -> Any:

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 from jax.sharding import AbstractMesh
 
-from . import annotation, compat
+from . import annotation, compat, limits
 from .graph import CALLS, Atom, Scope
 from .propagation import Assignment
 from .settled import makers, settled
@@ -136,12 +137,40 @@ class _Body:
             skip = len(invars) - len(self.scope.entries[i])
             pairs = zip(invars, eqn.invars, [None] * skip + self.scope.entries[i], strict=True)
             invars = [self.moved(new, old, target, eqn) for new, old, target in pairs]
+        results = [None] * len(eqn.outvars)
+        if eqn.primitive.name in limits.NAMES:
+            invars, results = self.limited(eqn, invars)
         self.eqns.append(eqn.replace(invars=invars, params=self.parameters(i, eqn)))
+        for var, spec in zip(list(eqn.outvars), results, strict=True):
+            if spec is not None:
+                self.swapped[var] = self.emit(var, spec, eqn)
         if eqn.primitive.name in CALLS:
             return  # constrained inside
         for var in list(eqn.outvars):
-            if not compat.is_drop(var) and var not in self.settled:
-                self.constraint(var, var, self.scope.env[var], eqn)
+            if not compat.is_drop(var) and (var not in self.settled or var in self.swapped):
+                self.constraint(var, self.read(var), self.scope.env[var], eqn)
+
+    def limited(self, eqn: Any, invars: list[Any]) -> tuple[list[Any], list[Spec | None]]:
+        """Operands moved to where XLA computes the op rightly, and where its results then come to lie, if elsewhere."""
+        found = [None if compat.is_drop(v) else self.wanted(v) for v in (*eqn.invars, *eqn.outvars)]
+        shapes = [v.aval.shape for v in (*eqn.invars, *eqn.outvars)]
+        needed = limits.specs(eqn.primitive.name, eqn.params, shapes, found)
+        n = len(invars)
+        pairs = zip(invars, found[:n], needed[:n], strict=True)
+        moved = [v if have == need or need is None else self.emit(v, need, eqn) for v, have, need in pairs]
+        for i, most in limits.starts(eqn.primitive.name, shapes, found):
+            moved[i] = self.clamped(moved[i], most, eqn)
+        pairs = zip(eqn.outvars, found[n:], needed[n:], strict=True)
+        return moved, [None if have == need or compat.is_drop(v) else need for v, have, need in pairs]
+
+    def clamped(self, index: Any, most: int, eqn: Any) -> Any:
+        new = compat.new_var(index.aval)
+        ends = [compat.new_literal(n, index.aval) for n in (0, most)]
+        self.eqns.append(compat.new_eqn(eqn, [ends[0], index, ends[1]], [new], jax.lax.clamp_p, {}))
+        return new
+
+    def wanted(self, var: Any) -> Spec | None:
+        return self.rewriter.wanted(self.atom(var), var.aval)
 
     def annotated(self, eqn: Any, operand: Any) -> None:
         """An annotation stays where it is, with the completed spec in place of the asked one."""

@@ -119,7 +119,10 @@ class Jitted:
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         """The constrained program, as `jax.jit(f).trace`."""
         call = self._call(args, kwargs)
-        return self._program(call).structured.trace(*call.dynamic)
+        program = self._program(call)
+        # Not the arrays: where one lies need not be where the program takes it, as a call moves it first.
+        avals = tracing.abstract(call.leaves, self._names(call), program.function)
+        return program.structured.trace(*jax.tree.unflatten(call.tree, avals))
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """The constrained program lowered, as `jax.jit(f).lower`; over described devices for their platform."""

@@ -808,3 +808,11 @@ def test_arrays_made_under_the_mesh_are_placed_where_the_program_wants_them(comp
     assert step.complete(x).spec("x") == P("data", "tensor")
     x + 0
     assert len(compiles) - before <= 1  # that of x + 0
+
+
+def test_lower_takes_arrays_that_a_call_would_move():
+    step = sharding.jit(lambda w, x: mlp(w, x))
+    w, x = place(W), place(X)  # whole on every device counts as not placed, so the completion splits them
+    assert step.complete(w, x).in_shardings[1] == P("data")
+    lowered = step.lower(w, x)
+    assert_close(lowered.compile()(*jax.device_put((np.array(W), np.array(X)))), step(w, x))

@@ -25,6 +25,7 @@ FLOORS = [
     ["graph"],
     ["propagation"],
     ["settled"],
+    ["limits"],
     ["constrain"],
     ["cost"],
     ["reshard"],

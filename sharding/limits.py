@@ -1,0 +1,124 @@
+"""What XLA's partitioner gets wrong, and how such an op is to be split instead.
+
+Split in some ways an op gives wrong numbers, an internal error or the end of the process, in plain `jax.jit` under the
+same constraints (found by `tests/fuzz`, on JAX 0.10.2 and 0.12). Here each such op names the dims that have to be whole
+while it runs; its operands are moved first and its result after it. Delete an entry when the oldest supported XLA
+splits its op rightly: `tests/test_limits.py` has the programs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from .spec import CLOSED, Axis, Spec
+
+Shape = tuple[int, ...]
+Split = tuple[tuple[Axis, ...], ...]
+"""Per dim of one array its axes."""
+Whole = set[tuple[int, int]]
+"""(array, dim) that has to be whole; operands come first, then results."""
+
+
+def specs(
+    name: str, params: Mapping[str, Any], shapes: Sequence[Shape], found: Sequence[Spec | None]
+) -> list[Spec | None]:
+    """The specs under which XLA computes an op rightly: those `found` with some dims made whole.
+
+    Args:
+        name: the op's primitive.
+        params: the equation's parameters.
+        shapes: of its operands, then of its results.
+        found: the completed specs in the same order; None where XLA is left to choose.
+    """
+    limit = LIMITS.get(name)
+    if limit is None:
+        return list(found)
+    splits = [((),) * len(shape) if s is None else s.axes for s, shape in zip(found, shapes, strict=True)]
+    whole = limit(params, shapes, splits)
+    return [_cleared(s, [d for t, d in whole if t == i], shapes[i]) for i, s in enumerate(found)]
+
+
+def starts(name: str, shapes: Sequence[Shape], found: Sequence[Spec | None]) -> list[tuple[int, int]]:
+    """(operand, greatest value) of every start index that has to be clamped by hand before a dynamic slice or update.
+
+    Along a split dim XLA takes a start beyond the end for what it says: it updates nothing, or gives zeros.
+    """
+    if name not in STARTS:
+        return []
+    first = STARTS[name]
+    whole, part = shapes[0], shapes[1] if first == 2 else shapes[-1]
+    arrays = [s for s, shape in zip(found, shapes, strict=True) if s is not None and len(shape) == len(whole)]
+    return [
+        (first + d, n - m)
+        for d, (n, m) in enumerate(zip(whole, part, strict=True))
+        if n != m and any(s.dims[d].axes for s in arrays)
+    ]
+
+
+STARTS = {"dynamic_slice": 1, "dynamic_update_slice": 2}
+"""Primitive -> its first start index among the operands."""
+
+
+def _cleared(spec: Spec | None, dims: Sequence[int], shape: Shape) -> Spec | None:
+    if not dims or not shape:
+        return spec
+    old = (CLOSED,) * len(shape) if spec is None else spec.dims
+    new = tuple(CLOSED if d in dims else dim for d, dim in enumerate(old))
+    return spec if spec is not None and not any(spec.dims[d].axes for d in dims) else Spec(dims=new)
+
+
+def _strided_slice(params: Mapping[str, Any], shapes: Sequence[Shape], splits: Sequence[Split]) -> Whole:
+    """A step of more than one: wrong numbers where a device's part has no element of the result."""
+    del shapes, splits
+    steps = params["strides"] or ()
+    return {(t, d) for d, step in enumerate(steps) if step > 1 for t in (0, 1)}
+
+
+def _cutting_pad(params: Mapping[str, Any], shapes: Sequence[Shape], splits: Sequence[Split]) -> Whole:
+    """Widths below 0 or between elements: wrong numbers, or a failed check that ends the process."""
+    del shapes, splits
+    widths = enumerate(params["padding_config"])
+    return {(t, d) for d, (low, high, inside) in widths if min(low, high) < 0 or inside for t in (0, 2)}
+
+
+def _reduced(params: Mapping[str, Any], shapes: Sequence[Shape], splits: Sequence[Split]) -> Whole:
+    """Reductions that no all-reduce of XLA:CPU can finish."""
+    del splits
+    axes = params["axes"] if "axes" in params else params["dimensions"]
+    return {(t, d) for t, shape in enumerate(shapes) if shape == shapes[0] for d in axes}
+
+
+def _convolution(params: Mapping[str, Any], shapes: Sequence[Shape], splits: Sequence[Split]) -> Whole:
+    """Kernels and grouped features are whole; a spatial dim may be split beside batch and input features only."""
+    numbers = params["dimension_numbers"]
+    batch, feature, *space = numbers.lhs_spec
+    out_feature, in_feature, *kernel = numbers.rhs_spec
+    out_batch, out_channel, *out_space = numbers.out_spec
+    whole = {(1, d) for d in kernel}
+    if params["feature_group_count"] > 1 or params["batch_group_count"] > 1:
+        whole |= {(0, feature), (1, in_feature), (1, out_feature), (2, out_channel)}
+    if params["batch_group_count"] > 1:
+        whole |= {(0, batch), (2, out_batch)}
+
+    def split(t: int, d: int) -> tuple[Axis, ...]:
+        return () if (t, d) in whole else splits[t][d]
+
+    alike = split(0, batch) == split(2, out_batch) and split(0, feature) == split(1, in_feature)
+    free = not split(1, out_feature) and not split(2, out_channel)
+    for d, o, between in zip(space, out_space, params["lhs_dilation"], strict=True):
+        if not (alike and free and between == 1 and split(0, d) == split(2, o)):
+            whole |= {(0, d), (2, o)}
+    return whole
+
+
+LIMITS: dict[str, Callable[[Mapping[str, Any], Sequence[Shape], Sequence[Split]], Whole]] = {
+    "conv_general_dilated": _convolution,
+    "pad": _cutting_pad,
+    "reduce": _reduced,
+    "reduce_xor": _reduced,
+    "slice": _strided_slice,
+}
+"""Primitive -> the dims that have to be whole, given its parameters, shapes and splits."""
+
+NAMES = LIMITS.keys() | STARTS.keys()

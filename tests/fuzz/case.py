@@ -1,0 +1,227 @@
+"""A case: one program as a list of op records, with its mesh, its arguments and what is asked of them.
+
+Values are numbers, unique in the whole program; a body sees the values around it. A record's text is a Python
+expression in which `$0` is its first operand, `$f0` its first body and `$s` its spec.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from . import prelude
+
+Entry = Any
+"""Of one dim: None, "?" for unconstrained, an axis, or a tuple of axes whose last may be "..."."""
+SpecData = tuple[Entry, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Type:
+    """A value's shape and dtype; "F", "H" and "C" are the program's float, half and complex."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def dtype_text(self) -> str:
+        return self.dtype if self.dtype in ("F", "H", "C") else f'"{self.dtype}"'
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """The body of a loop, a branch or a call: parameters and results are values."""
+
+    params: tuple[int, ...]
+    records: tuple[Record, ...]
+    results: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """One op: its results in terms of its operands."""
+
+    op: str
+    text: str
+    operands: tuple[int, ...]
+    results: tuple[int, ...]
+    types: tuple[Type, ...]
+    spec: SpecData | None = None
+    bodies: tuple[Block, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Argument:
+    """One argument: its value and type, the spec asked of it, and where it lies when the program is called."""
+
+    value: int
+    type: Type
+    spec: SpecData | None = None
+    placed: SpecData | None = None
+    donated: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A whole program and how it is called."""
+
+    mesh: tuple[tuple[str, int], ...]
+    arguments: tuple[Argument, ...]
+    records: tuple[Record, ...]
+    results: tuple[int, ...]
+    exact: tuple[bool, ...]
+    """Per result whether its floats are dyadic numbers that float32 holds: no order of summation changes them."""
+    out_specs: tuple[SpecData | None, ...] | None = None
+    by: tuple[int, ...] = ()
+    """The arguments by which the gradient is taken; none: only the values."""
+    counted: tuple[int, ...] = ()
+    """The results whose sum is differentiated."""
+    coarse: bool = False
+    """Whether rounding to bfloat16 meets inexact values."""
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> Case:
+        return _read(Case, json.loads(text))
+
+
+def _read(kind: Any, data: Any) -> Any:
+    """A dataclass from nested dicts and lists."""
+    parts = {"type": Type, "types": Type, "bodies": Block, "records": Record, "arguments": Argument}
+
+    def value(name: str, x: Any) -> Any:
+        if isinstance(x, dict):
+            return _read(parts[name], x)
+        return tuple(value(name, y) for y in x) if isinstance(x, list) else x
+
+    return kind(**{name: value(name, x) for name, x in data.items()})
+
+
+def walk(records: tuple[Record, ...]) -> Iterator[Record]:
+    """All records, those in bodies too."""
+    for record in records:
+        yield record
+        for body in record.bodies:
+            yield from walk(body.records)
+
+
+def spec_text(spec: SpecData | None) -> str:
+    if spec is None:
+        return "None"
+
+    def entry(e: Entry) -> str:
+        if isinstance(e, tuple):
+            return "(" + "".join(f"{entry(x)}, " for x in e).rstrip() + ")"
+        return {None: "None", "?": "P.UNCONSTRAINED", "...": "..."}.get(e, f'"{e}"')
+
+    return f"P({', '.join(map(entry, spec))})"
+
+
+def body_text(case: Case) -> str:
+    """The function `make(annotate, jit)` that gives the program."""
+    lines = ["def make(annotate, jit):", *_function("program", [a.value for a in case.arguments], case, "    ")]
+    last = f"with_gradients(program, {case.by!r}, {case.counted!r})" if case.by else "program"
+    return "\n".join([*lines, f"    return {last}"]) + "\n"
+
+
+def _function(name: str, params: Any, block: Block | Case, indent: str) -> list[str]:
+    lines = [f"{indent}def {name}({', '.join(f'v{p}' for p in params)}):"]
+    for record in block.records:
+        for i, body in enumerate(record.bodies):
+            lines += _function(f"f{record.results[0]}_{i}", body.params, body, indent + "    ")
+        names = ", ".join(f"v{r}" for r in record.results) + ("," if len(record.results) == 1 and record.bodies else "")
+        lines.append(f"{indent}    {names} = {expression(record)}")
+    return [*lines, f"{indent}    return ({''.join(f'v{r}, ' for r in block.results).rstrip()})"]
+
+
+def expression(record: Record) -> str:
+    """The right side of a record's line."""
+
+    def fill(match: re.Match) -> str:
+        word = match[1]
+        if word == "s":
+            return spec_text(record.spec)
+        return f"f{record.results[0]}_{word[1:]}" if word[0] == "f" else f"v{record.operands[int(word)]}"
+
+    return re.sub(r"\$(s|f?\d+)", fill, record.text)
+
+
+def dtypes_text(wide: bool) -> str:
+    """What F, H and C stand for: 32 bits, or `wide`, 64."""
+    if wide:
+        return "F, H, C = jnp.float64, jnp.float64, jnp.complex128"
+    return "F, H, C = jnp.float32, jnp.bfloat16, jnp.complex64"
+
+
+def arguments_text(case: Case) -> str:
+    lines = [f"        array({i}, {a.type.dtype_text}, {a.type.shape})," for i, a in enumerate(case.arguments)]
+    return "\n".join(["def arguments():", "    return [", *lines, "    ]"]) + "\n"
+
+
+def options_text(case: Case) -> str:
+    """The arguments of `sharding.jit`."""
+    options = []
+    if any(a.spec is not None for a in case.arguments):
+        specs = ", ".join(spec_text(a.spec) for a in case.arguments)
+        options.append(f"in_shardings=({specs},)")
+    if case.out_specs is not None:
+        options.append(f"out_shardings=({', '.join(map(spec_text, case.out_specs))},)")
+    donated = tuple(i for i, a in enumerate(case.arguments) if a.donated)
+    return ", ".join([*options, *([f"donate_argnums={donated}"] if donated else [])])
+
+
+def program_text(case: Case) -> str:
+    """A Python file that runs the case on its mesh and on one device, and says how far the results are apart."""
+    size = 1
+    for _, n in case.mesh:
+        size *= n
+    moved = [
+        f"    args[{i}] = jax.device_put(args[{i}], NamedSharding(mesh, {spec_text(a.placed)}))"
+        for i, a in enumerate(case.arguments)
+        if a.placed is not None
+    ]
+    options = options_text(case)
+    call = f"make(sharding.annotate, sharding.jit){', ' if options else ''}{options}"
+    source = inspect.getsource(prelude).partition('"""\n\n')[2]
+    return "\n".join(
+        [
+            "from jax.sharding import NamedSharding",
+            source.replace("import jax\n", "import jax\n", 1).rstrip(),
+            "",
+            "",
+            "import sharding",
+            "from sharding import P",
+            "",
+            'jax.config.update("jax_platforms", "cpu")',
+            'jax.config.update("jax_num_cpu_devices", 8)',
+            dtypes_text(wide=False),
+            "",
+            "",
+            body_text(case),
+            "",
+            arguments_text(case),
+            "",
+            "alone = jax.jit(make(plain, jax.jit))(*arguments())",
+            f"with sharding.mesh({dict(case.mesh)!r}, devices=jax.devices()[:{size}]) as mesh:",
+            "    args = arguments()",
+            *moved,
+            f"    step = sharding.jit({call})",
+            "    print(step.complete(*args))",
+            "    ours = jax.block_until_ready(step(*args))",
+            "for i, (a, b) in enumerate(zip(ours, alone, strict=True)):",
+            "    if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):",
+            "        a, b = jax.random.key_data(a), jax.random.key_data(b)",
+            "    a, b = np.asarray(a), np.asarray(b)",
+            "    wide = np.complex128 if np.iscomplexobj(b) else np.float64",
+            "    error, norm = np.linalg.norm(a.astype(wide) - b.astype(wide)), np.linalg.norm(b.astype(wide))",
+            '    print(f"result {i}: {a.dtype}{list(a.shape)} and {b.dtype}{list(b.shape)}, off by {error} of {norm}")',
+            "",
+        ]
+    )

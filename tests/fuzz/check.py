@@ -1,0 +1,213 @@
+"""One case on its mesh and on one device: equal numbers, types and shapes, and what the completion promises.
+
+How equal: integers, bools and exact floats are the same bits. Other floats are summed up in another order on a mesh,
+so they are held to `TIGHT` of the result's norm, with `FLOOR` per element for results that cancel out. A program may
+magnify rounding beyond that; then it is run in float64 on both sides, where rounding is 2**29 times smaller and a wrong
+value is as wrong as before, and held to the same limits over 2**24. Nothing is compared with a wider limit but
+programs that round inexact values to bfloat16 (`coarse`), whose half is float64 in the second run, too.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding
+
+import sharding
+from sharding import P
+from sharding.spec import to_partition_spec
+
+from . import prelude
+from .case import Case, arguments_text, body_text, dtypes_text, options_text, spec_text, walk
+
+TIGHT, FLOOR = 1e-5, 1e-6
+COARSE = 1e-2
+WIDE = 2.0**-24
+
+
+class Mismatch(AssertionError):
+    """The case shows a fault."""
+
+
+class Rejected(Exception):
+    """Plain JAX on one device refuses the program, so it says nothing of us."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How a case went that showed no fault."""
+
+    arbitrated: bool
+    """Whether float64 had to decide."""
+    values: int
+    conflicts: int
+
+
+def check(case: Case, *, options: dict[str, Any] | None = None, twice: bool = True) -> Outcome:
+    """Runs a case. Raises Mismatch, or whatever the library raised.
+
+    Args:
+        case: what to run.
+        options: the compiler's, for both sides; then the program runs through `lower`, not by a call.
+        twice: complete a second time, to see that it gives the same.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*XLA pads it")
+        warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
+        alone = _alone(case, False, options)
+        ours, completion = _on_mesh(case, False, options, twice)
+        _check_completion(case, completion)
+        far = _compare(case, ours, alone, COARSE if case.coarse else TIGHT, FLOOR)
+        if far:
+            wide = _in_float64(case, options)
+            if wide:
+                raise Mismatch(f"{'; '.join(far)}; in float64: {'; '.join(wide)}")
+    return Outcome(arbitrated=bool(far), values=len(completion.assignment.specs), conflicts=len(completion.conflicts))
+
+
+def _in_float64(case: Case, options: dict[str, Any] | None) -> list[str]:
+    try:
+        with jax.enable_x64(True):
+            alone = _alone(case, True, options)
+            ours, _ = _on_mesh(case, True, options, False)
+            return _compare(case, ours, alone, TIGHT * WIDE, FLOOR * WIDE)
+    except Rejected as e:
+        return [f"not to be had: {e}"]
+
+
+def namespace(case: Case, wide: bool) -> dict[str, Any]:
+    """The case's text executed: `make` and `arguments`."""
+    names = {**vars(prelude), "jax": jax, "jnp": jnp, "lax": lax, "np": np, "sharding": sharding, "P": P}
+    for text in (dtypes_text(wide), body_text(case), arguments_text(case)):
+        exec(compile(text, "case.py", "exec"), names)
+    return names
+
+
+def _alone(case: Case, wide: bool, options: dict[str, Any] | None) -> list[Any]:
+    names = namespace(case, wide)
+    args = names["arguments"]()
+    step = jax.jit(names["make"](prelude.plain, jax.jit))
+    try:
+        lowered = step.lower(*args)
+    except Exception as e:
+        raise Rejected(f"{type(e).__name__}: {e}") from e
+    return list(map(_numpy, jax.block_until_ready(lowered.compile(options)(*args))))
+
+
+def _on_mesh(
+    case: Case, wide: bool, options: dict[str, Any] | None, twice: bool
+) -> tuple[list[Any], sharding.Completion]:
+    names = namespace(case, wide)
+    args = names["arguments"]()
+    mesh = mesh_of(case.mesh)
+    with mesh as real:
+        for i, a in enumerate(case.arguments):
+            if a.placed is not None:
+                args[i] = jax.device_put(args[i], NamedSharding(real, eval(spec_text(a.placed), names)))
+        asked = eval(f"dict({options_text(case)})", names)
+        step = sharding.jit(names["make"](sharding.annotate, sharding.jit), **asked)
+        completion = step.complete(*args)
+        if twice:
+            again = sharding.jit(names["make"](sharding.annotate, sharding.jit), **asked).complete(*args)
+            if _decided(completion) != _decided(again):
+                raise Mismatch("a second completion differs from the first")
+        if options is None:
+            out = step(*args)
+        else:
+            compiled = step.lower(*args).compile(options)
+            out = compiled(*jax.device_put(args, [NamedSharding(real, spec) for spec in completion.in_shardings]))
+        out = jax.block_until_ready(out)
+    specs = completion.out_shardings
+    for i, (x, spec) in enumerate(zip(out, specs, strict=True)):
+        if not x.sharding.is_equivalent_to(NamedSharding(real, spec), x.ndim):
+            raise Mismatch(f"result {i} comes back as {x.sharding}, completed was {spec}")
+    return list(map(_numpy, out)), completion
+
+
+@functools.cache
+def mesh_of(axes: tuple[tuple[str, int], ...]):
+    """The mesh of a case, over the first devices."""
+    return sharding.mesh(dict(axes), devices=jax.devices()[: math.prod(n for _, n in axes)])
+
+
+def _decided(c: sharding.Completion) -> Any:
+    reasons = [(k, r.word, r.source, r.value, r.dim) for k, r in c.assignment.reasons.items()]
+    return c.assignment.specs, reasons, tuple(map(str, c.conflicts))
+
+
+def _numpy(x: Any) -> np.ndarray:
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    return np.asarray(x)
+
+
+def _compare(case: Case, ours: list[Any], alone: list[Any], tight: float, floor: float) -> list[str]:
+    """One line for every float that is further off than allowed; raises where no float64 run can help."""
+    if len(ours) != len(alone):
+        raise Mismatch(f"{len(ours)} results instead of {len(alone)}")
+    far = []
+    for i, (a, b) in enumerate(zip(ours, alone, strict=True)):
+        if a.dtype != b.dtype or a.shape != b.shape:
+            raise Mismatch(f"result {i} is {a.dtype}{list(a.shape)} instead of {b.dtype}{list(b.shape)}")
+        if case.exact[i] or a.dtype.kind not in "fcV":
+            if not np.array_equal(a, b):
+                count = int((a != b).sum())
+                raise Mismatch(f"result {i} is exact, {count} of {a.size} elements differ")
+            continue
+        kind = np.complex128 if a.dtype.kind == "c" else np.float64
+        x, y = a.astype(kind), b.astype(kind)
+        if not np.isfinite(y).all():
+            raise Rejected(f"result {i} is not finite on one device")
+        error, norm = np.linalg.norm(x - y), np.linalg.norm(y)
+        if not error <= tight * norm + floor * math.sqrt(max(1, a.size)):
+            far.append(f"result {i} is off by {error:.3g} of {norm:.3g}")
+    return far
+
+
+def _check_completion(case: Case, c: sharding.Completion) -> None:
+    """Every closed annotation is met; why, the table and its HTML can be told."""
+    a = c.assignment
+    for v, pin in a.graph.pins.items():
+        for d, (asked, got) in enumerate(zip(pin.spec.dims, a.specs[v].dims, strict=True)):
+            if (got.axes[: len(asked.axes)] if asked.open else got.axes) != asked.axes:
+                raise Mismatch(f"{a.graph.label(v)} dim {d}: asked {asked} by {pin.origin}, got {got}")
+    for spec in a.specs:
+        used = [axis for dim in spec.dims for axis in dim.axes]
+        if len(set(used)) != len(used):
+            raise Mismatch(f"an axis is used twice: {spec}")
+    for record in case.records:
+        if record.op == "annotate" and "name=" in record.text and record.spec is not None and not a.graph.clashes:
+            _check_name(case, record, c)
+    for name in a.graph.names:
+        lines = tuple(c.why(name))
+        if not lines:
+            raise Mismatch(f"no line of why for {name}")
+    str(c), c._repr_html_(), repr(c.conflicts), c.uneven
+
+
+def _check_name(case: Case, record: Any, c: sharding.Completion) -> None:
+    name = record.text.split('name="')[1].split('"')[0]
+    if name not in c.assignment.graph.names:
+        return  # repeated: by a derivative that traces the program again
+    got = c.assignment.specs[c.assignment.graph.names[name]]
+    sizes = dict(case.mesh)
+    entries = (*record.spec, *[None] * (len(got.dims) - len(record.spec)))
+    for d, (entry, dim) in enumerate(zip(entries, got.dims, strict=True)):
+        asked = entry if isinstance(entry, tuple) else (entry,)
+        axes = tuple(a for a in asked if a in sizes and sizes[a] > 1)
+        grows = "?" in asked or "..." in asked
+        if (dim.axes[: len(axes)] if grows else dim.axes) != axes:
+            raise Mismatch(f"{name} dim {d} is asked to be {entry}, got {to_partition_spec(got)}")
+
+
+def ops_of(case: Case) -> list[str]:
+    """The names of the ops of a case."""
+    return [record.op for record in walk(case.records)]

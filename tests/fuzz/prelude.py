@@ -1,0 +1,82 @@
+"""What the generated programs call besides JAX; its source goes in front of a printed program.
+
+Loops, branches and wrappers take flat functions: arrays in, a tuple of arrays out.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+
+def plain(x, spec=None, *, name=None, priority=0):
+    """In place of `sharding.annotate` where there is no mesh."""
+    return x
+
+
+def scan(f, carried, length, *args, **options):
+    """`lax.scan` with the first `carried` arguments carried and the others stacked."""
+
+    def body(carry, xs):
+        out = f(*carry, *xs)
+        return tuple(out[:carried]), tuple(out[carried:])
+
+    carry, ys = lax.scan(body, args[:carried], args[carried:], length=length, **options)
+    return (*carry, *ys)
+
+
+def while_loop(f, times, *args):
+    """`f` again and again; `times` is a number that only the device knows."""
+    return lax.while_loop(lambda s: s[0] < times, lambda s: (s[0] + 1, *f(*s[1:])), (jnp.int32(0), *args))[1:]
+
+
+def fori_loop(f, times, *args):
+    return lax.fori_loop(0, times, lambda i, s: tuple(f(*s)), args)
+
+
+def custom_vjp(f, *args):
+    """`f` with a derivative rule of its own, which is the true one."""
+    g = jax.custom_vjp(f)
+    g.defvjp(lambda *xs: (f(*xs), xs), lambda xs, ct: jax.vjp(f, *xs)[1](ct))
+    return g(*args)
+
+
+def custom_jvp(f, *args):
+    g = jax.custom_jvp(f)
+    g.defjvp(lambda xs, ts: jax.jvp(f, xs, ts))
+    return g(*args)
+
+
+def gradient(f, *args):
+    """The gradient of a sum over what `f` gives, by all arguments."""
+    return jax.grad(lambda *xs: sum(jnp.sum(jnp.sin(y)) for y in f(*xs)), argnums=tuple(range(len(args))))(*args)
+
+
+def tangent(f, *args):
+    return jax.jvp(f, args, args)[1]
+
+
+def with_gradients(f, by, counted):
+    """`f` whose result is followed by the gradients of a sum over its results `counted`, by its arguments `by`."""
+
+    def loss(*args):
+        out = f(*args)
+        return sum(jnp.sum(jnp.sin(out[i])) for i in counted), out
+
+    def program(*args):
+        (_, out), gradients = jax.value_and_grad(loss, argnums=by, has_aux=True)(*args)
+        return (*out, *gradients)
+
+    return program
+
+
+def array(seed, kind, shape):
+    """An argument: floats are multiples of 1/8 within 2, integers 0 to 7."""
+    random = np.random.default_rng(seed)
+    if kind == "key":
+        return jax.random.split(jax.random.key(seed), shape) if shape else jax.random.key(seed)
+    if kind == "bool":
+        return random.integers(0, 2, shape) == 1
+    if jnp.issubdtype(kind, jnp.floating):
+        return np.asarray(random.integers(-16, 17, shape) / 8, kind)
+    return np.asarray(random.integers(0, 8, shape), kind)

@@ -1,0 +1,132 @@
+"""A run of many cases: progress, counts, and what to do with a failure."""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+import traceback
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jaxlib
+
+from .case import Case, program_text
+from .check import Mismatch, Rejected, check, ops_of
+from .generate import numbered
+from .shrink import shrink
+
+EVERY = 100
+
+
+def run(args: Namespace) -> int:
+    """Runs cases until the budget or the time is spent, or one fails."""
+    budget = args.budget if args.budget is not None else (1000 if args.minutes is None else 10**9)
+    started, counts = time.monotonic(), Counter()
+    ops, meshes, rejected = Counter(), Counter(), Counter()
+    failures: list[tuple[int, str]] = []
+    for number in range(args.first, args.first + budget):
+        seconds = time.monotonic() - started
+        if args.minutes is not None and seconds > 60 * args.minutes:
+            break
+        case = numbered(args.seed, number)
+        try:
+            outcome = check(case, twice=number % 4 == 0)
+            counts.update(programs=1, values=outcome.values, conflicts=outcome.conflicts, by_float64=outcome.arbitrated)
+            counts.update(with_gradients=bool(case.by))
+            ops.update(set(ops_of(case)))
+            meshes[", ".join(f"{k}={n}" for k, n in case.mesh)] += 1
+        except Rejected as e:
+            rejected[str(e)[:80]] += 1
+        except Exception as e:
+            print(f"program {number} of seed {args.seed}: {signature(e)}", flush=True)
+            if not args.keep_going:
+                return report(case, e, args, number)
+            failures.append((number, signature(e)))
+        if (number + 1 - args.first) % EVERY == 0:
+            jax.clear_caches()
+            done, seconds = number + 1 - args.first, time.monotonic() - started
+            print(f"{done} programs, {seconds / done:.2f} s each, {len(failures)} failures", flush=True)
+    found = {
+        "seed": args.seed,
+        "first": args.first,
+        **counts,
+        "rejected_by_jax": dict(rejected.most_common()),
+        "failures": len(failures),
+        "seconds": round(time.monotonic() - started),
+        "ops": dict(sorted(ops.items())),
+        "meshes": dict(sorted(meshes.items())),
+        "jax": jax.__version__,
+        "jaxlib": jaxlib.__version__,
+        "python": platform.python_version(),
+    }
+    if args.results is not None:
+        args.results.write_text(json.dumps(found, indent=1) + "\n")
+    print(json.dumps({k: v for k, v in found.items() if k not in ("ops", "meshes")}, indent=1))
+    for number, text in failures:
+        print(f"  {number}: {text}")
+    return 1 if failures else 0
+
+
+def signature(error: Exception) -> str:
+    """What kind of failure it is: small cases have to fail alike."""
+    kind = type(error).__name__
+    if isinstance(error, Mismatch):
+        numbers = "is exact" in str(error) or "is off by" in str(error)
+        return f"{kind}: {str(error) if not numbers else 'wrong numbers: ' + str(error)}"
+    return f"{kind}: {(str(error).splitlines() or [''])[0]}"
+
+
+def alike(a: str, b: str) -> bool:
+    """Whether two failures are of one kind: the same words, whatever the numbers."""
+
+    def words(text: str) -> str:
+        text = text.partition("wrong numbers")[0] + "wrong numbers" if "wrong numbers" in text else text
+        return "".join(c for c in text if c.isalpha())[:60]
+
+    return words(a) == words(b)
+
+
+def failure(case: Case) -> str | None:
+    """How a case fails; None if it does not."""
+    try:
+        check(case)
+    except Rejected:
+        return None
+    except Exception as e:
+        return signature(e)
+    return None
+
+
+def failing_like(first: str) -> Callable[[Case], bool]:
+    def fails(case: Case) -> bool:
+        text = failure(case)
+        return text is not None and alike(text, first)
+
+    return fails
+
+
+def report(case: Case, error: Exception, args: Namespace, number: int) -> int:
+    """Makes a failing case small, prints it and writes it to files."""
+    traceback.print_exception(error)
+    print("making it small ...", flush=True)
+    small = shrink(case, failing_like(signature(error)))
+    text, name = program_text(small), f"fuzz-failure-{args.seed}-{number}"
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / f"{name}.py").write_text(text)
+    (args.out / f"{name}.json").write_text(small.to_json() + "\n")
+    print(text)
+    print(f"{failure(small)}\nwritten to {args.out / name}.py; python -m tests.fuzz --replay {args.out / name}.json")
+    return 1
+
+
+def replay(path: Path) -> int:
+    """Runs one case again."""
+    case = Case.from_json(path.read_text())
+    print(program_text(case))
+    found = failure(case)
+    print(found or "no failure")
+    return 1 if found else 0

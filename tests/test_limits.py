@@ -1,0 +1,115 @@
+"""Ops that XLA's partitioner gets wrong in plain `jax.jit`: by `sharding.jit` they give the numbers of one device."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import sharding
+from sharding import P, limits
+from sharding.spec import Dim, Spec
+
+
+def conv(x, w, *, dims, strides=1, padding="VALID", **options):
+    strides = (strides,) * (x.ndim - 2)
+    return lax.conv_general_dilated(x, w, strides, padding, dimension_numbers=dims, **options)
+
+
+def pad(*widths):
+    return lambda x: lax.pad(x, jnp.float32(0), (widths, (0, 0, 0)))
+
+
+def gradient(f):
+    return lambda *args: jax.grad(lambda *a: jnp.sum(f(*a) * jnp.cos(f(*a))), argnums=(0, 1))(*args)
+
+
+def xor(x):
+    return lax.reduce(x.astype(jnp.int32), jnp.int32(0), lax.bitwise_xor, (0,))
+
+
+def most_and_sum(x):
+    pair = (x.astype(jnp.int32), (3 * x).astype(jnp.int32))
+    return lax.reduce(pair, (jnp.int32(0),) * 2, lambda a, b: (jnp.maximum(a[0], b[0]), a[1] + b[1]), (0,))
+
+
+NHC = ("NHC", "HIO", "NHC")
+CASES = {
+    "a strided slice of one element": (lambda x: x[1:2:3], [(2, 8)], [P("a")], {"a": 2}),
+    "a strided slice": (lambda x: x[10:11:3], [(12, 2)], [P("b")], {"a": 2, "b": 4}),
+    "a pad that cuts": (pad(-1, -1, 0), [(8, 4)], [P(None, "a")], {"a": 4}),
+    "a pad between elements": (pad(3, 2, 1), [(8, 2)], [P("a")], {"a": 4}),
+    "a pad that cuts and pads between": (pad(-1, 0, 1), [(12, 4)], [P(None, "a")], {"a": 2, "b": 4}),
+    "an update beyond the end": (
+        lambda x, y: lax.dynamic_update_slice(x, y, (0, 5 + x[0, 0].astype(jnp.int32) * 0)), [(8, 4), (1, 1)],
+        [P(None, "a"), None], {"a": 2},
+    ),
+    "a slice beyond the end": (
+        lambda x: lax.dynamic_slice(x, (1, 6 + x[0, 0].astype(jnp.int32) * 0), (5, 2)), [(5, 4)], [P(None, "a")],
+        {"a": 2},
+    ),
+    "a reduction of its own": (xor, [(4, 8)], [P("a")], {"a": 4}),
+    "a reduction of two arrays": (most_and_sum, [(4, 8)], [P("a")], {"a": 4}),
+    "a convolution split in height and output features": (
+        lambda x, w: conv(x, w, dims=NHC), [(4, 4, 2), (1, 2, 4)], [P(None, "b"), P(None, None, "a")],
+        {"a": 2, "b": 2},
+    ),
+    "a depthwise convolution over part of the mesh": (
+        lambda x, w: conv(x, w, dims=NHC, padding="SAME", feature_group_count=4), [(2, 16, 4), (1, 1, 4)],
+        [P(None, None, "b"), P(None, None, "b")], {"a": 2, "b": 4},
+    ),
+    "a grouped convolution": (
+        lambda x, w: conv(x, w, dims=NHC, feature_group_count=2), [(4, 8, 2), (1, 1, 8)], [None, P(None, None, "b")],
+        {"b": 8},
+    ),
+    "a convolution in groups of the batch": (
+        lambda x, w: conv(x, w, dims=NHC, strides=2, batch_group_count=2), [(2, 8, 2), (2, 2, 8)],
+        [P(None, None, "b"), P(None, "b")], {"a": 2, "b": 2},
+    ),
+    "the gradients of a strided convolution": (
+        gradient(lambda x, w: conv(x, w, dims=("HNC", "HIO", "CHN"), strides=2, padding="SAME", batch_group_count=2)),
+        [(4, 6, 5), (1, 5, 2)], [P("b"), None], {"a": 2, "b": 4},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_numbers_are_those_of_one_device(name):
+    fn, shapes, specs, sizes = CASES[name]
+    args = [np.random.default_rng(i).integers(-8, 9, shape).astype(np.float32) for i, shape in enumerate(shapes)]
+    alone = jax.jit(fn)(*args)
+    with sharding.mesh(sizes, devices=jax.devices()[: np.prod(list(sizes.values()))]):
+        ours = sharding.jit(fn, in_shardings=tuple(specs))(*args)
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(alone), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * np.linalg.norm(b))
+
+
+def test_inside_a_loop():
+    def fn(x):
+        return lax.scan(lambda c, _: (lax.pad(c[1:6:2], jnp.float32(1), ((2, 3, 0), (0, 0, 0))), c[0]), x, length=3)
+
+    x = np.arange(32, dtype=np.float32).reshape(8, 4)
+    with sharding.mesh(a=4, devices=jax.devices()[:4]):
+        ours = sharding.jit(fn, in_shardings=(P("a"),))(x)
+    jax.tree.map(np.testing.assert_array_equal, ours, jax.jit(fn)(x))
+
+
+def spec(*dims):
+    return Spec(dims=tuple(Dim(axes=(d,) if d else ()) for d in dims))
+
+
+def test_only_the_dims_in_danger_are_made_whole():
+    found = [spec("a", "b"), spec("a", "b")]
+    params = {"strides": (1, 2)}
+    assert limits.specs("slice", params, [(8, 8), (8, 4)], found) == [spec("a", None)] * 2
+    assert limits.specs("slice", {"strides": None}, [(8, 8), (8, 4)], found) == found
+
+
+def test_a_convolution_keeps_batch_and_height():
+    program = jax.make_jaxpr(lambda x, w: conv(x, w, dims=NHC, padding="SAME"))(
+        jnp.ones((8, 8, 4)), jnp.ones((3, 4, 4))
+    )
+    eqn = program.eqns[-1]
+    found = [spec("a", "b", None), spec(None, None, None), spec("a", "b", None)]
+    shapes = [v.aval.shape for v in (*eqn.invars, *eqn.outvars)]
+    assert limits.specs(eqn.primitive.name, eqn.params, shapes, found) == found
