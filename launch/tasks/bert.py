@@ -136,7 +136,7 @@ def score(batches: Sequence[Looked]) -> dict[str, float]:
 
 def recipe(name: str) -> Recipe:
     """How a BERT is trained by default."""
-    return Recipe(steps=1000, batch=32, optimization=Optimization(lr=2e-3, warmup=100))
+    return Recipe(steps=800, batch=32, optimization=Optimization(lr=2e-3, warmup=100))
 
 
 FAMILY = Family(presets=bert.PRESETS, recipe=recipe, build=build)
