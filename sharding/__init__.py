@@ -19,13 +19,14 @@ from .errors import ShardingError
 from .jit import jit
 
 # where it runs
+from .logical import axis_rules
 from .mesh import mesh, topology
 from .placement import put
 
 if TYPE_CHECKING:
     from . import checkpoint
 
-__all__ = ["Completion", "P", "ShardingError", "annotate", "checkpoint", "jit", "mesh", "put", "topology"]
+__all__ = ["Completion", "P", "ShardingError", "annotate", "axis_rules", "checkpoint", "jit", "mesh", "put", "topology"]
 
 _LAZY = ("checkpoint",)
 

@@ -17,10 +17,10 @@ import jax.extend.core as jex
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from . import compat
+from . import compat, logical
 from .errors import ShardingError
 from .mesh import current
-from .spec import OPEN, Spec, axis_size, divisible, from_partition_spec, indivisible, to_partition_spec
+from .spec import OPEN, Spec, axis_size, divisible, indivisible, to_partition_spec
 
 annotate_p = jex.Primitive("annotate")
 
@@ -61,7 +61,7 @@ def _annotate_leaf(x: Any, spec: P | None, *, name: str | None, priority: int) -
         )
     shape, seen = tuple(jax.numpy.shape(x)), _abstract(mesh)
     sizes = {n: size for n, size in seen.shape.items() if n not in seen.manual_axes}
-    resolved = from_partition_spec(spec, shape, sizes, asked=asked, priority=priority)
+    resolved = logical.resolve(spec, shape, sizes, asked=asked, priority=priority)
     _warn_padding(resolved, x, sizes, asked)
     return bind(x, resolved, seen, name=name)
 

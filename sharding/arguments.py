@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
-from . import compat
+from . import compat, logical
 from .errors import ShardingError, raise_together
 from .graph import Pin
 from .spec import Spec, from_partition_spec, indivisible, to_partition_spec
@@ -191,7 +191,9 @@ def _pin(entry: Any, aval: Any, asked: str, sizes: Mapping[str, int], mesh: Any,
         return None
     if isinstance(entry, Sharding):
         entry = spec_of(entry, mesh, asked)
-    spec = from_partition_spec(entry, aval.shape, sizes, asked=asked)
+        spec = from_partition_spec(entry, aval.shape, sizes, asked=asked)
+    else:
+        spec = logical.resolve(entry, aval.shape, sizes, asked=asked)
     faults = indivisible(spec, aval.shape, sizes)
     if faults:
         raise ShardingError(
@@ -282,7 +284,8 @@ def _agreed(pin: Pin | None, have: Pin, asked: str) -> Pin:
     if pin is None:
         return have
     if pin.spec.axes == have.spec.axes:
-        return Pin(spec=have.spec, origin=pin.origin)  # closed: where it lies, it stays
+        dims = tuple(replace(d, open=False) for d in pin.spec.dims)  # where it lies, it stays
+        return Pin(spec=Spec(dims=dims), origin=pin.origin)
     pairs = zip(pin.spec.dims, have.spec.dims, strict=True)
     if all(h.axes == d.axes or (d.open and h.axes[: len(d.axes)] == d.axes) for d, h in pairs):
         return have

@@ -132,7 +132,7 @@ class Completion:
     def _whole(self, v: int, d: int) -> str:
         pin = self._graph.pins.get(v)
         if pin is not None and not pin.spec.dims[d].open:
-            return f"{pin.origin} closes it"
+            return f"{pin.said(d)} closes it"
         sources = {s for op in self._graph.ops if op.name == "edge" and v in op.results for s in op.operands}
         lost = [c for c in self.conflicts if c.kept.value == v or c.kept.value in sources]
         if lost:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from . import arguments, compat, graph, paths, propagation, tracing
+from . import arguments, compat, graph, logical, paths, propagation, tracing
 from .arguments import Names, Nums, Signature
 from .completion import Completion
 from .errors import ShardingError, raise_together
@@ -167,7 +167,7 @@ class Jitted:
     def _program(self, call: _Call) -> Program:
         try:
             leaves = tuple([tracing.facts(x) for x in call.leaves])
-            key = (call.mesh, call.tree, call.statics, compat.trace_context(), leaves)
+            key = (call.mesh, call.tree, call.statics, logical.in_force(), compat.trace_context(), leaves)
             entry = self._programs.get(key)
         except TypeError:
             self._refuse(call)
@@ -214,7 +214,9 @@ class Jitted:
     def _log_miss(self, key: Any, call: _Call) -> None:
         if self._programs and _log.isEnabledFor(logging.DEBUG):
             last = next(reversed(self._programs))
-            parts = [what for i, what in ((0, "mesh"), (2, "statics"), (3, "JAX's configuration")) if key[i] != last[i]]
+            whats = {0: "mesh", 2: "statics", 3: "axis rules"}
+            parts = [what for i, what in whats.items() if key[i] != last[i]]
+            parts += ["JAX's configuration"] if key[4] != last[4] and not parts else []
             if key[1] == last[1]:
                 names = self._names(call)
                 parts += [f"{n}: {b} -> {a}" for n, a, b in zip(names, key[-1], last[-1], strict=True) if a != b]

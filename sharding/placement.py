@@ -9,9 +9,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from . import logical
 from .errors import ShardingError
 from .mesh import current
-from .spec import from_partition_spec, indivisible, to_partition_spec
+from .spec import indivisible, to_partition_spec
 
 
 def put(local: Any, spec: P = P()) -> Any:  # noqa: B008 an immutable value
@@ -38,7 +39,7 @@ def put(local: Any, spec: P = P()) -> Any:  # noqa: B008 an immutable value
 def _put(x: Any, spec: P, mesh: Mesh) -> jax.Array:
     sizes = dict(mesh.shape)
     asked = f"sharding.put(array of shape {tuple(x.shape)}, {spec})"
-    resolved = from_partition_spec(spec, tuple(x.shape), sizes, asked=asked)
+    resolved = logical.resolve(spec, tuple(x.shape), sizes, asked=asked)
     sharding = NamedSharding(mesh, to_partition_spec(resolved))
     if jax.process_count() > 1:
         return jax.make_array_from_process_local_data(sharding, x)

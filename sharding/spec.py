@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from jax.sharding import PartitionSpec as P
 
@@ -29,6 +29,8 @@ class Dim:
     """Whether the pass may add axes behind these."""
     priority: int = 0
     """0 is propagated first; higher numbers wait."""
+    via: str = field(default="", compare=False)
+    """How the axes were named where they are not named themselves: `mlp -> tensor`."""
 
     def __str__(self) -> str:
         names = [axis_name(a) for a in self.axes] + (["?"] if self.open else [])
@@ -103,7 +105,7 @@ def from_partition_spec(
     if faults:
         raise ShardingError(
             asked,
-            there=[f"spec {spec}, array of shape {tuple(shape)}, mesh axes {_sizes_text(sizes)}", *faults],
+            there=[f"spec {spec}, array of shape {tuple(shape)}, mesh axes {sizes_text(sizes)}", *faults],
             must="each entry is None, P.UNCONSTRAINED, a mesh axis or a tuple of them; each axis at most once; "
             "at most one entry per dim",
             fix=_fix(spec, shape, sizes),
@@ -220,5 +222,6 @@ def _once(spec: P) -> list[object]:
     return entries
 
 
-def _sizes_text(sizes: Mapping[str, int]) -> str:
+def sizes_text(sizes: Mapping[str, int]) -> str:
+    """`data=2, tensor=4`."""
     return ", ".join(f"{k}={v}" for k, v in sizes.items()) or "(none)"

@@ -536,6 +536,15 @@ def test_debug_log_names_what_changed(caplog, args, says):
     assert re.search(says, caplog.text)
 
 
+def test_debug_log_names_changed_axis_rules(caplog):
+    step = sharding.jit(lambda a: a, in_shardings=P("rows"))
+    with caplog.at_level(logging.DEBUG, logger="sharding"):
+        for axis in ("data", "tensor"):
+            with sharding.axis_rules({"rows": axis}):
+                assert step.complete(X).spec("a") == P(axis)
+    assert "completes anew: axis rules changed" in caplog.text
+
+
 def test_placed_arguments_are_annotations():
     c = sharding.jit(lambda a, b: a @ b).complete(place(X, "data"), place(W, None, "tensor"))
     assert c.in_shardings == (P("data"), P(None, "tensor"))

@@ -61,6 +61,11 @@ class Pin:
     origin: str
     """Who says so: `in_shardings`, `annotate at train.py:12 (step)`, ..."""
 
+    def said(self, dim: int) -> str:
+        """Who says what of one dim, with the logical name if it was said by one."""
+        via = self.spec.dims[dim].via
+        return f"{self.origin}: {via}" if via else self.origin
+
 
 @dataclass(slots=True, eq=False)
 class Scope:

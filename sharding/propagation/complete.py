@@ -41,7 +41,7 @@ def unannotated(graph: Graph, sizes: Mapping[str, int]) -> Assignment:
 
 def _annotations(graph: Graph) -> Reasons:
     return {
-        (v, d, axis): Reason(word="annotated", origin=pin.origin)
+        (v, d, axis): Reason(word="annotated", origin=pin.said(d))
         for v, pin in graph.pins.items()
         for d, dim in enumerate(pin.spec.dims)
         for axis in dim.axes
@@ -72,7 +72,7 @@ def _reasons(engine: Engine, specs: tuple[Spec, ...]) -> Reasons:
 def _reason(engine: Engine, v: int, d: int, atom: int) -> Reason:
     step = engine.why.get((v, d, atom))
     if step is None:
-        return Reason(word="annotated", origin=engine.graph.pins[v].origin)
+        return Reason(word="annotated", origin=engine.graph.pins[v].said(d))
     op = engine.ops[step.op]
     return Reason(word=op.name, site=op.site, value=step.source, dim=step.source_dim)
 
@@ -85,4 +85,4 @@ def _origin(engine: Engine, v: int, d: int, atom: int) -> str:
         if step is None:
             break
         v, d = step.source, step.source_dim
-    return engine.graph.pins[v].origin if v in engine.graph.pins else "unknown"
+    return engine.graph.pins[v].said(d) if v in engine.graph.pins else "unknown"
