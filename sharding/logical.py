@@ -57,7 +57,7 @@ def axis_rules(rules: AxisRulesLike, *, optional: Sequence[str] = ()) -> AxisRul
         ...     str(sharding.logical.resolve(P("batch", "mlp"), (16, 64), {"data": 2, "tensor": 4}, asked="x"))
         '[data, tensor]'
     """
-    pairs = tuple(rules.items()) if isinstance(rules, Mapping) else tuple(rules)
+    pairs: tuple[Any, ...] = tuple(rules.items() if isinstance(rules, Mapping) else rules)
     optional = (optional,) if isinstance(optional, str) else tuple(optional)
     raise_together("sharding.axis_rules", list(_misfits(pairs, optional)))
     return AxisRules(pairs=pairs, optional=optional)
