@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from .. import compat
-from ..rules import CONSTANT_PRESERVING, MOVES, Flow, Rule, identity, pointwise, rule_for
+from ..rules import CONSTANT_PRESERVING, MOVES, Flow, Rule, Shape, identity, pointwise, rule_for
 from ..spec import Dim, Spec, from_partition_spec
 from .graph import CALLS, Atom, Graph, Op, Pin, Scope, line, merged
 
@@ -25,6 +25,8 @@ class Builder:
         self.targets: set[int] = set()  # values of edges: an annotation never lands on them
         self.repeated: dict[str, list[int]] = {}
         self.calls: list[Any] = []  # the call equations around, innermost first
+        self.rules: dict[Any, Rule | None] = {}  # of equations that are alike
+        self.distinct: dict[Rule, Rule] = {}
 
     def value(self, aval: Any, maker: Any) -> int:
         g = self.graph
@@ -37,7 +39,7 @@ class Builder:
         return self.value(aval, None) if atom is None else atom
 
     def edge(self, sources: Sequence[int], target: int, eqn: Any, times: int) -> None:
-        rule = identity(len(sources), self.graph.shapes[target])
+        rule = self.shared(identity(len(sources), self.graph.shapes[target]))
         self.op("edge", sources, [target], rule, eqn, times)
 
     def op(self, name: str, ins: Sequence[int], outs: Sequence[int], rule: Rule | None, eqn: Any, times: int) -> None:
@@ -87,8 +89,22 @@ class Builder:
             for a, b in zip(ins, outs, strict=True):
                 self.op(name, [a], [b], identity(1, shape[b]), eqn, times)
             return
-        rule = rule_for(name, [shape[v] for v in ins], [shape[v] for v in outs], eqn.params)
-        self.op(name, ins, outs, rule, eqn, times)
+        self.op(name, ins, outs, self.rule(eqn, [shape[v] for v in ins], [shape[v] for v in outs]), eqn, times)
+
+    def rule(self, eqn: Any, ins: Sequence[Shape], outs: Sequence[Shape]) -> Rule | None:
+        """The rule of an equation, the same object for all that have an equal one: a deep model has few."""
+        name = eqn.primitive.name
+        key = (name, *ins, None, *outs, *eqn.params.values())
+        try:
+            return self.rules[key]
+        except KeyError:
+            found = self.rules[key] = self.shared(rule_for(name, ins, outs, eqn.params))
+            return found
+        except TypeError:  # parameters that can't be hashed
+            return self.shared(rule_for(name, ins, outs, eqn.params))
+
+    def shared(self, rule: Rule | None) -> Rule | None:
+        return None if rule is None else self.distinct.setdefault(rule, rule)
 
     def call(self, scope: Scope, i: int, eqn: Any, times: int) -> None:
         key, pos, jaxpr = next(compat.sub_jaxprs(eqn.params))

@@ -8,7 +8,7 @@ from ..graph import Graph
 from ..spec import Dim, Spec
 from . import conflicts
 from .assignment import Assignment, Reason, Reasons
-from .atoms import Atoms, AtomTable
+from .atoms import AtomTable
 from .engine import Engine
 
 
@@ -49,21 +49,19 @@ def _annotations(graph: Graph) -> Reasons:
 
 
 def _specs(engine: Engine) -> tuple[Spec, ...]:
-    known: dict[tuple[Atoms, ...], Spec] = {}
+    def spec(number: int) -> Spec:
+        dims = tuple(Dim(axes=engine.table.join(atoms)) for atoms in engine.splits[number].axes)
+        return Spec(dims=dims, unreduced=())
 
-    def spec(axes: tuple[Atoms, ...]) -> Spec:
-        if axes not in known:
-            known[axes] = Spec(dims=tuple(Dim(axes=engine.table.join(a)) for a in axes), unreduced=())
-        return known[axes]
-
-    return tuple(spec(tuple(axes)) for axes in engine.axes)
+    known = {number: spec(number) for number in dict.fromkeys(engine.state)}
+    return tuple(map(known.__getitem__, engine.state))
 
 
 def _reasons(engine: Engine, specs: tuple[Spec, ...]) -> Reasons:
     return {
         (v, d, axis): _reason(engine, v, d, engine.table.split((axis,))[0])
         for v, spec in enumerate(specs)
-        if engine.split[v]
+        if engine.split(v).is_split
         for d, dim in enumerate(spec.dims)
         for axis in dim.axes
     }
@@ -73,7 +71,7 @@ def _reason(engine: Engine, v: int, d: int, atom: int) -> Reason:
     step = engine.why.get((v, d, atom))
     if step is None:
         return Reason(word="annotated", origin=engine.graph.pins[v].said(d))
-    op = engine.ops[step.op]
+    op = engine.network.ops[step.op]
     return Reason(word=op.name, site=op.site, value=step.source, dim=step.source_dim)
 
 

@@ -12,6 +12,7 @@ from ..spec import Spec
 from .assignment import Claim, Conflict
 from .atoms import Atoms
 from .engine import Engine
+from .growth import dim_of, project
 
 Origin = Callable[[int, int, int], str]
 """(value, dim, atom) -> the annotation it came from."""
@@ -20,7 +21,7 @@ Origin = Callable[[int, int, int], str]
 def find(engine: Engine, specs: tuple[Spec, ...], origin: Origin) -> tuple[Conflict, ...]:
     """Every conflict once, in program order, then annotations of one value that contradict each other."""
     seen: dict[tuple[int, int, tuple[int, ...]], Conflict] = {}
-    for i in range(len(engine.ops)):
+    for i in range(len(engine.network.ops)):
         for key, conflict in _at(engine, i, specs, origin):
             seen.setdefault(key, conflict)
     return (*seen.values(), *_clashes(engine.graph))
@@ -28,22 +29,23 @@ def find(engine: Engine, specs: tuple[Spec, ...], origin: Origin) -> tuple[Confl
 
 def _at(engine: Engine, i: int, specs: tuple[Spec, ...], origin: Origin) -> Iterator[tuple]:
     """((value, dim, axes it misses), conflict) for every array of an op that lacks what another one has."""
-    op, tensors = engine.ops[i], engine.tensors[i]
-    if op.rule is None or not engine.touched(i):
+    op, form, values = engine.network.ops[i], engine.network.forms[i], engine.network.values[i]
+    splits = [engine.split(v) for v in values]
+    if not any(split.is_split for split in splits):
         return
-    parts = [engine.project(t, op.rule.sizes)[0] for t in tensors]
-    for f, kind in enumerate(op.rule.kinds):
-        holders = [t for t in range(len(tensors)) if f in parts[t]]
-        if kind is Kind.REPLICATE or f in op.rule.blocked or not holders:
+    parts = [project(form, a, split, engine.table.sizes).factors for a, split in enumerate(splits)]
+    for f, kind in enumerate(form.rule.kinds):
+        holders = [a for a in range(len(values)) if f in parts[a]]
+        if kind is Kind.REPLICATE or f in form.rule.blocked or not holders:
             continue
-        longest = max(holders, key=lambda t: (len(parts[t][f]), -t))
-        winner = (tensors[longest].value, _dim(tensors[longest].dims, f))
-        if not engine.axes[winner[0]][winner[1]]:
+        longest = max(holders, key=lambda a: (len(parts[a][f]), -a))
+        winner = (values[longest], dim_of(f, form.arrays[longest]))
+        if not engine.split(winner[0]).axes[winner[1]]:
             continue
-        for t in holders:
-            if parts[t][f] != parts[longest][f]:
-                at = (tensors[t].value, _dim(tensors[t].dims, f))
-                side = _Side(engine, specs, origin, *at, have=parts[t][f], want=parts[longest][f])
+        for a in holders:
+            if parts[a][f] != parts[longest][f]:
+                at = (values[a], dim_of(f, form.arrays[a]))
+                side = _Side(engine, specs, origin, *at, have=parts[a][f], want=parts[longest][f])
                 yield (*at, side.want), side.conflict(op, *winner)
 
 
@@ -79,7 +81,7 @@ class _Side:
 
     def kept(self) -> Claim:
         """What stands in the way: the dim that the missing axis splits already, or this dim as it is."""
-        axes = self.engine.axes[self.value]
+        axes = self.engine.split(self.value).axes
         dim = next((k for k, dim in enumerate(axes) if self.missing in dim), self.dim)
         came = self.origin(self.value, dim, axes[dim][0]) if axes[dim] else _pinned(self.engine.graph, self.value)
         name = self.engine.graph.label(self.value)
@@ -87,14 +89,14 @@ class _Side:
 
     def rule(self) -> str:
         """Why the claim that stands won."""
-        engine, v, d = self.engine, self.value, self.dim
-        if any(self.missing in dim for k, dim in enumerate(engine.axes[v]) if k != d):
+        split, d = self.engine.split(self.value), self.dim
+        if any(self.missing in dim for k, dim in enumerate(split.axes) if k != d):
             return "the axis already splits another dim"
         if self.have and self.have[: len(self.want)] != self.want[: len(self.have)]:
             return "the dim is split by other axes, which came first"
-        if self.missing in engine.held[v]:
+        if self.missing in split.held:
             return "the axis is held for a lower priority"
-        return "the annotation closes the dim" if engine.closed[v][d] else "the op priority keeps it from flowing here"
+        return "the annotation closes the dim" if split.closed[d] else "the op priority keeps it from flowing here"
 
     def bytes_lost(self) -> int:
         """What each device holds more than if the claim were met."""
@@ -125,7 +127,3 @@ def _pinned(graph: Graph, v: int) -> str:
 def _bytes(graph: Graph, v: int) -> int:
     dtype = graph.dtypes[v]
     return math.prod(graph.shapes[v]) * int(getattr(dtype, "itemsize", 0) or 0)
-
-
-def _dim(dims: tuple[tuple[int, ...], ...], factor: int) -> int:
-    return next(d for d, dim in enumerate(dims) if factor in dim)

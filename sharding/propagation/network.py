@@ -1,0 +1,149 @@
+"""The ops of a graph as the engine sees them: each a *form* that many share, with the values it is applied to.
+
+What an op does depends on its form and on how its values are split, not on which values they are. A deep model has
+thousands of ops and a few dozen forms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..graph import Graph, Op
+from ..rules import Dims, Flow, Kind, Rule
+
+NONE, FORWARD, BACKWARD, BOTH = 0, 1, 2, 3
+LEVELS = 5
+"""Op priorities, from obvious ops to all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Form:
+    """What ops share that do the same to arrays that are split alike."""
+
+    number: int
+    rule: Rule
+    arrays: tuple[Dims, ...]
+    """Per array, operands before results, and per dim its factors."""
+    simple: tuple[bool, ...]
+    """Per array whether every dim is one factor, so that a dim's split is its factor's."""
+    firsts: tuple[int, ...]
+    """Per array the first one that is the same value."""
+    single_use: bool
+    """Whether nothing else uses the operands."""
+    grades: tuple[int, ...]
+    """Per level a number that two levels share where an op's directions are the same on both; 0 where nothing flows."""
+
+    @property
+    def num_operands(self) -> int:
+        return len(self.rule.operands)
+
+    def direction(self, level: int, factor: int) -> int:
+        """Which way a factor may flow at a level."""
+        rule = self.rule
+        if factor in rule.blocked:
+            return NONE
+        if level == 4:
+            return BOTH
+        backward_only = BACKWARD if rule.flow is Flow.BROADCAST else BOTH
+        if level == 3:
+            return backward_only
+        allowed = NONE
+        if level == 2 and rule.kinds[factor] is Kind.PASS:
+            allowed = backward_only
+        if level >= 1 or self.single_use:
+            if rule.flow in (Flow.ELEMENTWISE, Flow.MOVE):
+                allowed = BOTH
+            elif rule.flow is Flow.SLICE:
+                allowed |= FORWARD
+        return allowed
+
+
+def _grade(rule: Rule, single_use: bool, level: int) -> int:
+    if rule.flow in (Flow.ELEMENTWISE, Flow.MOVE):
+        return 1 if level >= 1 or single_use else 0
+    if level <= 1:
+        return 1 if rule.flow is Flow.SLICE and (level == 1 or single_use) else 0
+    return level if rule.flow is Flow.BROADCAST else min(level, 3)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Network:
+    """The ops of a graph that have a rule, op by op in program order, and the ops around each value."""
+
+    graph: Graph
+    ops: tuple[Op, ...]
+    forms: tuple[Form, ...]
+    """Per op its form."""
+    values: tuple[tuple[int, ...], ...]
+    """Per op its operands and results."""
+    around: tuple[list[int], ...]
+    """Per value the ops that make it, then those that use it, last one first."""
+    grades: tuple[bytes, ...]
+    """Per level the grade of each op."""
+
+    @staticmethod
+    def of(graph: Graph) -> Network:
+        """The network of a graph."""
+        ops = tuple(op for op in graph.ops if op.rule is not None)
+        values = tuple(op.operands + op.results for op in ops)
+        forms = _forms(graph, ops, values)
+        return Network(
+            graph=graph,
+            ops=ops,
+            forms=forms,
+            values=values,
+            around=_around(ops, len(graph.shapes)),
+            grades=tuple(bytes(form.grades[level] for form in forms) for level in range(LEVELS)),
+        )
+
+
+def _forms(graph: Graph, ops: Sequence[Op], values: Sequence[tuple[int, ...]]) -> tuple[Form, ...]:
+    shared = _shared(graph)
+    known: dict[tuple, Form] = {}
+    forms = []
+    for op, arrays in zip(ops, values, strict=True):
+        distinct = len(set(arrays)) == len(arrays)
+        firsts = None if distinct else tuple(map(arrays.index, arrays))
+        single_use = not any(map(shared.__getitem__, op.operands))
+        # By identity: equal rules are one object where the graph comes from `graph.build`, and hashing one is slow.
+        key = (id(op.rule), single_use, firsts)
+        form = known.get(key)
+        if form is None:
+            assert op.rule is not None
+            form = known[key] = _form(len(known), op.rule, single_use, firsts)
+        forms.append(form)
+    return tuple(forms)
+
+
+def _form(number: int, rule: Rule, single_use: bool, firsts: tuple[int, ...] | None) -> Form:
+    arrays = rule.operands + rule.results
+    return Form(
+        number=number,
+        rule=rule,
+        arrays=arrays,
+        simple=tuple(all(len(factors) == 1 for factors in dims) for dims in arrays),
+        firsts=firsts or tuple(range(len(arrays))),
+        single_use=single_use,
+        grades=tuple(_grade(rule, single_use, level) for level in range(LEVELS)),
+    )
+
+
+def _shared(graph: Graph) -> bytearray:
+    """Per value whether several operands are this array."""
+    counts = [0] * len(graph.shapes)
+    for op in graph.ops:
+        for v in op.operands:
+            counts[v] += 1
+    return bytearray(count > 1 and bool(shape) for count, shape in zip(counts, graph.shapes, strict=True))
+
+
+def _around(ops: Sequence[Op], num_values: int) -> tuple[list[int], ...]:
+    around: tuple[list[int], ...] = tuple([] for _ in range(num_values))
+    for i, op in enumerate(ops):
+        for v in op.results:
+            around[v].append(i)
+    for i in reversed(range(len(ops))):
+        for v in ops[i].operands:
+            around[v].append(i)
+    return around
