@@ -17,8 +17,8 @@ import jax.extend.core as jex
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from . import compat, logical
-from .errors import ShardingError
+from . import compat, logical, metadata
+from .errors import ShardingError, raise_together
 from .mesh import current
 from .spec import OPEN, Spec, axis_size, divisible, indivisible, to_partition_spec
 
@@ -31,27 +31,41 @@ def annotate(x: Any, spec: P | None = None, *, name: str | None = None, priority
     Args:
         x: an array, or a pytree of arrays that all get the same annotation.
         spec: `None` and missing trailing dims are replicated and closed, `P.UNCONSTRAINED` dims are completed by the
-            pass, `("data", ...)` is at least `data`. No spec: only the name.
+            pass, `("data", ...)` is at least `data`; logical names stand for what `axis_rules` says. No spec: what a
+            flax nnx Variable says of itself (`nnx.with_partitioning`), so `annotate(model)` annotates its parameters
+            and those of an optimizer's state; of other arrays only the name.
         name: what `Completion.spec` and `.why` find the value by. A repeated name becomes `name#0`, `name#1`, ...
         priority: 0 is propagated first; a higher number waits until all lower ones have settled.
 
     Raises:
-        ShardingError: no mesh, unknown axis, axis used twice, more entries than dims.
+        ShardingError: no mesh, unknown axis or name, axis used twice, more entries than dims.
 
     The gradient of an annotated array gets the same spec. A dim that its axes don't divide is padded, with a warning
     that says what that costs; `sharding.jit(..., strict=True)` makes it an error.
     """
     leaves, tree = jax.tree.flatten(x)
-    for i, leaf in enumerate(leaves):  # a plain loop, so that a warning counts its way up to the caller's line
-        leaves[i] = _annotate_leaf(leaf, spec, name=name, priority=priority)
+    said = "x" if name is None else repr(name)
+    owns = metadata.of_leaves(x) if spec is None else [None] * len(leaves)
+    failures = []
+    # A plain loop, so that a warning counts its way up to the caller's line.
+    for i, (leaf, own) in enumerate(zip(leaves, owns, strict=True)):
+        if own is None:
+            leaves[i] = _annotate_leaf(leaf, spec, what=said, name=name, priority=priority)
+            continue
+        try:
+            with own.rules:
+                leaves[i] = _annotate_leaf(leaf, own.spec, what=own.path, name=name, priority=priority)
+        except ShardingError as e:
+            failures.append(e)
+    raise_together("sharding.annotate(...)", failures)
     return jax.tree.unflatten(tree, leaves)
 
 
-def _annotate_leaf(x: Any, spec: P | None, *, name: str | None, priority: int) -> Any:
+def _annotate_leaf(x: Any, spec: P | None, *, what: str, name: str | None, priority: int) -> Any:
     if spec is None:
         return annotate_p.bind(x, mesh=None, spec=None, asked=None, name=name)
     mesh = current()
-    asked = f"sharding.annotate({'x' if name is None else repr(name)}, {spec})"
+    asked = f"sharding.annotate({what}, {spec})"
     if mesh is None:
         raise ShardingError(
             asked,

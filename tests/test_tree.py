@@ -21,6 +21,7 @@ FLOORS = [
     ["mesh"],
     ["spec"],
     ["logical"],
+    ["metadata"],
     ["annotation"],
     ["rules"],
     ["graph"],
