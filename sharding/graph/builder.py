@@ -10,7 +10,7 @@ import jax
 from .. import compat
 from ..rules import CONSTANT_PRESERVING, MOVES, Flow, Rule, Shape, identity, pointwise, rule_for
 from ..spec import Dim, Spec, from_partition_spec
-from .graph import CALLS, Atom, Graph, Op, Pin, Scope, line, merged
+from .graph import CALLS, Atom, Graph, Op, Pin, Scope, Site, line, merged
 
 Handler = Callable[["Builder", Scope, int, Any, int], None]
 """(builder, scope, the equation's place, the equation, how often it runs) -> None."""
@@ -24,7 +24,7 @@ class Builder:
         self.sizes = sizes
         self.targets: set[int] = set()  # values of edges: an annotation never lands on them
         self.repeated: dict[str, list[int]] = {}
-        self.calls: list[Any] = []  # the call equations around, innermost first
+        self.calls: Site = ()  # the call equations around, innermost first
         self.rules: dict[Any, Rule | None] = {}  # of equations that are alike
         self.distinct: dict[Rule, Rule] = {}
 
@@ -72,24 +72,30 @@ class Builder:
         return [self.read(scope, atom) for atom in scope.jaxpr.outvars]
 
     def bind(self, scope: Scope, eqn: Any, values: Sequence[Atom]) -> None:
-        scope.env.update((v, x) for v, x in zip(eqn.outvars, values, strict=True) if not compat.is_drop(v))
+        for var, value in zip(eqn.outvars, values, strict=True):
+            if not compat.is_drop(var):
+                scope.env[var] = value
 
     def plain(self, scope: Scope, eqn: Any, times: int) -> None:
-        name, atoms = eqn.primitive.name, [self.read(scope, a) for a in eqn.invars]
-        scalars = all(a is None or not self.graph.shapes[a] for a in atoms)
-        expands = name == "broadcast_in_dim" and scalars
-        if expands or (name in CONSTANT_PRESERVING and all(a is None for a in atoms)):
+        name, g, env = eqn.primitive.name, self.graph, scope.env
+        atoms = [None if compat.is_literal(a) else env[a] for a in eqn.invars]
+        if self.is_constant(name, atoms):
             self.bind(scope, eqn, [None] * len(eqn.outvars))
             return
-        ins = tuple(self.use(a, atom.aval) for a, atom in zip(atoms, eqn.invars, strict=True))
-        outs = tuple(self.value(v.aval, eqn) for v in eqn.outvars)
+        ins = tuple([self.use(a, atom.aval) for a, atom in zip(atoms, eqn.invars, strict=True)])
+        outs = tuple([self.value(v.aval, eqn) for v in eqn.outvars])
         self.bind(scope, eqn, outs)
-        shape = self.graph.shapes
         if name in MOVES:
             for a, b in zip(ins, outs, strict=True):
-                self.op(name, [a], [b], identity(1, shape[b]), eqn, times)
+                self.op(name, [a], [b], self.shared(identity(1, g.shapes[b])), eqn, times)
             return
-        self.op(name, ins, outs, self.rule(eqn, [shape[v] for v in ins], [shape[v] for v in outs]), eqn, times)
+        self.op(name, ins, outs, self.rule(eqn, [g.shapes[v] for v in ins], [g.shapes[v] for v in outs]), eqn, times)
+
+    def is_constant(self, primitive: str, atoms: Sequence[Atom]) -> bool:
+        """Whether an equation is a constant expression: of constants, or a scalar spread out."""
+        if primitive == "broadcast_in_dim":
+            return all(a is None or not self.graph.shapes[a] for a in atoms)
+        return primitive in CONSTANT_PRESERVING and atoms.count(None) == len(atoms)
 
     def rule(self, eqn: Any, ins: Sequence[Shape], outs: Sequence[Shape]) -> Rule | None:
         """The rule of an equation, the same object for all that have an equal one: a deep model has few."""
@@ -110,9 +116,9 @@ class Builder:
         key, pos, jaxpr = next(compat.sub_jaxprs(eqn.params))
         atoms = [self.read(scope, a) for a in eqn.invars]
         atoms = self.constrained(atoms, eqn, "in_shardings", times)
-        self.calls.insert(0, eqn)
+        around, self.calls = self.calls, (eqn, *self.calls)
         child = self.scope(jaxpr, atoms, times)
-        self.calls.pop(0)
+        self.calls = around
         scope.children[i, key, pos] = child
         self.bind(scope, eqn, self.constrained(self.outs(child), eqn, "out_shardings", times))
 

@@ -115,13 +115,14 @@ class Engine:
 
     def waiting(self) -> bytearray:
         """Per op 1 where a visit at the present level may find something."""
-        grades = np.frombuffer(self.network.grades[self.level], np.uint8)
+        grades = self.network.grades[self.level]
         was_quiet = np.right_shift(np.frombuffer(self.quiet, np.uint8), grades) & 1
-        return bytearray((1 - was_quiet) * (grades > 0))
+        return bytearray(((grades > 0) & (was_quiet == 0)).tobytes())
 
     def visit(self, i: int) -> list[int]:
         """Propagates once through op i; the values that changed."""
-        form, grade = self.network.forms[i], self.network.grades[self.level][i]
+        form = self.network.forms[i]
+        grade = form.grades[self.level]
         if grade == 0:
             return []
         key = (form.number, grade, self.read[i](self.state))

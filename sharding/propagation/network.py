@@ -6,8 +6,12 @@ thousands of ops and a few dozen forms.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
 
 from ..graph import Graph, Op
 from ..rules import Dims, Flow, Kind, Rule
@@ -71,7 +75,6 @@ def _grade(rule: Rule, single_use: bool, level: int) -> int:
 class Network:
     """The ops of a graph that have a rule, op by op in program order, and the ops around each value."""
 
-    graph: Graph
     ops: tuple[Op, ...]
     forms: tuple[Form, ...]
     """Per op its form."""
@@ -79,33 +82,31 @@ class Network:
     """Per op its operands and results."""
     around: tuple[list[int], ...]
     """Per value the ops that make it, then those that use it, last one first."""
-    grades: tuple[bytes, ...]
-    """Per level the grade of each op."""
+    grades: np.ndarray
+    """[level, op]: the grade of each op at each level."""
 
     @staticmethod
     def of(graph: Graph) -> Network:
-        """The network of a graph."""
-        ops = tuple(op for op in graph.ops if op.rule is not None)
-        values = tuple(op.operands + op.results for op in ops)
-        forms = _forms(graph, ops, values)
+        """The network of a graph; annotations make no difference."""
+        ops = tuple([op for op in graph.ops if op.rule is not None])
+        values = tuple([op.operands + op.results for op in ops])
+        forms = _forms(ops, values, _shared(graph))
         return Network(
-            graph=graph,
             ops=ops,
             forms=forms,
             values=values,
             around=_around(ops, len(graph.shapes)),
-            grades=tuple(bytes(form.grades[level] for form in forms) for level in range(LEVELS)),
+            grades=_grades(forms),
         )
 
 
-def _forms(graph: Graph, ops: Sequence[Op], values: Sequence[tuple[int, ...]]) -> tuple[Form, ...]:
-    shared = _shared(graph)
+def _forms(ops: Sequence[Op], values: Sequence[tuple[int, ...]], shared: set[int]) -> tuple[Form, ...]:
     known: dict[tuple, Form] = {}
     forms = []
     for op, arrays in zip(ops, values, strict=True):
         distinct = len(set(arrays)) == len(arrays)
         firsts = None if distinct else tuple(map(arrays.index, arrays))
-        single_use = not any(map(shared.__getitem__, op.operands))
+        single_use = shared.isdisjoint(op.operands)
         # By identity: equal rules are one object where the graph comes from `graph.build`, and hashing one is slow.
         key = (id(op.rule), single_use, firsts)
         form = known.get(key)
@@ -114,6 +115,12 @@ def _forms(graph: Graph, ops: Sequence[Op], values: Sequence[tuple[int, ...]]) -
             form = known[key] = _form(len(known), op.rule, single_use, firsts)
         forms.append(form)
     return tuple(forms)
+
+
+def _grades(forms: Sequence[Form]) -> np.ndarray:
+    table = np.array([form.grades for form in dict.fromkeys(forms)], np.uint8).reshape(-1, LEVELS)
+    numbers = np.fromiter((form.number for form in forms), np.intp, len(forms))
+    return table.T[:, numbers]
 
 
 def _form(number: int, rule: Rule, single_use: bool, firsts: tuple[int, ...] | None) -> Form:
@@ -129,13 +136,10 @@ def _form(number: int, rule: Rule, single_use: bool, firsts: tuple[int, ...] | N
     )
 
 
-def _shared(graph: Graph) -> bytearray:
-    """Per value whether several operands are this array."""
-    counts = [0] * len(graph.shapes)
-    for op in graph.ops:
-        for v in op.operands:
-            counts[v] += 1
-    return bytearray(count > 1 and bool(shape) for count, shape in zip(counts, graph.shapes, strict=True))
+def _shared(graph: Graph) -> set[int]:
+    """The arrays that are several operands."""
+    counts = Counter(chain.from_iterable([op.operands for op in graph.ops]))
+    return {v for v, count in counts.items() if count > 1 and graph.shapes[v]}
 
 
 def _around(ops: Sequence[Op], num_values: int) -> tuple[list[int], ...]:
