@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from importlib.metadata import version
 from typing import Any
 
 import jax
@@ -138,3 +139,15 @@ _ARRAYS = frozenset((_array.ArrayImpl, _prng.PRNGKeyArray))
 def is_extended(dtype: Any) -> bool:
     """Whether a dtype is one of JAX's own, like that of random keys."""
     return jax.numpy.issubdtype(dtype, jax.dtypes.extended)
+
+
+def mlir_passes() -> tuple[Any, Any]:
+    """MLIR's `ir` and `passmanager` as jaxlib carries them. Raises ImportError where it doesn't."""
+    from jaxlib.mlir import ir, passmanager
+
+    return ir, passmanager
+
+
+def versions() -> str:
+    """The releases of JAX and of what it compiles with."""
+    return f"jax {jax.__version__}, jaxlib {version('jaxlib')}"

@@ -19,11 +19,12 @@ from .completion import Completion
 from .errors import ShardingError, raise_together
 from .mesh import current, described
 from .program import OtherArguments, Program
+from .propagation import Assignment, shardy
 from .repeat import Repeat
 from .spec import indivisible, to_partition_spec
 
-Engine = Literal["sharding", "xla"]
-ENGINES = ("sharding", "xla")
+Engine = Literal["sharding", "shardy", "xla"]
+ENGINES = ("sharding", "shardy", "xla")
 
 _log = logging.getLogger("sharding")
 
@@ -52,7 +53,8 @@ def jit(
         donate_argnums: arguments whose memory the result may take. A part of the result with the tree and shapes of a
             donated argument is split as that argument, so that it fits the next call.
         donate_argnames: the same by name.
-        engine: `"sharding"`, our pass; `"xla"` completes nothing and leaves the rest to XLA, for bisecting.
+        engine: `"sharding"`, our pass; `"shardy"`, XLA's own, as a second opinion; `"xla"` completes nothing and leaves
+            the rest to XLA, for bisecting.
         strict: an annotation that doesn't divide its dim is an error, not a warning.
 
     Returns:
@@ -127,7 +129,8 @@ class Jitted:
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """The constrained program lowered, as `jax.jit(f).lower`; over described devices for their platform."""
         traced = self.trace(*args, **kwargs)
-        return traced.lower() if isinstance(current(), Mesh) else traced.lower(lowering_platforms=(_platform(),))
+        mesh = current()
+        return traced.lower() if isinstance(mesh, Mesh) else traced.lower(lowering_platforms=(_platform(mesh),))
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """The result's shapes, dtypes and shardings; no sharding where XLA is to choose it."""
@@ -266,10 +269,8 @@ class Jitted:
         )
         if self._strict:
             _refuse_uneven(built, dict(mesh.shape), function)
-        finish = propagation.complete if self._engine == "sharding" else propagation.unannotated
-        completion = Completion(
-            finish(built, dict(mesh.shape)), name=function, in_trees=call.tree.children(), out_tree=traced.out_tree
-        )
+        assignment = self._assignment(built, traced, mesh)
+        completion = Completion(assignment, name=function, in_trees=call.tree.children(), out_tree=traced.out_tree)
         return Program(
             function=function,
             mesh=mesh,
@@ -277,8 +278,17 @@ class Jitted:
             completion=completion,
             in_tree=call.tree,
             donated=donated,
-            constrained=self._engine == "sharding",
+            constrained=self._engine != "xla",
         )
+
+    def _assignment(self, built: graph.Graph, traced: tracing.Traced, mesh: Mesh | AbstractMesh) -> Assignment:
+        sizes = dict(mesh.shape)
+        if self._engine == "sharding":
+            return propagation.complete(built, sizes)
+        if self._engine == "xla":
+            return propagation.unannotated(built, sizes)
+        abstract = mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
+        return shardy.complete(built, sizes, program=traced.jaxpr, mesh=abstract, platform=_platform(mesh))
 
     def _donated(self, call: _Call) -> tuple[int, ...]:
         """The donated ones among the arguments that are not static."""
@@ -311,10 +321,12 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _platform() -> str:
-    """What to lower for where no real device says it: the platform of the described devices."""
+def _platform(mesh: Mesh | AbstractMesh | None) -> str:
+    """What to lower for: the platform of the real devices or of the described ones."""
     devices = described()
     platform = jax.default_backend() if devices is None else devices.chip.platform
+    if isinstance(mesh, Mesh):
+        platform = mesh.devices.flat[0].platform
     return "cuda" if platform == "gpu" else platform
 
 

@@ -595,7 +595,7 @@ def test_in_shardings_are_never_overridden_by_annotations():
         ({"in_shardings": ("data", None)}, r"(?s)'data', of type str.*try: +P\('data'\)"),
         ({"out_shardings": (P(), P())}, r"(?s): out_shardings\n.*the result is \{'w': \*\}"),
         ({"out_shardings": {"w": P("data", "data")}}, r"\(out/w\): out_shardings"),
-        ({"engine": "shard"}, r"(?s)engine='shard'.*try: +engine='sharding'\n +engine='xla'"),
+        ({"engine": "shard"}, r"(?s)engine='shard'.*try: +engine='sharding'\n +engine='shardy'\n +engine='xla'"),
     ],
 )
 def test_bad_request_is_an_error(options, says):

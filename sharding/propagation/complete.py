@@ -20,7 +20,7 @@ def complete(graph: Graph, sizes: Mapping[str, int]) -> Assignment:
     table = AtomTable.of(sizes)
     engine = Engine(graph, table)
     engine.run()
-    specs = _specs(engine)
+    specs = specs_of(engine)
     return Assignment(
         graph=graph,
         sizes=dict(sizes),
@@ -48,7 +48,9 @@ def _annotations(graph: Graph) -> Reasons:
     }
 
 
-def _specs(engine: Engine) -> tuple[Spec, ...]:
+def specs_of(engine: Engine) -> tuple[Spec, ...]:
+    """The spec of every value as an engine has it."""
+
     def spec(number: int) -> Spec:
         dims = tuple(Dim(axes=engine.table.join(atoms)) for atoms in engine.splits[number].axes)
         return Spec(dims=dims, unreduced=())
