@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from .annotation import annotate
 
 # what one gets
+from .comparison import Comparison, compare
 from .completion import Completion
 from .errors import ShardingError
 from .jit import jit
@@ -26,7 +27,20 @@ from .placement import put
 if TYPE_CHECKING:
     from . import checkpoint
 
-__all__ = ["Completion", "P", "ShardingError", "annotate", "axis_rules", "checkpoint", "jit", "mesh", "put", "topology"]
+__all__ = [
+    "Comparison",
+    "Completion",
+    "P",
+    "ShardingError",
+    "annotate",
+    "axis_rules",
+    "checkpoint",
+    "compare",
+    "jit",
+    "mesh",
+    "put",
+    "topology",
+]
 
 _LAZY = ("checkpoint",)
 

@@ -156,9 +156,8 @@ class Completion:
         groups: dict[tuple[str, str, str, str], list[str]] = {}
         for v, name in self._graph.first_names.items():
             shape = "x".join(map(str, self._graph.shapes[v])) or "scalar"
-            pattern = re.sub(r"(?<=[/#])\d+(?=/|$)", "*", name)
-            groups.setdefault((pattern, shape, str(self.assignment.specs[v]), self.word(v)), []).append(name)
-        return [(_starred(names), shape, spec, word) for (_, shape, spec, word), names in groups.items()]
+            groups.setdefault((pattern(name), shape, str(self.assignment.specs[v]), self.word(v)), []).append(name)
+        return [(starred(names), shape, spec, word) for (_, shape, spec, word), names in groups.items()]
 
     @property
     def num_tied(self) -> int:
@@ -201,7 +200,12 @@ class Completion:
         return math.prod(self._graph.shapes[value]) * item // spec.num_shards(self.assignment.sizes)
 
 
-def _starred(names: Sequence[str]) -> str:
+def pattern(name: str) -> str:
+    """A name with `*` for each number in it: layers that are alike have one."""
+    return re.sub(r"(?<=[/#])\d+(?=/|$)", "*", name)
+
+
+def starred(names: Sequence[str]) -> str:
     """One text for names that differ in numbers only, with `*` where they differ and how many they are."""
     if len(names) == 1:
         return names[0]

@@ -39,6 +39,7 @@ FLOORS = [
     ["planner"],
     ["explain"],
     ["completion"],
+    ["comparison"],
     ["placement"],
     ["arguments"],
     ["tracing"],
