@@ -33,21 +33,27 @@ def find(names: Mapping[str, int], wanted: str, same: Any) -> int:
     Raises:
         ShardingError: no match, or several that differ.
     """
-    if wanted in names:
-        return names[wanted]
-    hits = [n for n in names if n.endswith("/" + wanted)] or _numbered(names, wanted)
-    if hits and len({same(names[n]) for n in hits}) == 1:
+    hits = find_all(names, wanted)
+    if len({same(names[n]) for n in hits}) == 1:
         return names[hits[0]]
+    raise ShardingError(
+        f"the value {wanted!r}",
+        there=[
+            f"{len(hits)} values of that name, split differently:",
+            *(f"{n}: {same(names[n])}" for n in hits[:8]),
+        ],
+        must="the end of a path names one value, or values that are split alike",
+        fix=hits[0],
+    )
+
+
+def find_all(names: Mapping[str, int], wanted: str) -> list[str]:
+    """The value with this name, or all whose path ends in it; an error if there is none."""
+    if wanted in names:
+        return [wanted]
+    hits = [n for n in names if n.endswith("/" + wanted)] or _numbered(names, wanted)
     if hits:
-        raise ShardingError(
-            f"the value {wanted!r}",
-            there=[
-                f"{len(hits)} values of that name, split differently:",
-                *(f"{n}: {same(names[n])}" for n in hits[:8]),
-            ],
-            must="the end of a path names one value, or values that are split alike",
-            fix=hits[0],
-        )
+        return hits
     raise ShardingError(
         f"the value {wanted!r}",
         there=f"no argument, result or annotated value of that name among {len(names)}",

@@ -205,6 +205,51 @@ def test_why_of_a_dim_that_is_not_there(c):
             c.why("x", dim=dim)
 
 
+def test_one_more_annotation_gives_another_completion(c):
+    more = c.annotate("head", P(None, "tensor"))
+    assert (c.spec("head"), c.spec("x")) == (P(), P("data"))
+    assert (more.spec("head"), more.spec("x")) == (P(None, "tensor"), P("data"))
+    assert str(more.why("head", dim=1)).endswith(f"<- annotate('params/head', {P(None, 'tensor')})")
+    assert more.in_shardings[0]["head"] == P(None, "tensor")
+
+
+def test_one_more_annotation_on_all_that_a_name_means(c):
+    more = c.annotate("w2", P(U, "data"), priority=1)
+    assert {more.spec(f"layers/{i}/w2") for i in range(3)} == {P("tensor", "data")}
+
+
+def test_one_more_annotation_that_says_the_same_changes_nothing(c):
+    more = c.annotate("layers/0/w1", P(None, "tensor"))
+    assert more.assignment.specs == c.assignment.specs
+    assert more.assignment.graph.pins == c.assignment.graph.pins
+
+
+def test_one_more_annotation_that_contradicts_one_is_an_error(c):
+    with pytest.raises(ShardingError, match=r"(?s)layers/0/w1.*None, 'tensor'\) from in_shardings.*layers/1/w1"):
+        c.annotate("w1", P("tensor", None))
+    with pytest.raises(ShardingError, match=r"(?s)'nobody', which is no axis of the mesh"):
+        c.annotate("head", P("nobody"))
+    with pytest.raises(ShardingError, match=r"(?s)dim 0 of size 6 over tensor=4"):
+        complete(lambda x: x, np.ones(6)).annotate("x", P("tensor"))
+    with pytest.raises(ShardingError, match=r"(?s)'params/heat'.*params/head"):
+        c.annotate("params/heat", P())
+
+
+def test_one_more_annotation_under_axis_rules(c):
+    with sharding.axis_rules({"mlp": "tensor"}):
+        assert c.annotate("head", P(None, "mlp")).spec("head") == P(None, "tensor")
+
+
+def test_without_completion_one_more_annotation_is_all_that_is_said():
+    bare = complete(lambda x: x * 2, W, engine="xla").annotate("x", P("data"))
+    assert (bare.spec("x"), bare.spec("out")) == (P("data"), P())
+
+
+def test_xlas_own_pass_completes_with_one_more_annotation():
+    more = complete(lambda x: x * 2, W, engine="shardy").annotate("x", P("data"))
+    assert (more.spec("x"), more.spec("out")) == (P("data"), P("data"))
+
+
 def test_conflict_tells_both_claims_who_won_by_which_rule_and_the_bytes():
     at = line() + 1
     c = complete(lambda a, b: a @ b, W, W, in_shardings=(P("data", None), P(None, "data")))

@@ -10,7 +10,7 @@ import jax
 from .. import compat
 from ..rules import CONSTANT_PRESERVING, MOVES, Flow, Rule, Shape, identity, pointwise, rule_for
 from ..spec import Dim, Spec, from_partition_spec
-from .graph import CALLS, Atom, Graph, Op, Pin, Scope, Site, line, merged
+from .graph import CALLS, Atom, Graph, Op, Pin, Scope, Site, joined, line, merged
 
 Handler = Callable[["Builder", Scope, int, Any, int], None]
 """(builder, scope, the equation's place, the equation, how often it runs) -> None."""
@@ -178,12 +178,11 @@ class Builder:
         if have is None:
             self.graph.pins[value] = pin
             return
-        both = merged(have.spec, pin.spec)
+        both = joined(have, pin)
         if both is None:
             self.graph.clashes.append((value, have, pin))
         else:
-            origin = "; ".join(dict.fromkeys([*have.origin.split("; "), *([] if have.spec == both else [pin.origin])]))
-            self.graph.pins[value] = Pin(spec=both, origin=origin)
+            self.graph.pins[value] = both
 
     def name_repeated(self) -> None:
         for name, values in self.repeated.items():

@@ -9,6 +9,8 @@ so that `constrain` finds its way back.
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -107,6 +109,10 @@ class Graph:
                 counts[op.name] = counts.get(op.name, 0) + 1
         return counts
 
+    def with_pins(self, pins: Mapping[int, Pin]) -> Graph:
+        """The same program with other annotations on some values."""
+        return dataclasses.replace(self, pins={**self.pins, **pins})
+
     def label(self, value: int) -> str:
         """The first name of a value; of one that has none its type, as `float32[8, 16]`."""
         return self.first_names.get(value) or f"{self.dtypes[value]}{list(self.shapes[value])}"
@@ -136,3 +142,12 @@ def merged(a: Spec, b: Spec) -> Spec | None:
             return None
     used = [axis for d in dims for axis in d.axes]
     return Spec(dims=tuple(dims)) if len(set(used)) == len(used) else None
+
+
+def joined(have: Pin, pin: Pin) -> Pin | None:
+    """Two annotations of one value as one that names both origins; None where they contradict each other."""
+    both = merged(have.spec, pin.spec)
+    if both is None:
+        return None
+    origins = [*have.origin.split("; "), *([] if have.spec == both else [pin.origin])]
+    return Pin(spec=both, origin="; ".join(dict.fromkeys(origins)))

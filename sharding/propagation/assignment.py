@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from ..graph import Graph, Site, line
+from ..graph import Graph, Pin, Site, line
 from ..spec import Axis, Spec, axis_name
 
 
@@ -76,6 +76,8 @@ class Assignment:
     sizes: Mapping[str, int]
     specs: tuple[Spec, ...]
     find_reasons: Callable[[], Reasons]
+    with_pins: Callable[[Mapping[int, Pin]], Assignment]
+    """What comes of other annotations on some values; what does not depend on them is not worked out again."""
     find_conflicts: Callable[[], tuple[Conflict, ...]] = tuple
 
     @cached_property

@@ -17,14 +17,17 @@ def complete(graph: Graph, sizes: Mapping[str, int]) -> Assignment:
 
     The graph's pins are kept as they are; everything else is inferred from them.
     """
-    table = AtomTable.of(sizes)
-    engine = Engine(graph, table)
+    return _completed(Engine(graph, AtomTable.of(sizes)))
+
+
+def _completed(engine: Engine) -> Assignment:
     engine.run()
-    specs = specs_of(engine)
+    graph, specs = engine.graph, specs_of(engine)
     return Assignment(
         graph=graph,
-        sizes=dict(sizes),
+        sizes=engine.table.mesh_sizes,
         specs=specs,
+        with_pins=lambda pins: _completed(engine.again(graph.with_pins(pins))),
         find_reasons=lambda: _reasons(engine, specs),
         find_conflicts=lambda: conflicts.find(engine, specs, lambda v, d, atom: _origin(engine, v, d, atom)),
     )
@@ -36,7 +39,13 @@ def unannotated(graph: Graph, sizes: Mapping[str, int]) -> Assignment:
         graph.pins[v].spec if v in graph.pins else Spec(dims=(Dim(open=True),) * len(shape))
         for v, shape in enumerate(graph.shapes)
     )
-    return Assignment(graph=graph, sizes=dict(sizes), specs=specs, find_reasons=lambda: _annotations(graph))
+    return Assignment(
+        graph=graph,
+        sizes=dict(sizes),
+        specs=specs,
+        with_pins=lambda pins: unannotated(graph.with_pins(pins), sizes),
+        find_reasons=lambda: _annotations(graph),
+    )
 
 
 def _annotations(graph: Graph) -> Reasons:

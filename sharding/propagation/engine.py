@@ -11,6 +11,7 @@ What a visit finds is kept by the op's form and its splits: a deep model asks th
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from functools import cached_property
 from operator import itemgetter
@@ -41,14 +42,29 @@ class Engine:
     def __init__(self, graph: Graph, table: AtomTable):
         self.graph, self.table = graph, table
         self.network = Network.of(graph)
-        self.splits = Splits()
-        nothing = [self.splits.number(Split(((),) * n, (False,) * n)) for n in range(_max_ndim(graph) + 1)]
-        self.state = [nothing[len(shape)] for shape in graph.shapes]
         self.read = [itemgetter(*values) for values in self.network.values]
-        self.quiet = bytearray([ALL_GRADES]) * len(self.network.ops)  # per op a bit for each grade it was quiet at
+        self.splits = Splits()
         self.known: dict[tuple, tuple[tuple[int, int, Growth], ...]] = {}
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets how the values are split, but not what ops do with splits."""
+        nothing = [self.splits.number(Split(((),) * n, (False,) * n)) for n in range(_max_ndim(self.graph) + 1)]
+        self.state = [nothing[len(shape)] for shape in self.graph.shapes]
+        self.quiet = bytearray([ALL_GRADES]) * len(self.network.ops)  # per op a bit for each grade it was quiet at
         self.log: list[tuple[int, Growth]] = []
         self.level = 0
+
+    def again(self, graph: Graph) -> Engine:
+        """An engine for the same graph with other annotations, which knows what this one has found out.
+
+        It goes the whole way anew, since which claim is met first decides between them, but works no step out twice.
+        """
+        engine = copy.copy(self)
+        engine.__dict__.pop("why", None)
+        engine.graph = graph
+        engine.clear()
+        return engine
 
     def split(self, value: int) -> Split:
         """How a value is split now."""
@@ -83,7 +99,7 @@ class Engine:
         now = self.split(v)
         axes, closed, held = list(now.axes), list(now.closed), now.held
         for d, dim in enumerate(self.graph.pins[v].spec.dims):
-            if dim.priority == priority:
+            if dim.priority == priority and (dim.axes or not dim.open):
                 axes[d] = self.table.split(dim.axes)
                 closed[d] = not dim.open
                 held -= set(axes[d])
@@ -99,19 +115,19 @@ class Engine:
         """Runs the five op priorities, each to its fixed point."""
         around, quiet = self.network.around, self.quiet
         for self.level in range(LEVELS):
-            waiting = self.waiting()
-            stack: list[int] = []
-            at = -1
-            while stack or (at := waiting.find(1, at + 1)) >= 0:
-                i = stack.pop() if stack else at
-                waiting[i] = 0
-                for v in self.visit(i):
-                    for j in around[v]:
-                        quiet[j] = 0
-                        if j != i and not waiting[j]:
-                            waiting[j] = 1
-                            if j <= at:  # its turn in program order is over
-                                stack.append(j)
+            while any(waiting := self.waiting()):
+                stack: list[int] = []
+                at = -1
+                while stack or (at := waiting.find(1, at + 1)) >= 0:
+                    i = stack.pop() if stack else at
+                    waiting[i] = 0
+                    for v in self.visit(i):
+                        for j in around[v]:
+                            quiet[j] = 0
+                            if j != i and not waiting[j]:
+                                waiting[j] = 1
+                                if j <= at:  # its turn in program order is over
+                                    stack.append(j)
 
     def waiting(self) -> bytearray:
         """Per op 1 where a visit at the present level may find something."""

@@ -11,7 +11,7 @@ References: openxla/shardy, `docs/propagation.md`.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -21,7 +21,7 @@ from jax.sharding import AbstractMesh
 
 from .. import compat
 from ..errors import ShardingError
-from ..graph import Graph, Op
+from ..graph import Graph, Op, Pin
 from ..spec import Axis, Spec
 from . import conflicts, recorded
 from .assignment import Assignment, Reason, Reasons
@@ -53,7 +53,11 @@ def complete(graph: Graph, sizes: Mapping[str, int], *, program: Any, mesh: Abst
     Raises:
         ShardingError: this JAX does not let Python run the pass.
     """
-    return _assignment(graph, sizes, _found(graph, program, mesh, platform))
+
+    def with_pins(pins: Mapping[int, Pin]) -> Assignment:
+        return complete(graph.with_pins(pins), sizes, program=program, mesh=mesh, platform=platform)
+
+    return _assignment(graph, sizes, _found(graph, program, mesh, platform), with_pins)
 
 
 def splits(graph: Graph, program: Any, mesh: AbstractMesh, platform: str = "cpu") -> dict[int, Axes]:
@@ -66,7 +70,9 @@ def _found(graph: Graph, program: Any, mesh: AbstractMesh, platform: str) -> _Fo
     return _Found(graph, marks, recorded.read(module), module)
 
 
-def _assignment(graph: Graph, sizes: Mapping[str, int], found: _Found) -> Assignment:
+def _assignment(
+    graph: Graph, sizes: Mapping[str, int], found: _Found, with_pins: Callable[[Mapping[int, Pin]], Assignment]
+) -> Assignment:
     engine = _adopted(graph, sizes, found.splits)
     specs = specs_of(engine)
 
@@ -77,6 +83,7 @@ def _assignment(graph: Graph, sizes: Mapping[str, int], found: _Found) -> Assign
         graph=graph,
         sizes=dict(sizes),
         specs=specs,
+        with_pins=with_pins,
         find_reasons=lambda: found.reasons(specs, engine),
         find_conflicts=lambda: conflicts.find(engine, specs, origin),
     )

@@ -132,6 +132,15 @@ def _on_mesh(
     return list(map(_numpy, out)), completion
 
 
+def completed(case: Case) -> sharding.Completion:
+    """The completion of a case; nothing is compiled."""
+    names = namespace(case, False)
+    with warnings.catch_warnings(), mesh_of(case.mesh):
+        warnings.filterwarnings("ignore", message=".*XLA pads it")
+        asked = eval(f"dict({options_text(case)})", names)
+        return sharding.jit(names["make"](sharding.annotate, sharding.jit), **asked).complete(*names["arguments"]())
+
+
 @functools.cache
 def mesh_of(axes: tuple[tuple[str, int], ...]):
     """The mesh of a case, over the first devices."""

@@ -144,6 +144,13 @@ def test_an_odd_size_is_split_where_it_is_a_whole_dim():
     assert of(a, "y0") == "a b"
 
 
+def test_an_open_dim_of_lower_priority_keeps_what_comes_before_its_turn():
+    a = run(lambda x, y: x + y, ((8, 8), "a@1 ?@1"), ((8, 8), "? b"))
+    assert of(a, "x0", "y0") == ["a b", "a b"]
+    v = a.graph.names["x0"]
+    assert a.reason(v, 1, "b").word == "add"
+
+
 # Constants, control flow, order of ops
 
 
