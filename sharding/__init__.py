@@ -10,19 +10,24 @@ from typing import TYPE_CHECKING, Any
 
 from jax.sharding import PartitionSpec as P
 
-# what one says
+# isort: off
+# By topic: what one says
 from .annotation import annotate
+from .logical import axis_rules
+from .group import same
+from .barrier import barrier
 
 # what one gets
+from .jit import jit
 from .comparison import Comparison, compare
 from .completion import Completion
 from .errors import ShardingError
-from .jit import jit
 
 # where it runs
-from .logical import axis_rules
 from .mesh import mesh, topology
 from .placement import put
+
+# isort: on
 
 if TYPE_CHECKING:
     from . import checkpoint
@@ -34,11 +39,13 @@ __all__ = [
     "ShardingError",
     "annotate",
     "axis_rules",
+    "barrier",
     "checkpoint",
     "compare",
     "jit",
     "mesh",
     "put",
+    "same",
     "topology",
 ]
 

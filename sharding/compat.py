@@ -22,6 +22,7 @@ from jax.core import Tracer as Tracer
 from jax.interpreters import ad as ad
 from jax.interpreters import batching as batching
 from jax.interpreters import mlir as mlir
+from jaxlib.mlir.dialects import sdy as _sdy
 
 _source.register_exclusion(os.path.dirname(__file__))  # our own frames are never the user's line
 
@@ -151,3 +152,18 @@ def mlir_passes() -> tuple[Any, Any]:
 def versions() -> str:
     """The releases of JAX and of what it compiles with."""
     return f"jax {jax.__version__}, jaxlib {version('jaxlib')}"
+
+
+def lower_sharding_group(ctx: Any, xs: Sequence[Any]) -> None:
+    """Puts the values of a lowering rule into one Shardy group; does nothing where Shardy is switched off."""
+    if _config.use_shardy_partitioner.value:
+        number = ctx.module_context.new_channel()  # unlike a global counter the same for the same program
+        for x in xs:
+            _sdy.sharding_group(x, number)
+
+
+def lower_barrier(x: Any, allowed: str) -> Any:
+    """The value of a lowering rule behind Shardy's barrier; the value itself where Shardy is switched off."""
+    if not _config.use_shardy_partitioner.value:
+        return x
+    return _sdy.PropagationBarrierOp(x, _sdy.PropagationDirection[allowed.upper()]).result

@@ -180,14 +180,29 @@ class Completion:
         return Why(tuple(lines))
 
     def _whole(self, v: int, d: int) -> str:
-        pin = self._graph.pins.get(v)
-        if pin is not None and not pin.spec.dims[d].open:
-            return f"{pin.said(d)} closes it"
+        for member in self._graph.members(v):
+            pin = self._graph.pins.get(member)
+            if pin is not None and not pin.spec.dims[d].open:
+                group = f" for {self._graph.label(member)}, of the same group" if member != v else ""
+                return f"{pin.said(d)} closes it{group}"
         sources = {s for op in self._graph.ops if op.name == "edge" and v in op.results for s in op.operands}
+        stopped = next((text for u in (v, *sorted(sources)) if (text := self._stopped(u, d))), "")
+        if stopped:
+            return stopped
         lost = [c for c in self.conflicts if c.kept.value == v or c.kept.value in sources]
         if lost:
             return "; ".join(f"{c.lost} was refused: {c.rule}" for c in lost[:2])
         return "no annotation reaches it"
+
+    def _stopped(self, v: int, d: int) -> str:
+        """The barrier that kept a dim whole, if one did."""
+        for op in self._graph.ops:
+            if op.name == "barrier" and v in (*op.operands, *op.results):
+                (other,) = {*op.operands, *op.results} - {v}
+                axes = self.assignment.specs[other].dims[d].axes
+                if axes:
+                    return f"the barrier at {op.source} stops {', '.join(map(axis_name, axes))}"
+        return ""
 
     def _step(self, v: int, d: int, reason: Reason) -> str:
         who = f"{self._graph.label(v)} dim {d}"

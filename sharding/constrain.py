@@ -15,7 +15,9 @@ import jax
 from jax.sharding import AbstractMesh
 
 from . import annotation, compat, limits
+from .barrier import barrier_p
 from .graph import CALLS, Atom, Scope
+from .group import same_p
 from .propagation import Assignment
 from .settled import makers, settled
 from .spec import Spec, indivisible
@@ -207,6 +209,8 @@ class _Body:
 
     def parameters(self, i: int, eqn: Any) -> dict[str, Any]:
         params = dict(eqn.params)
+        if eqn.primitive in (same_p, barrier_p):
+            params["decided"] = True
         for key, pos, jaxpr in compat.sub_jaxprs(eqn.params):
             child = self.scope.children.get((i, key, pos))
             if child is None:

@@ -9,6 +9,7 @@ from .. import compat
 from . import loops
 from .builder import Builder, Handler
 from .graph import Graph, Pin
+from .groups import pinned
 
 HANDLERS: dict[str, Handler] = {"scan": loops.scan, "while": loops.while_, "cond": loops.cond}
 
@@ -33,6 +34,9 @@ def build(
         in_pins: what is asked of each argument, if anything.
         out_pins: what is asked of each result, if anything.
         ties: result -> argument pairs that always share one spec (state that comes round again).
+
+    Raises:
+        ShardingError: members of a group (`sharding.same`) with annotations that contradict each other.
     """
     b, ties = Builder(sizes, HANDLERS), ties or {}
     g, jaxpr = b.graph, compat.open_jaxpr(closed_jaxpr)
@@ -53,4 +57,5 @@ def build(
         b.edge([source], out, None, 1)
     g.scope.exits = list(g.outputs)
     b.name_repeated()
+    pinned(g)  # members of a group that contradict each other are an error here, before anything is completed
     return g

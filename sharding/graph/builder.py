@@ -8,9 +8,9 @@ from typing import Any
 import jax
 
 from .. import compat
-from ..rules import CONSTANT_PRESERVING, MOVES, Flow, Rule, Shape, identity, pointwise, rule_for
+from ..rules import CONSTANT_PRESERVING, MOVES, Flow, Rule, Shape, barrier, identity, pointwise, rule_for
 from ..spec import Dim, Spec, from_partition_spec
-from .graph import CALLS, Atom, Graph, Op, Pin, Scope, Site, joined, line, merged
+from .graph import CALLS, Atom, Graph, Group, Op, Pin, Scope, Site, joined, line, merged
 
 Handler = Callable[["Builder", Scope, int, Any, int], None]
 """(builder, scope, the equation's place, the equation, how often it runs) -> None."""
@@ -62,6 +62,10 @@ class Builder:
                 self.handlers[name](self, scope, i, eqn, times)
             elif name == "annotate":
                 self.annotate(scope, eqn, times)
+            elif name == "same":
+                self.same(scope, eqn)
+            elif name == "barrier":
+                self.barrier(scope, eqn, times)
             elif name == "sharding_constraint":
                 self.sharding_constraint(scope, eqn, times)
             else:
@@ -142,6 +146,19 @@ class Builder:
         x = self.annotated(scope, eqn, p["asked"], f"annotate at {line((eqn, *self.calls))}", times)
         if p["name"] is not None:
             self.repeated.setdefault(p["name"], []).append(x)
+
+    def same(self, scope: Scope, eqn: Any) -> None:
+        """The members stay the values that they are; the pass splits them as one."""
+        members = [self.use(self.read(scope, a), a.aval) for a in eqn.invars]
+        self.graph.groups.append(Group(tuple(members), (eqn, *self.calls)))
+        self.bind(scope, eqn, members)
+
+    def barrier(self, scope: Scope, eqn: Any, times: int) -> None:
+        (operand,) = eqn.invars
+        x, y = self.use(self.read(scope, operand), operand.aval), self.value(eqn.outvars[0].aval, eqn)
+        rule = self.shared(barrier(self.graph.shapes[y], eqn.params["allowed"]))
+        self.op("barrier", [x], [y], rule, eqn, times)
+        self.bind(scope, eqn, [y])
 
     def sharding_constraint(self, scope: Scope, eqn: Any, times: int) -> None:
         sharding, free = eqn.params["sharding"], eqn.params["unconstrained_dims"]

@@ -10,7 +10,7 @@ so that `constrain` finds its way back.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -69,6 +69,14 @@ class Pin:
         return f"{self.origin}: {via}" if via else self.origin
 
 
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Values that are split alike, by `sharding.same`."""
+
+    members: tuple[int, ...]
+    site: Site
+
+
 @dataclass(slots=True, eq=False)
 class Scope:
     """One run of one jaxpr: its variables' values, and the runs of the jaxprs inside its equations."""
@@ -94,6 +102,7 @@ class Graph:
     pins: dict[int, Pin] = field(default_factory=dict)
     clashes: list[tuple[int, Pin, Pin]] = field(default_factory=list)
     """Values that two annotations want differently: (value, the one kept, the other)."""
+    groups: list[Group] = field(default_factory=list)
     names: dict[str, int] = field(default_factory=dict)
     """Name or path -> value."""
     inputs: list[int] = field(default_factory=list)
@@ -124,6 +133,32 @@ class Graph:
         for name, v in self.names.items():
             first.setdefault(v, name)
         return first
+
+    @cached_property
+    def homes(self) -> Sequence[int]:
+        """Value -> the value that stands for it and all that share a spec with it: itself where it is in no group."""
+        homes = list(range(len(self.shapes)))
+
+        def home(v: int) -> int:
+            while homes[v] != v:
+                v = homes[v]
+            return v
+
+        for group in self.groups:
+            for v in group.members:
+                a, b = home(group.members[0]), home(v)
+                homes[max(a, b)] = min(a, b)
+        return [home(v) for v in homes] if self.groups else homes
+
+    def members(self, value: int) -> list[int]:
+        """A value and all that share a spec with it, itself first."""
+        tied = {v for group in self.groups for v in group.members if self.homes[v] == self.homes[value]}
+        return [value, *sorted(tied - {value})]
+
+    def tied_at(self, a: int, b: int) -> Site:
+        """Where two values of one group were tied; where one of them was, if that took several groups."""
+        found = [group for group in self.groups if a in group.members]
+        return next((group.site for group in found if b in group.members), found[0].site if found else ())
 
     def source(self, value: int) -> str:
         """The user's line that makes a value; empty for arguments."""

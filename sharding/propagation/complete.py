@@ -65,7 +65,12 @@ def specs_of(engine: Engine) -> tuple[Spec, ...]:
         return Spec(dims=dims, unreduced=())
 
     known = {number: spec(number) for number in dict.fromkeys(engine.state)}
-    return tuple(map(known.__getitem__, engine.state))
+    state = engine.state
+    return (
+        tuple(known[state[home]] for home in engine.graph.homes)
+        if engine.graph.groups
+        else tuple(map(known.__getitem__, state))
+    )
 
 
 def _reasons(engine: Engine, specs: tuple[Spec, ...]) -> Reasons:
@@ -79,19 +84,31 @@ def _reasons(engine: Engine, specs: tuple[Spec, ...]) -> Reasons:
 
 
 def _reason(engine: Engine, v: int, d: int, atom: int) -> Reason:
-    step = engine.why.get((v, d, atom))
+    graph = engine.graph
+    step = engine.why.get((graph.homes[v], d, atom))
+    first = step.value if step is not None else _annotated(engine, v, d, atom)
+    if first != v:
+        return Reason(word="same group", site=graph.tied_at(v, first), value=first, dim=d)
     if step is None:
-        return Reason(word="annotated", origin=engine.graph.pins[v].said(d))
+        return Reason(word="annotated", origin=graph.pins[v].said(d))
     op = engine.network.ops[step.op]
     return Reason(word=op.name, site=op.site, value=step.source, dim=step.source_dim)
+
+
+def _annotated(engine: Engine, v: int, d: int, atom: int) -> int:
+    """The member of a value's group, itself as a rule, whose annotation says that a dim has an atom."""
+    pins = engine.graph.pins
+    members = (m for m in engine.graph.members(v) if m in pins)
+    return next((m for m in members if atom in engine.table.split(pins[m].spec.dims[d].axes)), v)
 
 
 def _origin(engine: Engine, v: int, d: int, atom: int) -> str:
     seen = set()
     while (v, d) not in seen:
         seen.add((v, d))
-        step = engine.why.get((v, d, atom))
+        step = engine.why.get((engine.graph.homes[v], d, atom))
         if step is None:
+            v = _annotated(engine, v, d, atom)
             break
         v, d = step.source, step.source_dim
     return engine.graph.pins[v].said(d) if v in engine.graph.pins else "unknown"

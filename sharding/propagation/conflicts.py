@@ -29,7 +29,10 @@ def find(engine: Engine, specs: tuple[Spec, ...], origin: Origin) -> tuple[Confl
 
 def _at(engine: Engine, i: int, specs: tuple[Spec, ...], origin: Origin) -> Iterator[tuple]:
     """((value, dim, axes it misses), conflict) for every array of an op that lacks what another one has."""
-    op, form, values = engine.network.ops[i], engine.network.forms[i], engine.network.values[i]
+    op, form = engine.network.ops[i], engine.network.forms[i]
+    values = op.operands + op.results
+    if op.name == "barrier":
+        return
     splits = [engine.split(v) for v in values]
     if not any(split.is_split for split in splits):
         return

@@ -18,7 +18,7 @@ from operator import itemgetter
 
 import numpy as np
 
-from ..graph import Graph
+from ..graph import Graph, pinned
 from .atoms import AtomTable
 from .growth import Growth, growths
 from .network import LEVELS, Network
@@ -32,6 +32,8 @@ class Step:
     """Why one dim of one value has an atom: the op that brought it, and the value and dim it came from."""
 
     op: int
+    value: int
+    """Which of its group's members the op brought it to."""
     source: int
     source_dim: int
 
@@ -41,6 +43,7 @@ class Engine:
 
     def __init__(self, graph: Graph, table: AtomTable):
         self.graph, self.table = graph, table
+        self.pins = pinned(graph)
         self.network = Network.of(graph)
         self.read = [itemgetter(*values) for values in self.network.values]
         self.splits = Splits()
@@ -62,13 +65,13 @@ class Engine:
         """
         engine = copy.copy(self)
         engine.__dict__.pop("why", None)
-        engine.graph = graph
+        engine.graph, engine.pins = graph, pinned(graph)
         engine.clear()
         return engine
 
     def split(self, value: int) -> Split:
         """How a value is split now."""
-        return self.splits[self.state[value]]
+        return self.splits[self.state[self.graph.homes[value]]]
 
     def run(self) -> None:
         """Propagates all annotations, priority by priority, to the fixed point."""
@@ -82,7 +85,7 @@ class Engine:
     def start(self) -> dict[int, list[int]]:
         """Lays down the annotations; dims of lower priority wait, and their axes are held for them."""
         later: dict[int, list[int]] = {}
-        for v, pin in self.graph.pins.items():
+        for v, pin in self.pins.items():
             axes, closed, held = [], [], set()
             for dim in pin.spec.dims:
                 waits = dim.priority > 0 and bool(dim.axes or not dim.open)
@@ -98,7 +101,7 @@ class Engine:
         """Lays down the dims of one value that have waited for this priority."""
         now = self.split(v)
         axes, closed, held = list(now.axes), list(now.closed), now.held
-        for d, dim in enumerate(self.graph.pins[v].spec.dims):
+        for d, dim in enumerate(self.pins[v].spec.dims):
             if dim.priority == priority and (dim.axes or not dim.open):
                 axes[d] = self.table.split(dim.axes)
                 closed[d] = not dim.open
@@ -107,6 +110,7 @@ class Engine:
 
     def set(self, v: int, split: Split) -> None:
         """Splits a value as an annotation says."""
+        v = self.graph.homes[v]
         self.state[v] = self.splits.number(split)
         for i in self.network.around[v]:
             self.quiet[i] = 0
@@ -144,7 +148,7 @@ class Engine:
         key = (form.number, grade, self.read[i](self.state))
         found = self.known.get(key)
         if found is None:
-            splits = [self.split(v) for v in self.network.values[i]]
+            splits = [self.splits[self.state[v]] for v in self.network.values[i]]
             found = tuple((g.array, self.splits.number(g.split), g) for g in self.growths(i, splits))
             self.known[key] = found
         if not found:
@@ -166,13 +170,15 @@ class Engine:
 
     @cached_property
     def why(self) -> dict[tuple[int, int, int], Step]:
-        """(value, dim, atom) -> the step that brought it; annotations have none."""
-        values = self.network.values
-        return {
-            (values[i][growth.array], origin.dim, origin.atom): Step(i, values[i][origin.source], origin.source_dim)
-            for i, growth in self.log
-            for origin in growth.origins
-        }
+        """(value, dim, atom) -> the step that brought it, for a group at its home; annotations have none."""
+        found = {}
+        for i, growth in self.log:
+            op = self.network.ops[i]
+            values = op.operands + op.results
+            for dim, atom, source, source_dim in growth.origins:
+                key = (self.network.values[i][growth.array], dim, atom)
+                found[key] = Step(i, values[growth.array], values[source], source_dim)
+        return found
 
 
 def _max_ndim(graph: Graph) -> int:

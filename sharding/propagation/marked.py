@@ -18,7 +18,9 @@ from jax.sharding import PartitionSpec as P
 
 from .. import compat
 from ..annotation import annotate_p
-from ..graph import CALLS, Graph, Scope
+from ..barrier import barrier_p
+from ..graph import CALLS, Graph, Scope, all_pins
+from ..group import same_p
 from ..spec import Spec, indivisible, to_partition_spec
 
 _NAME = re.compile(r"sharding_mark_(\d+)_")
@@ -52,7 +54,8 @@ class Marked:
     """
 
     def __init__(self, graph: Graph, program: Any, mesh: AbstractMesh):
-        self.graph, self.mesh = graph, mesh
+        self.graph, self.mesh, self.pins = graph, mesh, all_pins(graph)
+        self.tied = {v for group in graph.groups for v in group.members if v in self.pins}
         self.jaxpr, self.consts = compat.open_jaxpr(program), program.consts
         self.tracers = [c for c in self.consts if isinstance(c, compat.Tracer)]
         self.marks: list[Mark] = []
@@ -78,7 +81,7 @@ class Marked:
         return None if indivisible(spec, self.graph.shapes[value], self.mesh.shape) else spec
 
     def asked(self, value: int) -> Spec | None:
-        pin = self.graph.pins.get(value)
+        pin = self.pins.get(value)
         return None if pin is None else pin.spec
 
     def run(self, *args: Any) -> list[Any]:
@@ -93,6 +96,8 @@ class Marked:
         return [self.mark(x, v, self.asked(v), output=True) for x, v in zip(outs, self.graph.outputs, strict=True)]
 
     def mark(self, x: Any, value: int | None, spec: Spec | None = None, *, output: bool = False) -> Any:
+        if value in self.tied:  # Shardy lays down the annotation of one member on all, but on marks
+            spec = self.pins[value].spec
         if value is None or not getattr(x, "ndim", 0) or compat.is_extended(x.dtype):
             return x
         asked = P(*[P.UNCONSTRAINED] * x.ndim) if spec is None else to_partition_spec(spec, keep_open=True)
@@ -120,6 +125,11 @@ class Marked:
             asked = eqn.params["asked"]
             silent = asked is None or asked.is_open or compat.is_drop(eqn.outvars[0])
             return ins if silent else [self.mark(ins[0], scope.env[eqn.outvars[0]], asked)]
+        if eqn.primitive is same_p:  # no new values
+            return same_p.bind(*ins, decided=False)
+        if eqn.primitive is barrier_p:
+            ins = [barrier_p.bind(*ins, allowed=eqn.params["allowed"], decided=False)]
+            return [self.mark(ins[0], None if compat.is_drop(eqn.outvars[0]) else scope.env[eqn.outvars[0]])]
         if name in CALLS:
             key, pos, jaxpr = next(compat.sub_jaxprs(eqn.params))
             return self.body(scope.children[i, key, pos], getattr(jaxpr, "consts", ()), ins)

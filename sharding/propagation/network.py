@@ -47,6 +47,8 @@ class Form:
         rule = self.rule
         if factor in rule.blocked:
             return NONE
+        if rule.flow is Flow.FORWARD or rule.flow is Flow.BACKWARD:
+            return FORWARD if rule.flow is Flow.FORWARD else BACKWARD
         if level == 4:
             return BOTH
         backward_only = BACKWARD if rule.flow is Flow.BROADCAST else BOTH
@@ -64,6 +66,8 @@ class Form:
 
 
 def _grade(rule: Rule, single_use: bool, level: int) -> int:
+    if rule.flow in (Flow.FORWARD, Flow.BACKWARD):
+        return 1
     if rule.flow in (Flow.ELEMENTWISE, Flow.MOVE):
         return 1 if level >= 1 or single_use else 0
     if level <= 1:
@@ -79,7 +83,7 @@ class Network:
     forms: tuple[Form, ...]
     """Per op its form."""
     values: tuple[tuple[int, ...], ...]
-    """Per op its operands and results."""
+    """Per op its operands and results; of the members of a group the one that stands for all."""
     around: tuple[list[int], ...]
     """Per value the ops that make it, then those that use it, last one first."""
     grades: np.ndarray
@@ -90,12 +94,14 @@ class Network:
         """The network of a graph; annotations make no difference."""
         ops = tuple([op for op in graph.ops if op.rule is not None])
         values = tuple([op.operands + op.results for op in ops])
+        if graph.groups:
+            values = tuple([tuple(map(graph.homes.__getitem__, arrays)) for arrays in values])
         forms = _forms(ops, values, _shared(graph))
         return Network(
             ops=ops,
             forms=forms,
             values=values,
-            around=_around(ops, len(graph.shapes)),
+            around=_around(ops, values, len(graph.shapes)),
             grades=_grades(forms),
         )
 
@@ -137,17 +143,18 @@ def _form(number: int, rule: Rule, single_use: bool, firsts: tuple[int, ...] | N
 
 
 def _shared(graph: Graph) -> set[int]:
-    """The arrays that are several operands."""
-    counts = Counter(chain.from_iterable([op.operands for op in graph.ops]))
+    """The arrays that are several operands; to be in a group counts as a use, as it does to Shardy."""
+    uses = [*(op.operands for op in graph.ops), *(group.members for group in graph.groups)]
+    counts = Counter(chain.from_iterable(uses))
     return {v for v, count in counts.items() if count > 1 and graph.shapes[v]}
 
 
-def _around(ops: Sequence[Op], num_values: int) -> tuple[list[int], ...]:
+def _around(ops: Sequence[Op], values: Sequence[tuple[int, ...]], num_values: int) -> tuple[list[int], ...]:
     around: tuple[list[int], ...] = tuple([] for _ in range(num_values))
     for i, op in enumerate(ops):
-        for v in op.results:
+        for v in values[i][len(op.operands) :]:
             around[v].append(i)
     for i in reversed(range(len(ops))):
-        for v in ops[i].operands:
+        for v in values[i][: len(ops[i].operands)]:
             around[v].append(i)
     return around

@@ -21,7 +21,7 @@ from jax.sharding import AbstractMesh
 
 from .. import compat
 from ..errors import ShardingError
-from ..graph import Graph, Op, Pin
+from ..graph import Graph, Op, Pin, all_pins
 from ..spec import Axis, Spec
 from . import conflicts, recorded
 from .assignment import Assignment, Reason, Reasons
@@ -140,7 +140,8 @@ def _recording(pipeline: str) -> str:
     text = before + last + rest[: rest.index("}") + 1]
     # What only dumps modules is no registered pass.
     text = text.replace("sdy-save-module,", "")
-    return re.sub(r"(debug-[\w-]+)=false", r"\1=true", text) + ")"
+    # Not its debug-sharding-origins, which nothing reads: it crashes on a group in a loop.
+    return re.sub(r"(debug-propagation[\w-]+)=false", r"\1=true", text) + ")"
 
 
 def _missing(error: Exception) -> ShardingError:
@@ -155,8 +156,11 @@ def _missing(error: Exception) -> ShardingError:
 def _write(ir: Any, module: Any, graph: Graph, marks: Sequence[Mark]) -> None:
     """Says in a module what JAX has no word for: priorities of dims, and which arrays are always split alike."""
     ends: dict[int, list[Any]] = {}
+    taken = {-1}
 
     def visit(op: Any) -> Any:
+        if op.name == "sdy.sharding_group":
+            taken.add(ir.IntegerAttr(op.attributes["group_id"]).value)
         number = place(op.location) if op.name == "sdy.sharding_constraint" else None
         if number is not None:
             mark = marks[number]
@@ -172,7 +176,7 @@ def _write(ir: Any, module: Any, graph: Graph, marks: Sequence[Mark]) -> None:
     block = main.regions[0].blocks[0]
     groups = [[x, *ends[v]] for v, x in zip(graph.inputs, block.arguments, strict=False) if v in ends]
     with ir.InsertionPoint(block.operations[len(block.operations) - 1]), ir.Location.unknown():
-        for number, members in enumerate(groups):
+        for number, members in enumerate(groups, max(taken) + 1):
             group = {"group_id": ir.IntegerAttr.get(ir.IntegerType.get_signless(64), number)}
             for x in members:
                 ir.Operation.create("sdy.sharding_group", operands=[x], attributes=group)
@@ -200,7 +204,7 @@ class _Found:
     @cached_property
     def splits(self) -> dict[int, Axes]:
         """Value -> its split, of every value that Shardy sees."""
-        pins = self.graph.pins
+        pins = all_pins(self.graph)
         known = {v: pins[v].spec.axes for v in self.graph.inputs if v in pins}
         return known | {self.marks[number].value: dims for number, dims in self.recorded.marks.items()}
 
@@ -241,18 +245,31 @@ class _Found:
         pin = self.graph.pins.get(v)
         if pin is not None and axis in pin.spec.dims[d].axes:
             return Reason(word="annotated", origin=pin.said(d))
-        step = None if v in self.splits else engine.why.get((v, d, engine.table.split((axis,))[0]))
+        atom = engine.table.split((axis,))[0]
+        step = None if v in self.splits else engine.why.get((self.graph.homes[v], d, atom))
         if step is not None:
             op = engine.network.ops[step.op]
             return Reason(word=op.name, site=op.site, value=step.source, dim=step.source_dim)
         name = axis if isinstance(axis, str) else axis[0]
         source, crossed = self.before(v, name)
         if source is None:
+            first = self.brought(v, d, axis)
+            if first is not None:
+                return Reason(word="same group", site=self.graph.tied_at(v, first), value=first, dim=d)
             return Reason(word="Shardy", origin="Shardy, which records no origin here")
         dim = next((k for k, dim in enumerate(specs[source].dims) if _holds(dim.axes, name)), None)
         op = self.op(v, source)
         word = op.name if op is not None else crossed
         return Reason(word=word, site=op.site if op is not None else self.graph.sites[v], value=source, dim=dim)
+
+    def brought(self, value: int, dim: int, axis: Axis) -> int | None:
+        """The member of a value's group that an axis came to from outside the group."""
+        name = axis if isinstance(axis, str) else axis[0]
+        for member in self.graph.members(value)[1:]:
+            pin = self.graph.pins.get(member)
+            if (pin is not None and axis in pin.spec.dims[dim].axes) or self.before(member, name)[0] is not None:
+                return member
+        return None
 
     def before(self, value: int, axis: str) -> tuple[int | None, str]:
         """The value from which an axis came to another one, and the first of Shardy's ops on the way."""

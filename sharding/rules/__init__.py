@@ -1,7 +1,7 @@
 """One factor rule per primitive: how an op's dims belong together."""
 
 from .rule import Dims, Flow, Kind, Rule, RuleBuilder, Shape, pointwise
-from .table import CONSTANT_PRESERVING, MOVES, identity, rule_for
+from .table import CONSTANT_PRESERVING, MOVES, barrier, identity, rule_for
 
 __all__ = [
     "CONSTANT_PRESERVING",
@@ -12,6 +12,7 @@ __all__ = [
     "Rule",
     "RuleBuilder",
     "Shape",
+    "barrier",
     "identity",
     "pointwise",
     "rule_for",

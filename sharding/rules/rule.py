@@ -34,6 +34,9 @@ class Flow(enum.Enum):
     SLICE = "slice"
     BROADCAST = "broadcast"
     OTHER = "other"
+    FORWARD = "forward only"
+    """At every level, from operands to results: a barrier."""
+    BACKWARD = "backward only"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

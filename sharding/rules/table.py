@@ -6,6 +6,7 @@ An op whose primitive is not listed stops the flow: its results start without a 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from . import contraction, indexing, random, shape, window
@@ -95,6 +96,13 @@ def rule_for(primitive: str, ins: Sequence[Shape], outs: Sequence[Shape], params
         return pointwise(ins, outs)
     make = RULES.get(primitive)
     return make(ins, outs, params) if make is not None else None
+
+
+def barrier(shape: Shape, allowed: str) -> Rule:
+    """The rule of a barrier: an identity along which nothing flows, or one way only."""
+    if allowed == "none":
+        return replace(identity(1, shape), blocked=frozenset(range(len(shape))))
+    return identity(1, shape, Flow[allowed.upper()])
 
 
 def identity(num_operands: int, shape: Shape, flow: Flow = Flow.MOVE) -> Rule:
