@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from jax.sharding import AbstractMesh
 
+import sharding
 from sharding import compat, graph
 from sharding.graph import Graph
 from sharding.propagation import Assignment, complete, shardy
@@ -26,7 +27,10 @@ class Agreement:
 def compare(program, in_pins, mesh: AbstractMesh) -> Agreement:
     """Our completion of `program` (a closed jaxpr with pins on its arguments) against Shardy's."""
     ours = pass_on(program, dict(mesh.shape), in_pins)
-    theirs = shardy.splits(ours.graph, program, mesh)
+    return _agreement(ours, shardy.splits(ours.graph, program, mesh))
+
+
+def _agreement(ours: Assignment, theirs: dict[int, shardy.Axes]) -> Agreement:
     counted, differences = 0, []
     for v, dims in theirs.items():
         mine = ours.specs[v].axes
@@ -35,6 +39,19 @@ def compare(program, in_pins, mesh: AbstractMesh) -> Agreement:
             if mine != dims:
                 differences.append(f"{_name(ours.graph, v)}: ours {ours.specs[v]}, Shardy {_text(dims)}")
     return Agreement(counted, tuple(differences))
+
+
+def of_step(step, sizes) -> Agreement:
+    """Both completions of a train step (`steps.step.Step`) on a described mesh, its state donated."""
+    with sharding.mesh(sizes, devices=8):
+        ours, theirs = (
+            sharding.jit(step.run, in_shardings=step.specs, donate_argnums=0, engine=engine)
+            .complete(*step.args)
+            .assignment
+            for engine in ("sharding", "shardy")
+        )
+    made = {*ours.graph.inputs, *(v for op in ours.graph.ops for v in op.results)}  # the others are constants
+    return _agreement(ours, {v: theirs.specs[v].axes for v in sorted(made)})
 
 
 def pass_on(program, sizes, in_pins) -> Assignment:

@@ -31,3 +31,14 @@ Make = Callable[[str, Sizes], Step]
 def whole_mesh(sizes: Sizes) -> P:
     """Rows over every axis."""
     return P(tuple(sizes))
+
+
+def on_mesh(spec: P, sizes: Sizes) -> P:
+    """A spec without the axes that the mesh lacks."""
+
+    def entry(e: Any) -> Any:
+        if isinstance(e, tuple):
+            return tuple(a for a in e if a in sizes) or None
+        return e if e in sizes else None
+
+    return P(*map(entry, spec))
