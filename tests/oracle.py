@@ -50,8 +50,7 @@ def of_step(step, sizes) -> Agreement:
             .assignment
             for engine in ("sharding", "shardy")
         )
-    made = {*ours.graph.inputs, *(v for op in ours.graph.ops for v in op.results)}  # the others are constants
-    return _agreement(ours, {v: theirs.specs[v].axes for v in sorted(made)})
+    return _agreement(ours, {v: theirs.specs[v].axes for v in values(ours.graph)})
 
 
 def pass_on(program, sizes, in_pins) -> Assignment:
@@ -76,3 +75,12 @@ def _name(g: Graph, v: int) -> str:
 
 def _text(dims: shardy.Axes) -> str:
     return "[" + ", ".join(",".join(map(str, d)) or "-" for d in dims) + "]"
+
+
+def values(g: Graph) -> list[int]:
+    """Every value that is a variable or a result of the program; what else a loop has is ours alone."""
+
+    def of(scope):
+        return [v for v in scope.env.values() if v is not None] + [v for c in scope.children.values() for v in of(c)]
+
+    return sorted({*of(g.scope), *g.outputs})

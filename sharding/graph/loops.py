@@ -6,52 +6,73 @@ from collections.abc import Sequence
 from typing import Any
 
 from .. import compat
-from ..rules import Rule, rule_for
+from ..rules import Flow, Rule, rule_for
 from .builder import Builder
 from .graph import Scope
 
 
 def scan(b: Builder, scope: Scope, i: int, eqn: Any, times: int) -> None:
-    """The body once; constants and carried values by edges, stacked ones by slices."""
+    """The body once; constants, carried values and stacks by edges, slices of stacks by ops of the body.
+
+    The edges come behind the body, stacks that are read first and those that are made last: Shardy has them so, and
+    where claims meet the order decides.
+    """
     n_consts, n_carry = compat.scan_parts(eqn.params)
     length, body = eqn.params["length"], compat.open_jaxpr(eqn.params["jaxpr"])
-    consts = [_enter(b, a, scope, eqn, times) for a in eqn.invars[:n_consts]]
+    consts = _carry(b, eqn.invars[:n_consts], eqn)
     inits = eqn.invars[n_consts : n_consts + n_carry]
     carry = _carry(b, inits, eqn)
-    xs = []
-    for atom, var in zip(eqn.invars[n_consts + n_carry :], body.invars[n_consts + n_carry :], strict=True):
-        whole = b.use(b.read(scope, atom), atom.aval)
-        x = b.value(var.aval, eqn)
-        rule = rule_for("dynamic_slice", [atom.aval.shape], [(1, *var.aval.shape)], {})
-        b.op("scan xs", [whole], [x], _drop_lead(rule, operand=False), eqn, times * length)
-        xs.append(x)
+    stacks = _carry(b, eqn.invars[n_consts + n_carry :], eqn)
+    xs = [
+        _slice(b, stack, var, eqn, times * length)
+        for stack, var in zip(stacks, body.invars[n_consts + n_carry :], strict=True)
+    ]
     child = b.scope(body, [*consts, *carry, *xs], times * length)
     scope.children[i, "jaxpr", 0] = child
     outs = [b.use(a, v.aval) for a, v in zip(b.outs(child), body.outvars, strict=True)]
+    made = [
+        _update(b, out, var, eqn, times * length)
+        for out, var in zip(outs[n_carry:], eqn.outvars[n_carry:], strict=True)
+    ]
+    _enter(b, eqn.invars[n_consts + n_carry :], stacks, scope, eqn, times)
+    _enter(b, eqn.invars[:n_consts], consts, scope, eqn, times)
     for init, out, target in zip(inits, outs, carry, strict=False):
         b.edge([b.use(b.read(scope, init), init.aval), out], target, eqn, times)
-    ys = []
-    for out, var in zip(outs[n_carry:], eqn.outvars[n_carry:], strict=True):
-        y = b.value(var.aval, eqn)
-        shapes = [var.aval.shape, (1, *b.graph.shapes[out])]
-        rule = rule_for("dynamic_update_slice", shapes, [var.aval.shape], {})
-        b.op("scan ys", [out], [y], _drop_lead(rule, operand=True), eqn, times * length)
-        ys.append(y)
+    ys = _carry(b, eqn.outvars[n_carry:], eqn)
+    for one, y in zip(made, ys, strict=True):
+        b.edge([one], y, eqn, times)
     scope.entries[i] = [*consts, *carry, *[None] * len(xs)]
     child.exits = [*carry, *[None] * len(ys)]
     b.bind(scope, eqn, [*carry, *ys])
+
+
+def _slice(b: Builder, stack: int, var: Any, eqn: Any, times: int) -> int:
+    """What one step reads of a stack."""
+    x, shape = b.value(var.aval, eqn), b.graph.shapes[stack]
+    rule = rule_for("dynamic_slice", [shape], [(1, *var.aval.shape)], {})
+    b.op("scan xs", [stack], [x], _drop_lead(rule, operand=False), eqn, times)
+    return x
+
+
+def _update(b: Builder, out: int, var: Any, eqn: Any, times: int) -> int:
+    """The stack after one step has added to it."""
+    stack, shape = b.value(var.aval, eqn), var.aval.shape
+    rule = rule_for("dynamic_update_slice", [shape, (1, *b.graph.shapes[out])], [shape], {})
+    b.op("scan ys", [out], [stack], _drop_lead(rule, operand=True), eqn, times)
+    return stack
 
 
 def while_(b: Builder, scope: Scope, i: int, eqn: Any, times: int) -> None:
     """Condition and body once; constants and carried values by edges."""
     p = eqn.params
     n_cond, n_body = p["cond_nconsts"], p["body_nconsts"]
-    consts = [_enter(b, a, scope, eqn, times) for a in eqn.invars[: n_cond + n_body]]
+    consts = _carry(b, eqn.invars[: n_cond + n_body], eqn)
     inits = eqn.invars[n_cond + n_body :]
     carry = _carry(b, inits, eqn)
     scope.children[i, "cond_jaxpr", 0] = b.scope(p["cond_jaxpr"], [*consts[:n_cond], *carry], times)
     child = b.scope(p["body_jaxpr"], [*consts[n_cond:], *carry], times)
     scope.children[i, "body_jaxpr", 0] = child
+    _enter(b, eqn.invars[: n_cond + n_body], consts, scope, eqn, times)
     for init, out, var, target in zip(inits, b.outs(child), child.jaxpr.outvars, carry, strict=True):
         sources = [b.use(b.read(scope, init), init.aval), b.use(out, var.aval)]
         b.edge(sources, target, eqn, times)
@@ -76,13 +97,10 @@ def cond(b: Builder, scope: Scope, i: int, eqn: Any, times: int) -> None:
     b.bind(scope, eqn, results)
 
 
-def _enter(b: Builder, atom: Any, scope: Scope, eqn: Any, times: int) -> int:
-    """A loop's own copy of a value from outside, tied by an edge."""
-    source = b.use(b.read(scope, atom), atom.aval)
-    target = b.value(atom.aval, eqn)
-    b.targets.add(target)
-    b.edge([source], target, eqn, times)
-    return target
+def _enter(b: Builder, atoms: Sequence[Any], targets: Sequence[int], scope: Scope, eqn: Any, times: int) -> None:
+    """Ties a loop's own copies of values from outside to those; behind the body, where Shardy has its edges."""
+    for atom, target in zip(atoms, targets, strict=True):
+        b.edge([b.use(b.read(scope, atom), atom.aval)], target, eqn, times)
 
 
 def _carry(b: Builder, atoms: Sequence[Any], eqn: Any) -> list[int]:
@@ -95,9 +113,7 @@ def _drop_lead(rule: Rule | None, *, operand: bool) -> Rule:
     """The rule of a loop's slice: a dynamic slice or update of one step, without the leading dim of size 1."""
     assert rule is not None
     if operand:  # (stack, update) -> stack becomes update -> stack
-        operands, results = (rule.operands[1][1:],), rule.results
+        operands, results, flow = (rule.operands[1][1:],), rule.results, Flow.BROADCAST
     else:
-        operands, results = rule.operands, (rule.results[0][1:],)
-    return Rule(
-        operands=operands, results=results, sizes=rule.sizes, kinds=rule.kinds, blocked=rule.blocked, flow=rule.flow
-    )
+        operands, results, flow = rule.operands, (rule.results[0][1:],), rule.flow
+    return Rule(operands=operands, results=results, sizes=rule.sizes, kinds=rule.kinds, blocked=rule.blocked, flow=flow)

@@ -117,21 +117,29 @@ class Engine:
 
     def settle(self) -> None:
         """Runs the five op priorities, each to its fixed point."""
-        around, quiet = self.network.around, self.quiet
         for self.level in range(LEVELS):
             while any(waiting := self.waiting()):
-                stack: list[int] = []
-                at = -1
-                while stack or (at := waiting.find(1, at + 1)) >= 0:
-                    i = stack.pop() if stack else at
-                    waiting[i] = 0
-                    for v in self.visit(i):
-                        for j in around[v]:
-                            quiet[j] = 0
-                            if j != i and not waiting[j]:
-                                waiting[j] = 1
-                                if j <= at:  # its turn in program order is over
-                                    stack.append(j)
+                self.sweep(waiting)
+
+    def sweep(self, waiting: bytearray) -> None:
+        """Visits the ops that wait, and those around what changes.
+
+        What an edge brings into a loop is seen there in the next sweep only, as the edge is behind the body.
+        """
+        around, quiet, entered = self.network.around, self.quiet, self.network.entered
+        stack: list[int] = []
+        at = -1
+        while stack or (at := waiting.find(1, at + 1)) >= 0:
+            i = stack.pop() if stack else at
+            waiting[i] = 0
+            for v in self.visit(i):
+                first = i if v == entered[i] else 0
+                for j in around[v]:
+                    quiet[j] = 0
+                    if j != i and j >= first and not waiting[j]:
+                        waiting[j] = 1
+                        if j <= at:  # its turn in program order is over
+                            stack.append(j)
 
     def waiting(self) -> bytearray:
         """Per op 1 where a visit at the present level may find something."""

@@ -88,6 +88,8 @@ class Network:
     """Per value the ops that make it, then those that use it, last one first."""
     grades: np.ndarray
     """[level, op]: the grade of each op at each level."""
+    entered: tuple[int, ...]
+    """Per op the value that it ties to the argument of a loop's body, which comes before it; -1 for none."""
 
     @staticmethod
     def of(graph: Graph) -> Network:
@@ -103,6 +105,7 @@ class Network:
             values=values,
             around=_around(ops, values, len(graph.shapes)),
             grades=_grades(forms),
+            entered=tuple([arrays[-1] if _is_data_flow(op) else -1 for op, arrays in zip(ops, values, strict=True)]),
         )
 
 
@@ -112,7 +115,7 @@ def _forms(ops: Sequence[Op], values: Sequence[tuple[int, ...]], shared: set[int
     for op, arrays in zip(ops, values, strict=True):
         distinct = len(set(arrays)) == len(arrays)
         firsts = None if distinct else tuple(map(arrays.index, arrays))
-        single_use = shared.isdisjoint(op.operands)
+        single_use = _is_data_flow(op) or shared.isdisjoint(op.operands)
         # By identity: equal rules are one object where the graph comes from `graph.build`, and hashing one is slow.
         key = (id(op.rule), single_use, firsts)
         form = known.get(key)
@@ -121,6 +124,11 @@ def _forms(ops: Sequence[Op], values: Sequence[tuple[int, ...]], shared: set[int
             form = known[key] = _form(len(known), op.rule, single_use, firsts)
         forms.append(form)
     return tuple(forms)
+
+
+def _is_data_flow(op: Op) -> bool:
+    """Whether an op is an edge of a loop or branch: to Shardy one array with what it ties, which nothing else uses."""
+    return op.name == "optimization_barrier" or (op.name == "edge" and bool(op.site))
 
 
 def _grades(forms: Sequence[Form]) -> np.ndarray:

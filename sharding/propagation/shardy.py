@@ -291,10 +291,15 @@ class _Found:
         flows = [f for x in nodes for f in self.recorded.flows.get(x, []) if f.axis == axis and f.source not in seen]
         return min(flows, key=lambda f: f.step, default=None)
 
-    def op(self, *values: int) -> Op | None:
-        """An op of our graph that touches all of the values."""
-        both = set.intersection(*(self.touching.get(v, set()) for v in values))
-        return self.graph.ops[min(both)] if both else None
+    def op(self, value: int, source: int) -> Op | None:
+        """The op by which an axis came to a value from another one; a loop's stack may be between them."""
+        near, far = (self.touching.get(v, set()) for v in (value, source))
+        for i in sorted(near & far) or sorted(near):
+            op = self.graph.ops[i]
+            between = [v for v in (*op.operands, *op.results) if v not in self.splits]
+            if i in far or any(far & self.touching[v] for v in between):
+                return op
+        return None
 
 
 def _holds(axes: Sequence[Axis], name: str) -> bool:
