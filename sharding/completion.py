@@ -6,7 +6,6 @@ import html
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -16,23 +15,9 @@ from jax.sharding import PartitionSpec as P
 from . import logical, paths
 from .errors import ShardingError, raise_together
 from .graph import Pin, joined
-from .propagation import Assignment, Conflict, Reason
+from .propagation import Assignment
 from .spec import Spec, axis_name, divisible, indivisible, to_partition_spec
-
-
-@dataclass(frozen=True, slots=True)
-class Why:
-    """The steps from one axis of one dim back to the annotation it came from; prints one step a line."""
-
-    lines: tuple[str, ...]
-
-    def __str__(self) -> str:
-        return "\n".join(self.lines)
-
-    __repr__ = __str__
-
-    def __iter__(self):
-        return iter(self.lines)
+from .why import Conflicts, Why, way
 
 
 class Completion:
@@ -71,9 +56,9 @@ class Completion:
         return to_partition_spec(spec)
 
     @property
-    def conflicts(self) -> tuple[Conflict, ...]:
+    def conflicts(self) -> Conflicts:
         """Where two claims met that one op can't have both."""
-        return self.assignment.conflicts
+        return Conflicts(self.assignment.conflicts)
 
     @property
     def unknown(self) -> dict[str, int]:
@@ -176,7 +161,7 @@ class Completion:
                 lines.append(f"{name} dim {d} is whole: {self._whole(v, d)}")
             for axis in spec.dims[d].axes:
                 lines.append(f"{name} dim {d} is split by {axis_name(axis)}:")
-                lines += [f"  {self._step(*step)}" for step in self.assignment.chain(v, d, axis)]
+                lines += [f"  {line}" for line in way(self._graph, self.assignment.chain(v, d, axis))]
         return Why(tuple(lines))
 
     def _whole(self, v: int, d: int) -> str:
@@ -203,12 +188,6 @@ class Completion:
                 if axes:
                     return f"the barrier at {op.source} stops {', '.join(map(axis_name, axes))}"
         return ""
-
-    def _step(self, v: int, d: int, reason: Reason) -> str:
-        who = f"{self._graph.label(v)} dim {d}"
-        if reason.value is None:
-            return f"{who} <- {reason.source}"
-        return f"{who} <- {reason.word}" + (f" at {reason.source}" if reason.source else "")
 
     def word(self, value: int) -> str:
         """The reason of a value's split in a word or two: `annotated`, or the ops that brought its axes."""

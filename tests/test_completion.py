@@ -69,7 +69,7 @@ def test_table_has_a_row_for_every_named_value_and_layers_share_one(c):
         ("params/layers/*/w1 (x3)", "8x8", "[-, tensor]", "annotated"),
         ("params/layers/*/w2 (x3)", "8x8", "[tensor, -]", "dot_general"),
         ("x", "8x8", "[data, -]", "dot_general"),
-        ("out/logits", "8x8", "[data, -]", "edge"),
+        ("out/logits", "8x8", "[data, -]", "returned"),
         ("out/norm", "scalar", "[]", "-"),
         ("hidden#* (x3)", "8x8", "[data, tensor]", "annotated, tanh"),
         ("logits", "8x8", "[data, -]", "annotated"),

@@ -38,6 +38,7 @@ FLOORS = [
     ["optim"],
     ["planner"],
     ["explain"],
+    ["why"],
     ["completion"],
     ["comparison"],
     ["placement"],

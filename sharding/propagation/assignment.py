@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from ..graph import Graph, Pin, Site, line
+from ..graph import Graph, Op, Pin, Site, line
 from ..spec import Axis, Spec, axis_name
 
 
@@ -23,6 +23,13 @@ class Reason:
     value: int | None = None
     """The value that brought the axis; None for an annotation."""
     dim: int | None = None
+    array: str = ""
+    """Which array of the op brought it, where that is not its only operand: `operand 1`, `result`."""
+
+    @staticmethod
+    def of(op: Op, value: int, dim: int) -> Reason:
+        """An op as a reason, and its array that brought the axis."""
+        return Reason(word=_word(op), site=op.site, value=value, dim=dim, array=_array(op, value))
 
     @property
     def source(self) -> str:
@@ -64,8 +71,29 @@ class Conflict:
         return f"{where}: {self.kept} stays, {self.lost} is lost: {self.rule} ({self.bytes_lost} bytes)"
 
 
-Reasons = Mapping[tuple[int, int, Axis], Reason]
-"""(value, dim, axis) -> why the dim is split by it."""
+FindReason = Callable[[int, int, Axis], Reason]
+"""(value, dim, axis that it is split by) -> why."""
+
+
+class Reasons(Mapping[tuple[int, int, Axis], Reason]):
+    """(value, dim, axis) -> why the dim is split by it, each worked out when it is asked for."""
+
+    def __init__(self, specs: Sequence[Spec], find: FindReason):
+        self._specs, self._find = specs, find
+
+    def __getitem__(self, key: tuple[int, int, Axis]) -> Reason:
+        value, dim, axis = key
+        if axis not in self._specs[value].dims[dim].axes:
+            raise KeyError(key)
+        return self._find(value, dim, axis)
+
+    def __iter__(self) -> Iterator[tuple[int, int, Axis]]:
+        for value, spec in enumerate(self._specs):
+            for dim, axes in enumerate(spec.axes):
+                yield from ((value, dim, axis) for axis in axes)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -75,7 +103,7 @@ class Assignment:
     graph: Graph
     sizes: Mapping[str, int]
     specs: tuple[Spec, ...]
-    find_reasons: Callable[[], Reasons]
+    find_reason: FindReason
     with_pins: Callable[[Mapping[int, Pin]], Assignment]
     """What comes of other annotations on some values; what does not depend on them is not worked out again."""
     find_conflicts: Callable[[], tuple[Conflict, ...]] = tuple
@@ -83,7 +111,7 @@ class Assignment:
     @cached_property
     def reasons(self) -> Reasons:
         """Why each dim of each value is split as it is."""
-        return self.find_reasons()
+        return Reasons(self.specs, self.find_reason)
 
     @cached_property
     def conflicts(self) -> tuple[Conflict, ...]:
@@ -107,12 +135,26 @@ class Assignment:
     def reason(self, value: int, dim: int, axis: Axis) -> Reason | None:
         """Why a dim is split by an axis (the whole or a part of it); None if it is not."""
         name = axis if isinstance(axis, str) else axis[0]
-        exact = self.reasons.get((value, dim, axis))
-        return exact or next(
-            (r for (v, d, a), r in self.reasons.items() if (v, d) == (value, dim) and name in (a, a[0])), None
-        )
+        alike = [a for a in self.specs[value].dims[dim].axes if name in (a, a[0])]
+        found = (self.reasons.get((value, dim, a)) for a in (axis, *alike))
+        return next((reason for reason in found if reason is not None), None)
 
     def origin(self, value: int, dim: int, axis: Axis) -> str:
         """The annotation that an axis came from."""
         steps = self.chain(value, dim, axis)
         return steps[-1][2].source if steps else "unknown"
+
+
+def _word(op: Op) -> str:
+    """The name of an op; of an edge the loop or branch whose value it ties, if not a result of the program."""
+    if op.name != "edge":
+        return op.name
+    return op.site[0].primitive.name if op.site else "returned"
+
+
+def _array(op: Op, value: int) -> str:
+    if not op.site:
+        return ""
+    if value in op.results:
+        return "result" if len(op.results) == 1 else f"result {op.results.index(value)}"
+    return f"operand {op.operands.index(value)}" if len(op.operands) > 1 and value in op.operands else ""

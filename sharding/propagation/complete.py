@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from ..graph import Graph
 from ..spec import Dim, Spec
 from . import conflicts
-from .assignment import Assignment, Reason, Reasons
+from .assignment import Assignment, Reason
 from .atoms import AtomTable
 from .engine import Engine
 
@@ -28,7 +28,7 @@ def _completed(engine: Engine) -> Assignment:
         sizes=engine.table.mesh_sizes,
         specs=specs,
         with_pins=lambda pins: _completed(engine.again(graph.with_pins(pins))),
-        find_reasons=lambda: _reasons(engine, specs),
+        find_reason=lambda v, d, axis: _reason(engine, v, d, engine.table.split((axis,))[0]),
         find_conflicts=lambda: conflicts.find(engine, specs, lambda v, d, atom: _origin(engine, v, d, atom)),
     )
 
@@ -44,17 +44,8 @@ def unannotated(graph: Graph, sizes: Mapping[str, int]) -> Assignment:
         sizes=dict(sizes),
         specs=specs,
         with_pins=lambda pins: unannotated(graph.with_pins(pins), sizes),
-        find_reasons=lambda: _annotations(graph),
+        find_reason=lambda v, d, _: Reason(word="annotated", origin=graph.pins[v].said(d)),
     )
-
-
-def _annotations(graph: Graph) -> Reasons:
-    return {
-        (v, d, axis): Reason(word="annotated", origin=pin.said(d))
-        for v, pin in graph.pins.items()
-        for d, dim in enumerate(pin.spec.dims)
-        for axis in dim.axes
-    }
 
 
 def specs_of(engine: Engine) -> tuple[Spec, ...]:
@@ -73,26 +64,15 @@ def specs_of(engine: Engine) -> tuple[Spec, ...]:
     )
 
 
-def _reasons(engine: Engine, specs: tuple[Spec, ...]) -> Reasons:
-    return {
-        (v, d, axis): _reason(engine, v, d, engine.table.split((axis,))[0])
-        for v, spec in enumerate(specs)
-        if engine.split(v).is_split
-        for d, dim in enumerate(spec.dims)
-        for axis in dim.axes
-    }
-
-
 def _reason(engine: Engine, v: int, d: int, atom: int) -> Reason:
     graph = engine.graph
-    step = engine.why.get((graph.homes[v], d, atom))
+    step = engine.step(v, d, atom)
     first = step.value if step is not None else _annotated(engine, v, d, atom)
     if first != v:
         return Reason(word="same group", site=graph.tied_at(v, first), value=first, dim=d)
     if step is None:
         return Reason(word="annotated", origin=graph.pins[v].said(d))
-    op = engine.network.ops[step.op]
-    return Reason(word=op.name, site=op.site, value=step.source, dim=step.source_dim)
+    return Reason.of(engine.network.ops[step.op], step.source, step.source_dim)
 
 
 def _annotated(engine: Engine, v: int, d: int, atom: int) -> int:
@@ -106,7 +86,7 @@ def _origin(engine: Engine, v: int, d: int, atom: int) -> str:
     seen = set()
     while (v, d) not in seen:
         seen.add((v, d))
-        step = engine.why.get((engine.graph.homes[v], d, atom))
+        step = engine.step(v, d, atom)
         if step is None:
             v = _annotated(engine, v, d, atom)
             break

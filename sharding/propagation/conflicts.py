@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..graph import Graph, Op
 from ..rules import Kind
@@ -13,6 +14,8 @@ from .assignment import Claim, Conflict
 from .atoms import Atoms
 from .engine import Engine
 from .growth import dim_of, project
+from .network import Form
+from .splits import Split
 
 Origin = Callable[[int, int, int], str]
 """(value, dim, atom) -> the annotation it came from."""
@@ -20,36 +23,52 @@ Origin = Callable[[int, int, int], str]
 
 def find(engine: Engine, specs: tuple[Spec, ...], origin: Origin) -> tuple[Conflict, ...]:
     """Every conflict once, in program order, then annotations of one value that contradict each other."""
-    seen: dict[tuple[int, int, tuple[int, ...]], Conflict] = {}
-    for i in range(len(engine.network.ops)):
-        for key, conflict in _at(engine, i, specs, origin):
-            seen.setdefault(key, conflict)
+    seen: dict[tuple[int, int, Atoms], Conflict] = {}
+    known: dict[tuple, tuple[_Dispute, ...]] = {}  # ops that meet in the same way disagree in the same way
+    network = engine.network
+    for op, form, homes in zip(network.ops, network.forms, network.values, strict=True):
+        if op.name == "barrier":
+            continue
+        key = (form.number, *[engine.state[v] for v in homes])
+        disputes = known.get(key)
+        if disputes is None:
+            disputes = known[key] = tuple(_disputes(form, [engine.split(v) for v in homes], engine.table.sizes))
+        values = op.operands + op.results
+        for dispute in disputes:
+            value = values[dispute.array]
+            if (value, dispute.dim, dispute.want) not in seen:
+                side = _Side(engine, specs, origin, value, dispute.dim, have=dispute.have, want=dispute.want)
+                conflict = side.conflict(op, values[dispute.winner], dispute.winner_dim)
+                seen[value, dispute.dim, dispute.want] = conflict
     return (*seen.values(), *_clashes(engine.graph))
 
 
-def _at(engine: Engine, i: int, specs: tuple[Spec, ...], origin: Origin) -> Iterator[tuple]:
-    """((value, dim, axes it misses), conflict) for every array of an op that lacks what another one has."""
-    op, form = engine.network.ops[i], engine.network.forms[i]
-    values = op.operands + op.results
-    if op.name == "barrier":
-        return
-    splits = [engine.split(v) for v in values]
+class _Dispute(NamedTuple):
+    """An array of an op that lacks atoms of a factor which another one, the winner, has."""
+
+    array: int
+    dim: int
+    have: Atoms
+    want: Atoms
+    winner: int
+    winner_dim: int
+
+
+def _disputes(form: Form, splits: Sequence[Split], atom_sizes: Sequence[int]) -> Iterator[_Dispute]:
     if not any(split.is_split for split in splits):
         return
-    parts = [project(form, a, split, engine.table.sizes).factors for a, split in enumerate(splits)]
+    parts = [project(form, a, split, atom_sizes).factors for a, split in enumerate(splits)]
     for f, kind in enumerate(form.rule.kinds):
-        holders = [a for a in range(len(values)) if f in parts[a]]
+        holders = [a for a in range(len(splits)) if f in parts[a]]
         if kind is Kind.REPLICATE or f in form.rule.blocked or not holders:
             continue
         longest = max(holders, key=lambda a: (len(parts[a][f]), -a))
-        winner = (values[longest], dim_of(f, form.arrays[longest]))
-        if not engine.split(winner[0]).axes[winner[1]]:
+        dim = dim_of(f, form.arrays[longest])
+        if not splits[longest].axes[dim]:
             continue
         for a in holders:
             if parts[a][f] != parts[longest][f]:
-                at = (values[a], dim_of(f, form.arrays[a]))
-                side = _Side(engine, specs, origin, *at, have=parts[a][f], want=parts[longest][f])
-                yield (*at, side.want), side.conflict(op, *winner)
+                yield _Dispute(a, dim_of(f, form.arrays[a]), parts[a][f], parts[longest][f], longest, dim)
 
 
 @dataclass(frozen=True, slots=True)

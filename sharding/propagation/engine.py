@@ -64,7 +64,7 @@ class Engine:
         It goes the whole way anew, since which claim is met first decides between them, but works no step out twice.
         """
         engine = copy.copy(self)
-        engine.__dict__.pop("why", None)
+        engine.__dict__.pop("came", None)
         engine.graph, engine.pins = graph, pinned(graph)
         engine.clear()
         return engine
@@ -176,17 +176,26 @@ class Engine:
             return ()
         return growths(self.network.forms[i], self.level, splits, self.table.sizes)
 
+    def step(self, value: int, dim: int, atom: int) -> Step | None:
+        """Why a dim of a value, or of its group, has an atom; None where an annotation says so."""
+        at = self.came.get((self.graph.homes[value], dim, atom))
+        if at is None:
+            return None
+        i, growth = self.log[at]
+        origin = next(o for o in growth.origins if (o.dim, o.atom) == (dim, atom))
+        op = self.network.ops[i]
+        values = op.operands + op.results
+        return Step(i, values[growth.array], values[origin.source], origin.source_dim)
+
     @cached_property
-    def why(self) -> dict[tuple[int, int, int], Step]:
-        """(value, dim, atom) -> the step that brought it, for a group at its home; annotations have none."""
-        found = {}
-        for i, growth in self.log:
-            op = self.network.ops[i]
-            values = op.operands + op.results
-            for dim, atom, source, source_dim in growth.origins:
-                key = (self.network.values[i][growth.array], dim, atom)
-                found[key] = Step(i, values[growth.array], values[source], source_dim)
-        return found
+    def came(self) -> dict[tuple[int, int, int], int]:
+        """(value, dim, atom) -> the place in the log where it came; nothing but numbers, of which there are many."""
+        values = self.network.values
+        return {
+            (values[i][growth.array], origin.dim, origin.atom): at
+            for at, (i, growth) in enumerate(self.log)
+            for origin in growth.origins
+        }
 
 
 def _max_ndim(graph: Graph) -> int:

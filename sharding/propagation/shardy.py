@@ -24,7 +24,7 @@ from ..errors import ShardingError
 from ..graph import Graph, Op, Pin, all_pins
 from ..spec import Axis, Spec
 from . import conflicts, recorded
-from .assignment import Assignment, Reason, Reasons
+from .assignment import Assignment, Reason
 from .atoms import AtomTable
 from .complete import specs_of
 from .engine import Engine
@@ -84,7 +84,7 @@ def _assignment(
         sizes=dict(sizes),
         specs=specs,
         with_pins=with_pins,
-        find_reasons=lambda: found.reasons(specs, engine),
+        find_reason=lambda v, d, axis: found.reason(specs, engine, v, d, axis),
         find_conflicts=lambda: conflicts.find(engine, specs, origin),
     )
     return assignment
@@ -232,24 +232,14 @@ class _Found:
                 touching.setdefault(v, set()).add(i)
         return touching
 
-    def reasons(self, specs: Sequence[Spec], engine: Engine) -> Reasons:
-        """Why each dim of each value is split as it is."""
-        return {
-            (v, d, axis): self.reason(specs, engine, v, d, axis)
-            for v, spec in enumerate(specs)
-            for d, dim in enumerate(spec.dims)
-            for axis in dim.axes
-        }
-
     def reason(self, specs: Sequence[Spec], engine: Engine, v: int, d: int, axis: Axis) -> Reason:
+        """Why a dim of a value is split by an axis."""
         pin = self.graph.pins.get(v)
         if pin is not None and axis in pin.spec.dims[d].axes:
             return Reason(word="annotated", origin=pin.said(d))
-        atom = engine.table.split((axis,))[0]
-        step = None if v in self.splits else engine.why.get((self.graph.homes[v], d, atom))
+        step = None if v in self.splits else engine.step(v, d, engine.table.split((axis,))[0])
         if step is not None:
-            op = engine.network.ops[step.op]
-            return Reason(word=op.name, site=op.site, value=step.source, dim=step.source_dim)
+            return Reason.of(engine.network.ops[step.op], step.source, step.source_dim)
         name = axis if isinstance(axis, str) else axis[0]
         source, crossed = self.before(v, name)
         if source is None:
@@ -259,6 +249,8 @@ class _Found:
             return Reason(word="Shardy", origin="Shardy, which records no origin here")
         dim = next((k for k, dim in enumerate(specs[source].dims) if _holds(dim.axes, name)), None)
         op = self.op(v, source)
+        if op is not None and dim is not None:
+            return Reason.of(op, source, dim)
         word = op.name if op is not None else crossed
         return Reason(word=word, site=op.site if op is not None else self.graph.sites[v], value=source, dim=dim)
 
