@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 # isort: off
 # By topic: what one says
+from . import rules
 from .annotation import annotate
 from .logical import axis_rules
 from .group import same
@@ -45,6 +46,7 @@ __all__ = [
     "jit",
     "mesh",
     "put",
+    "rules",
     "same",
     "topology",
 ]

@@ -17,8 +17,10 @@ import numpy as np
 from jax._src import array as _array
 from jax._src import config as _config
 from jax._src import source_info_util as _source
+from jax._src.pjit import layout_constraint_p as _layout_constraint_p
 from jax._src.random import prng as _prng
 from jax.core import Tracer as Tracer
+from jax.experimental.layout import Layout
 from jax.interpreters import ad as ad
 from jax.interpreters import batching as batching
 from jax.interpreters import mlir as mlir
@@ -88,6 +90,17 @@ def scan_parts(params: dict[str, Any]) -> tuple[int, int]:
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = params["ft_in"].unpack()
     return len(consts), len(carry)
+
+
+def layout_constraint(like: Any, operand: Any, result: Any) -> Any:
+    """An equation that gives an array the layout of its dims in order, first one outermost."""
+    params = {"layout": Layout(tuple(range(len(operand.aval.shape))))}
+    return new_eqn(like, [operand], [result], _layout_constraint_p, params)
+
+
+def manual_axes(params: dict[str, Any]) -> frozenset[str]:
+    """The axes that the body of a `shard_map` equation is manual along, beside those that already were around it."""
+    return frozenset(params["newly_manual_axes"])
 
 
 def sub_jaxprs(params: dict[str, Any]) -> Iterator[tuple[str, int, Any]]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, AxisType
 
 from . import annotation, compat, limits
 from .barrier import barrier_p
@@ -48,7 +48,7 @@ class _Rewriter:
         self.done: dict[Any, Any] = {}
 
     def jaxpr(self, jaxpr: Any, scope: Scope, *, inputs: bool = False) -> Any:
-        key = (id(jaxpr), self.signature(scope), inputs)
+        key = (id(jaxpr), self.signature(scope), inputs, scope.manual)
         if key not in self.done:  # one body called twice with equal splits stays one body
             self.done[key] = _Body(self, jaxpr, scope).rebuilt(inputs)
         return self.done[key]
@@ -57,6 +57,10 @@ class _Rewriter:
         env = tuple(self.spec(a) for a in scope.env.values())
         moves = tuple(tuple(self.spec(a) for a in row) for row in (*scope.entries.values(), scope.exits))
         return env, moves, tuple(self.signature(child) for child in scope.children.values())
+
+    def mesh_in(self, scope: Scope) -> AbstractMesh:
+        """The mesh as the equations of a scope see it: some of its axes may be manual there."""
+        return self.mesh.update_axis_types(dict.fromkeys(scope.manual, AxisType.Manual)) if scope.manual else self.mesh
 
     def spec(self, atom: Atom) -> Spec | None:
         return None if atom is None else self.specs[atom]
@@ -83,6 +87,7 @@ class _Body:
         self.swapped: dict[Any, Any] = {}
         self.settled: set[Any] = set()
         self.exactly: dict[Any, Spec | None] = {}
+        self.mesh = rewriter.mesh_in(scope)
 
     def settle(self, inputs: bool) -> None:
         """Finds what needs no constraint; the program's own arguments and results are told to XLA by `jax.jit`."""
@@ -143,9 +148,11 @@ class _Body:
         if eqn.primitive.name in limits.NAMES:
             invars, results = self.limited(eqn, invars)
         self.eqns.append(eqn.replace(invars=invars, params=self.parameters(i, eqn)))
+        if eqn.primitive.name in limits.LAID_OUT:
+            self.lay_out(eqn)
         for var, spec in zip(list(eqn.outvars), results, strict=True):
             if spec is not None:
-                self.swapped[var] = self.emit(var, spec, eqn)
+                self.swapped[var] = self.emit(self.read(var), spec, eqn)
         if eqn.primitive.name in CALLS:
             return  # constrained inside
         for var in list(eqn.outvars):
@@ -164,6 +171,12 @@ class _Body:
             moved[i] = self.clamped(moved[i], most, eqn)
         pairs = zip(eqn.outvars, found[n:], needed[n:], strict=True)
         return moved, [None if have == need or compat.is_drop(v) else need for v, have, need in pairs]
+
+    def lay_out(self, eqn: Any) -> None:
+        (var,) = eqn.outvars
+        if not compat.is_drop(var):
+            self.swapped[var] = compat.new_var(var.aval)
+            self.eqns.append(compat.layout_constraint(eqn, var, self.swapped[var]))
 
     def clamped(self, index: Any, most: int, eqn: Any) -> Any:
         new = compat.new_var(index.aval)
@@ -203,7 +216,7 @@ class _Body:
 
     def emit(self, operand: Any, spec: Spec, eqn: Any, *, asked: Spec | None = None, name: str | None = None) -> Any:
         new = compat.new_var(operand.aval)
-        params = annotation.completed(spec, self.rewriter.mesh, asked=asked, name=name)
+        params = annotation.completed(spec, self.mesh, asked=asked, name=name)
         self.eqns.append(compat.new_eqn(eqn, [operand], [new], annotation.annotate_p, params))
         return new
 
@@ -219,7 +232,8 @@ class _Body:
             if isinstance(params[key], (tuple, list)):
                 items = list(params[key])
                 items[pos] = new
-                params[key] = tuple(items)
+                make = getattr(type(params[key]), "_make", tuple)  # a namedtuple stays one
+                params[key] = make(items)
             else:
                 params[key] = new
         return params

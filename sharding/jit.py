@@ -13,7 +13,7 @@ from typing import Any, Literal
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from . import arguments, compat, graph, logical, paths, propagation, tracing
+from . import arguments, graph, logical, paths, propagation, tracing
 from .arguments import Names, Nums, Signature
 from .completion import Completion
 from .errors import ShardingError, raise_together
@@ -170,7 +170,7 @@ class Jitted:
     def _program(self, call: _Call) -> Program:
         try:
             leaves = tuple([tracing.facts(x) for x in call.leaves])
-            key = (call.mesh, call.tree, call.statics, logical.in_force(), compat.trace_context(), leaves)
+            key = (call.mesh, call.tree, call.statics, logical.in_force(), tracing.context(), leaves)
             entry = self._programs.get(key)
         except TypeError:
             self._refuse(call)
@@ -188,7 +188,7 @@ class Jitted:
     def _repeatable(self, call: _Call, program: Program, unplaced: tuple[int, ...]) -> Repeat | None:
         if call.statics or not isinstance(call.mesh, Mesh) or program.traced.closes_over_tracers:
             return None
-        return Repeat(program, call.mesh, call.tree, compat.trace_context(), unplaced)
+        return Repeat(program, call.mesh, call.tree, tracing.context(), unplaced)
 
     def _refuse(self, call: _Call) -> None:
         """Raises for leaves that are no arrays and statics that can't be a key."""

@@ -112,13 +112,32 @@ def _convolution(params: Mapping[str, Any], shapes: Sequence[Shape], splits: Seq
     return whole
 
 
+def _overlapping(params: Mapping[str, Any], shapes: Sequence[Shape], splits: Sequence[Split]) -> Whole:
+    """The gradient of pooling by windows that overlap or leave gaps: wrong numbers along their dims."""
+    del shapes, splits
+    geometry = zip(params["window_dimensions"], params["window_strides"], params["padding"], strict=True)
+    sliding = [d for d, (window, step, pad) in enumerate(geometry) if window != step or tuple(pad) != (0, 0)]
+    return {(t, d) for t in range(3) for d in sliding}
+
+
+def _windows(params: Mapping[str, Any], shapes: Sequence[Shape], splits: Sequence[Split]) -> Whole:
+    """The tangent of pooling: a failed check that ends the process."""
+    del shapes, splits
+    return {(t, d) for t in range(3) for d, window in enumerate(params["window_dimensions"]) if window != 1}
+
+
 LIMITS: dict[str, Callable[[Mapping[str, Any], Sequence[Shape], Sequence[Split]], Whole]] = {
     "conv_general_dilated": _convolution,
     "pad": _cutting_pad,
     "reduce": _reduced,
     "reduce_xor": _reduced,
+    "select_and_gather_add": _windows,
+    "select_and_scatter_add": _overlapping,
     "slice": _strided_slice,
 }
 """Primitive -> the dims that have to be whole, given its parameters, shapes and splits."""
 
 NAMES = LIMITS.keys() | STARTS.keys()
+
+LAID_OUT = frozenset({"fft"})
+"""Primitives that XLA:CPU runs in one layout alone: beside collectives it may choose another and ends in an error."""

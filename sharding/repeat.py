@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from . import compat
+from . import compat, tracing
 from .mesh import current
 from .program import OtherArguments, Program, moves
 
@@ -37,7 +37,7 @@ class Repeat:
             OtherArguments: something is not as it was in the call before; nothing was run.
         """
         leaves, tree = jax.tree.flatten(args)
-        if tree != self.tree or current() is not self.mesh or compat.trace_context() != self.context:
+        if tree != self.tree or current() is not self.mesh or tracing.context() != self.context:
             raise OtherArguments
         if self.unplaced:
             self._move(leaves)

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from . import compat, paths
+from . import compat, paths, rules
 from .errors import ShardingError, raise_together
 
 Facts = tuple[tuple[int, ...], Any, bool, Any]
@@ -27,6 +27,11 @@ class Traced:
     def closes_over_tracers(self) -> bool:
         """Whether the function uses values of a trace around it, which are gone when that ends."""
         return any(isinstance(const, compat.Tracer) for const in self.jaxpr.consts)
+
+
+def context() -> Any:
+    """What else than its arguments a program depends on, as a key: JAX's configuration, the users' rules."""
+    return compat.trace_context(), rules.version()
 
 
 def facts(x: Any) -> Facts:

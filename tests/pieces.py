@@ -208,7 +208,8 @@ COMBINE = {
 """Primitive -> what is neutral for its reduction, and how partial results combine."""
 
 SHIFTED = {"dynamic_update_slice", "scatter", "scatter-add", "scatter-mul", "scatter-max", "scatter-min", "scatter-sub"}
-"""Primitives whose pieces are written at shifted places: only what depends on what is checked."""
+SHIFTED |= {"ragged_dot_general"}
+"""Primitives whose pieces lie at places that depend on the others: only what depends on what is checked."""
 
 
 def _groups(params, ins, whole, out):

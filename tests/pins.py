@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import sharding
 from sharding import graph
 from sharding.graph import Pin
-from sharding.propagation import complete, shardy
+from sharding.propagation import complete
 from sharding.spec import Dim, Spec, axis_name
 
 ABC = {"a": 2, "b": 2, "c": 2}
@@ -30,10 +30,10 @@ def pin(text):
     return None if text is None else Pin(spec=spec(text), origin=f"pin {text}")
 
 
-def run(fn, *args, sizes=ABC, outs=None, engine="sharding"):
-    """The assignment of `fn` by an engine; each argument is (shape, pin text or None)."""
+def run(fn, *args, sizes=ABC, outs=None):
+    """The assignment of `fn`; each argument is (shape, pin text or None)."""
     shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s, _ in args]
-    with sharding.mesh(sizes, devices=8) as mesh:
+    with sharding.mesh(sizes, devices=8):
         program = jax.make_jaxpr(fn)(*shapes)
     n = len(program.out_avals)
     built = graph.build(
@@ -44,9 +44,7 @@ def run(fn, *args, sizes=ABC, outs=None, engine="sharding"):
         in_pins=[pin(p) for _, p in args],
         out_pins=[pin(p) for p in (outs or [None] * n)],
     )
-    if engine == "sharding":
-        return complete(built, sizes)
-    return shardy.complete(built, sizes, program=program, mesh=mesh, platform="cpu")
+    return complete(built, sizes)
 
 
 def of(assignment, *names):

@@ -3,6 +3,7 @@
 import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import NamedSharding
@@ -186,11 +187,11 @@ def test_constants_are_no_values():
 
 def test_unknown_primitives_are_listed_and_stop_the_flow():
     def f(x):
-        q, r = jnp.linalg.qr(jnp.sin(x))
-        return jnp.fft.fft(q).real + r
+        kind = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return jax.pure_callback(np.sin, kind, jnp.sin(x)) + jax.pure_callback(np.cos, kind, x)
 
     g = build(f, (8, 8), in_pins=[Pin(spec=spec("a", "b"), origin="in")])
-    assert set(g.unknown) >= {"fft"} and len(g.unknown) >= 2
+    assert g.unknown == {"pure_callback": 2}
     a = complete(g, SIZES)
     assert not any(a.specs[g.outputs[0]].axes)
 

@@ -33,6 +33,10 @@ def most_and_sum(x):
     return lax.reduce(pair, (jnp.int32(0),) * 2, lambda a, b: (jnp.maximum(a[0], b[0]), a[1] + b[1]), (0,))
 
 
+def pooled(x):
+    return lax.reduce_window(x, -jnp.inf, lax.max, (3, 1), (1, 1), "VALID")
+
+
 NHC = ("NHC", "HIO", "NHC")
 CASES = {
     "a strided slice of one element": (lambda x: x[1:2:3], [(2, 8)], [P("a")], {"a": 2}),
@@ -65,6 +69,16 @@ CASES = {
     "a convolution in groups of the batch": (
         lambda x, w: conv(x, w, dims=NHC, strides=2, batch_group_count=2), [(2, 8, 2), (2, 2, 8)],
         [P(None, None, "b"), P(None, "b")], {"a": 2, "b": 2},
+    ),
+    "the tangent of pooling": (
+        lambda x: jax.jvp(lambda x: pooled(x), (x,), (jnp.sin(x),)), [(16, 4)], [P("a")], {"a": 4},
+    ),
+    "a transform beside a gather": (
+        lambda x, y: jax.grad(lambda x: jnp.sum(jnp.sqrt(1 + jnp.fft.fft(x, axis=2).real ** 2 + y * y)))(x),
+        [(8, 5, 8), (8, 5, 8)], [None, P(None, None, "a")], {"a": 2, "b": 2},
+    ),
+    "the gradient of pooling by windows that overlap": (
+        lambda x: jax.grad(lambda x: jnp.sum(jnp.sin(pooled(x))))(x), [(8, 4)], [P("a")], {"a": 4},
     ),
     "the gradients of a strided convolution": (
         gradient(lambda x, w: conv(x, w, dims=("HNC", "HIO", "CHN"), strides=2, padding="SAME", batch_group_count=2)),

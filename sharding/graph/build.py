@@ -6,12 +6,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .. import compat
-from . import loops
+from . import calls, loops
 from .builder import Builder, Handler
 from .graph import Graph, Pin
 from .groups import pinned
 
-HANDLERS: dict[str, Handler] = {"scan": loops.scan, "while": loops.while_, "cond": loops.cond}
+HANDLERS: dict[str, Handler] = {
+    "cond": loops.cond,
+    "custom_linear_solve": calls.linear_solve,
+    "scan": loops.scan,
+    "shard_map": calls.shard_map,
+    "while": loops.while_,
+}
 
 
 def build(

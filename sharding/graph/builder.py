@@ -25,6 +25,7 @@ class Builder:
         self.targets: set[int] = set()  # values of edges: an annotation never lands on them
         self.repeated: dict[str, list[int]] = {}
         self.calls: Site = ()  # the call equations around, innermost first
+        self.manual: frozenset[str] = frozenset()  # axes of the shard_maps around
         self.rules: dict[Any, Rule | None] = {}  # of equations that are alike
         self.distinct: dict[Rule, Rule] = {}
 
@@ -51,7 +52,7 @@ class Builder:
 
     def scope(self, jaxpr: Any, inputs: Sequence[Atom], times: int) -> Scope:
         jaxpr = compat.open_jaxpr(jaxpr)
-        scope = Scope(jaxpr)
+        scope = Scope(jaxpr, manual=self.manual)
         scope.env.update(dict.fromkeys(jaxpr.constvars))
         scope.env.update(zip(jaxpr.invars, inputs, strict=True))
         for i, eqn in enumerate(jaxpr.eqns):

@@ -20,7 +20,10 @@ from ..rules import Rule
 from ..spec import Spec
 
 CALLS = frozenset(
-    {"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "remat2", "checkpoint", "remat"}
+    """
+    call checkpoint closed_call composite core_call custom_jvp_call custom_vjp_call custom_vmap_call jit linear_call
+    pjit remat remat2 xla_metadata_call
+    """.split()
 )
 """Primitives whose body runs exactly once, in place."""
 
@@ -88,6 +91,8 @@ class Scope:
     """Per equation with edges: for each operand the value that it enters, or None."""
     exits: list[Atom] = field(default_factory=list)
     """For each result of the jaxpr the value that it enters, or None."""
+    manual: frozenset[str] = frozenset()
+    """Mesh axes that a `shard_map` around has taken: no value here can be split by them."""
 
 
 @dataclass(eq=False)
@@ -103,6 +108,8 @@ class Graph:
     clashes: list[tuple[int, Pin, Pin]] = field(default_factory=list)
     """Values that two annotations want differently: (value, the one kept, the other)."""
     groups: list[Group] = field(default_factory=list)
+    manual: dict[int, frozenset[str]] = field(default_factory=dict)
+    """Of values in and around a `shard_map` the axes that they can't take."""
     names: dict[str, int] = field(default_factory=dict)
     """Name or path -> value."""
     inputs: list[int] = field(default_factory=list)
@@ -169,9 +176,7 @@ def merged(a: Spec, b: Spec) -> Spec | None:
     """Both annotations in one where each dim is said by one of them only, or by both alike; else None."""
     dims = []
     for x, y in zip(a.dims, b.dims, strict=True):
-        if x == y:
-            dims.append(x if x.via else y)
-        elif y.open and not y.axes:
+        if x == y or (y.open and not y.axes):
             dims.append(x)
         elif x.open and not x.axes:
             dims.append(y)
@@ -186,6 +191,5 @@ def joined(have: Pin, pin: Pin) -> Pin | None:
     both = merged(have.spec, pin.spec)
     if both is None:
         return None
-    says_more = have.spec != both or any(a.via != b.via for a, b in zip(have.spec.dims, both.dims, strict=True))
-    origins = [*have.origin.split("; "), *([pin.origin] if says_more else [])]
+    origins = [*have.origin.split("; "), *([] if have.spec == both else [pin.origin])]
     return Pin(spec=both, origin="; ".join(dict.fromkeys(origins)))

@@ -85,8 +85,11 @@ class Engine:
     def start(self) -> dict[int, list[int]]:
         """Lays down the annotations; dims of lower priority wait, and their axes are held for them."""
         later: dict[int, list[int]] = {}
+        for v, axes in self.graph.manual.items():
+            now = self.split(v)
+            self.set(v, Split(now.axes, now.closed, now.held | frozenset(self.table.split(tuple(axes)))))
         for v, pin in self.pins.items():
-            axes, closed, held = [], [], set()
+            axes, closed, held = [], [], set(self.split(v).held)
             for dim in pin.spec.dims:
                 waits = dim.priority > 0 and bool(dim.axes or not dim.open)
                 if waits:

@@ -101,9 +101,11 @@ class Marked:
         if value is None or not getattr(x, "ndim", 0) or compat.is_extended(x.dtype):
             return x
         asked = P(*[P.UNCONSTRAINED] * x.ndim) if spec is None else to_partition_spec(spec, keep_open=True)
+        around = jax.sharding.get_abstract_mesh()  # in the body of a shard_map some of its axes are manual
         with jax.named_scope(f"sharding_mark_{len(self.marks)}_"):
             self.marks.append(Mark(value, spec, output))
-            return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, asked))
+            place = NamedSharding(around if around.manual_axes else self.mesh, asked)
+            return jax.lax.with_sharding_constraint(x, place)
 
     def body(self, scope: Scope, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
         """One jaxpr on its arguments."""
@@ -133,6 +135,9 @@ class Marked:
         if name in CALLS:
             key, pos, jaxpr = next(compat.sub_jaxprs(eqn.params))
             return self.body(scope.children[i, key, pos], getattr(jaxpr, "consts", ()), ins)
+        if name == "shard_map":
+            values = [None if compat.is_drop(v) else scope.env[v] for v in eqn.outvars]
+            return [self.mark(x, v) for x, v in zip(self.shard_map(scope, i, eqn, ins), values, strict=True)]
         if name == "square":  # XLA writes it as a product before its pass sees it
             outs = [jax.lax.integer_pow(ins[0], 2)]
         else:
@@ -141,6 +146,19 @@ class Marked:
             outs = bound if eqn.primitive.multiple_results else [bound]
         values = [None if compat.is_drop(v) else scope.env[v] for v in eqn.outvars]
         return [self.mark(x, v) for x, v in zip(outs, values, strict=True)]
+
+    def shard_map(self, scope: Scope, i: int, eqn: Any, ins: list[Any]) -> Sequence[Any]:
+        """The results of a `shard_map`, whose body can only be traced inside of one."""
+        child, p = scope.children.get((i, "jaxpr", 0)), eqn.params
+        if child is None:
+            return eqn.primitive.bind(*ins, **eqn.primitive.get_bind_params(p))
+
+        def run(*args: Any) -> tuple[Any, ...]:
+            marked = [self.mark(x, child.env[v]) for x, v in zip(args, child.jaxpr.invars, strict=True)]
+            return tuple(self.body(child, getattr(p["jaxpr"], "consts", ()), marked))
+
+        names = {"axis_names": compat.manual_axes(p), "check_vma": p["check_vma"]}
+        return jax.shard_map(run, mesh=None, in_specs=p["in_specs"], out_specs=p["out_specs"], **names)(*ins)
 
     def parameters(self, scope: Scope, i: int, eqn: Any) -> dict[str, Any]:
         """An equation's parameters with the jaxprs inside marked."""
@@ -152,7 +170,10 @@ class Marked:
                 continue
             new = jax.make_jaxpr(self.inside(child, jaxpr, known))(*map(_abstract, child.jaxpr.invars))
             items = params[key]
-            params[key] = (*items[:pos], new, *items[pos + 1 :]) if isinstance(items, (tuple, list)) else new
+            if isinstance(items, (tuple, list)):
+                make = getattr(type(items), "_make", tuple)  # a namedtuple stays one
+                new = make((*items[:pos], new, *items[pos + 1 :]))
+            params[key] = new
         return params
 
     def inside(self, child: Scope, jaxpr: Any, known: set[int | None]) -> Callable[..., list[Any]]:
@@ -168,4 +189,6 @@ class Marked:
 
 def _abstract(var: Any) -> jax.ShapeDtypeStruct:
     aval = var.aval
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
+    manual = getattr(aval, "manual_axis_type", None)  # the axes of a shard_map along which it varies
+    inside = {"manual_axis_type": manual, "sharding": aval.sharding} if manual is not None and manual.varying else {}
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False), **inside)

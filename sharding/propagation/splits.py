@@ -15,7 +15,7 @@ class Split(NamedTuple):
     closed: tuple[bool, ...]
     """Per dim whether it may not grow."""
     held: frozenset[int] = frozenset()
-    """Atoms promised to a dim of lower priority."""
+    """Atoms that no dim may take: promised to one of lower priority, or manual axes of a `shard_map`."""
 
     @property
     def is_split(self) -> bool:

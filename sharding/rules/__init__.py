@@ -2,6 +2,7 @@
 
 from .rule import Dims, Flow, Kind, Rule, RuleBuilder, Shape, pointwise
 from .table import CONSTANT_PRESERVING, MOVES, barrier, identity, rule_for
+from .user import register, unregister, version
 
 __all__ = [
     "CONSTANT_PRESERVING",
@@ -15,5 +16,8 @@ __all__ = [
     "barrier",
     "identity",
     "pointwise",
+    "register",
     "rule_for",
+    "unregister",
+    "version",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from .rule import Kind, Rule, RuleBuilder, Shape
@@ -69,6 +70,44 @@ def top_k(ins: Sequence[Shape], outs: Sequence[Shape], params: Params) -> Rule:
     return rule.build()
 
 
+def approx_top_k(ins: Sequence[Shape], outs: Sequence[Shape], params: Params) -> Rule:
+    """As `top_k`, whose result is shorter along the searched dim."""
+    return top_k(ins, outs, {"axis": params["reduction_dimension"]})
+
+
+def ragged_dot_general(ins: Sequence[Shape], outs: Sequence[Shape], params: Params) -> Rule:
+    """`dot_general` group by group: free and batch dims pass; contracted ones are summed, as are groups of one side.
+
+    Where the groups cut a contracted dim, the result has a leading dim of groups; where they cut a free one, every
+    group meets the whole of it. Where a group begins depends on the sizes of all before it: those are whole.
+    """
+    numbers = params["ragged_dot_dimension_numbers"]
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = numbers.dot_dimension_numbers
+    (ragged,), groups = numbers.lhs_ragged_dimensions, numbers.rhs_group_dimensions
+    lhs, rhs, sizes, *rest = ins
+    none: list[int | None] = [None] * len(rest)
+    rule = RuleBuilder(ins, outs)
+    out = 1 if ragged in lhs_contract else 0
+    last = len(sizes) - 1
+    rule.factor([None, None, last, *none], [None], sizes[last], Kind.REPLICATE, blocked=True)
+    if groups:
+        rule.factor([None, groups[0], None, *none], [None], sizes[last], Kind.REDUCE)
+    for i, j in zip(lhs_batch, rhs_batch, strict=True):
+        rule.factor([i, j, None, *none], [out], lhs[i])
+        out += 1
+    for i in range(len(lhs)):
+        if i not in lhs_contract and i not in lhs_batch:
+            rule.factor([i, None, None, *none], [out], lhs[i])
+            out += 1
+    for j in range(len(rhs)):
+        if j not in rhs_contract and j not in rhs_batch and j not in groups:
+            rule.factor([None, j, None, *none], [out], rhs[j])
+            out += 1
+    for i, j in zip(lhs_contract, rhs_contract, strict=True):
+        rule.factor([i, j, None, *none], [None], lhs[i], Kind.REDUCE)
+    return rule.build()
+
+
 def conv_general_dilated(ins: Sequence[Shape], outs: Sequence[Shape], params: Params) -> Rule:
     """Batch and output features pass, input features are summed, spatial dims exchange borders.
 
@@ -98,4 +137,27 @@ def conv_general_dilated(ins: Sequence[Shape], outs: Sequence[Shape], params: Pa
     features = out[out_channel] // (batch_groups * groups)
     if features > 1:
         rule.factor([None, out_feature], [out_channel], features)
+    return rule.build()
+
+
+def scaled_dot(ins: Sequence[Shape], outs: Sequence[Shape], params: Params) -> Rule:
+    """`dot_general` of lhs and rhs, and their scales: along contracted dims a block of numbers shares one."""
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = params["dimension_numbers"]
+    lhs, rhs, lhs_scale, rhs_scale = ins
+    rule, out = RuleBuilder(ins, outs), 0
+    for i, j in zip(lhs_batch, rhs_batch, strict=True):
+        rule.factor([i, j, i, j], [out], lhs[i])
+        out += 1
+    for i in range(len(lhs)):
+        if i not in lhs_contract and i not in lhs_batch:
+            rule.factor([i, None, i, None], [out], lhs[i])
+            out += 1
+    for j in range(len(rhs)):
+        if j not in rhs_contract and j not in rhs_batch:
+            rule.factor([None, j, None, j], [out], rhs[j])
+            out += 1
+    for i, j in zip(lhs_contract, rhs_contract, strict=True):
+        blocks = math.gcd(lhs_scale[i], rhs_scale[j])
+        rule.factor([i, j, i, j], [None], blocks, Kind.REDUCE)
+        rule.factor([i, j, None, None], [None], lhs[i] // blocks, Kind.REDUCE)
     return rule.build()

@@ -29,3 +29,21 @@ def key_data(ins: Sequence[Shape], outs: Sequence[Shape], params: Params) -> Rul
     for d in range(ndim, len(outs[0])):
         rule.factor([None], [d], outs[0][d], Kind.REPLICATE)
     return rule.build()
+
+
+def random_bits_with_key(ins: Sequence[Shape], outs: Sequence[Shape], params: Params) -> Rule:
+    """Key in, next key and bits out: the words of a key stay together, the drawn dims are the result's own."""
+    del params
+    rule = RuleBuilder(ins, outs)
+    for d, size in enumerate(ins[0]):
+        rule.factor([d], [d, None], size, Kind.REPLICATE, blocked=True)
+    return rule.build()
+
+
+def drawn_together(ins: Sequence[Shape], outs: Sequence[Shape], params: Params) -> Rule:
+    """Results of one shape, made in place, all alike."""
+    del params
+    rule = RuleBuilder(ins, outs)
+    for d, size in enumerate(outs[0]):
+        rule.factor([None] * len(ins), [d] * len(outs), size)
+    return rule.build()
