@@ -53,14 +53,14 @@ def growths(form: Form, level: int, splits: Sequence[Split], atom_sizes: Sequenc
         splits: how each array is split now, operands before results.
         atom_sizes: the size of each atom.
     """
-    rule, n = form.rule, form.num_operands
+    rule, n, directions = form.rule, form.num_operands, form.directions[level]
     parts = [project(form, a, split, atom_sizes) for a, split in enumerate(splits)]
     wanted: dict[int, Atoms] = {}
-    for factor in range(len(rule.sizes)):
-        axes = _agreed(parts, factor, n, form.direction(level, factor))
+    for factor in sorted({f for part in parts for f, atoms in part.factors.items() if atoms}):
+        axes = _agreed(parts, factor, n, directions[factor])
         if axes:
             wanted[factor] = axes
-    if not wanted:
+    if not any(_extends(axes, part.factors.get(f, axes)) for f, axes in wanted.items() for part in parts):
         return ()
     order, sources = _order(wanted, parts, rule.sizes, atom_sizes if rule.flow is Flow.ELEMENTWISE else None)
     grown: dict[int, list[int]] = {}

@@ -33,46 +33,53 @@ class Form:
     """Per array whether every dim is one factor, so that a dim's split is its factor's."""
     firsts: tuple[int, ...]
     """Per array the first one that is the same value."""
-    single_use: bool
-    """Whether nothing else uses the operands."""
+    directions: tuple[tuple[int, ...], ...]
+    """Per level and factor which way the factor may flow."""
     grades: tuple[int, ...]
-    """Per level a number that two levels share where an op's directions are the same on both; 0 where nothing flows."""
+    """Per level a number that levels of equal directions share; 0 where nothing flows."""
+
+    @staticmethod
+    def of(number: int, rule: Rule, *, single_use: bool, firsts: tuple[int, ...] | None) -> Form:
+        """The form of ops with this rule; `single_use` where nothing else uses the operands."""
+        arrays = rule.operands + rule.results
+        directions = tuple(_directions(rule, single_use, level) for level in range(LEVELS))
+        return Form(
+            number=number,
+            rule=rule,
+            arrays=arrays,
+            simple=tuple(all(len(factors) == 1 for factors in dims) for dims in arrays),
+            firsts=firsts or tuple(range(len(arrays))),
+            directions=directions,
+            grades=tuple(1 + directions.index(ways) if any(ways) else 0 for ways in directions),
+        )
 
     @property
     def num_operands(self) -> int:
         return len(self.rule.operands)
 
-    def direction(self, level: int, factor: int) -> int:
-        """Which way a factor may flow at a level."""
-        rule = self.rule
-        if factor in rule.blocked:
-            return NONE
-        if rule.flow is Flow.FORWARD or rule.flow is Flow.BACKWARD:
-            return FORWARD if rule.flow is Flow.FORWARD else BACKWARD
-        if level == 4:
-            return BOTH
-        backward_only = BACKWARD if rule.flow is Flow.BROADCAST else BOTH
-        if level == 3:
-            return backward_only
-        allowed = NONE
-        if level == 2 and rule.kinds[factor] is Kind.PASS:
-            allowed = backward_only
-        if level >= 1 or self.single_use:
-            if rule.flow in (Flow.ELEMENTWISE, Flow.MOVE):
-                allowed = BOTH
-            elif rule.flow is Flow.SLICE:
-                allowed |= FORWARD
-        return allowed
+
+def _directions(rule: Rule, single_use: bool, level: int) -> tuple[int, ...]:
+    """Which way each factor of a rule may flow at a level."""
+    passing, other = _ways(rule.flow, single_use, level)
+    found = [passing if kind is Kind.PASS else other for kind in rule.kinds]
+    for factor in rule.blocked:
+        found[factor] = NONE
+    return tuple(found)
 
 
-def _grade(rule: Rule, single_use: bool, level: int) -> int:
-    if rule.flow in (Flow.FORWARD, Flow.BACKWARD):
-        return 1
-    if rule.flow in (Flow.ELEMENTWISE, Flow.MOVE):
-        return 1 if level >= 1 or single_use else 0
-    if level <= 1:
-        return 1 if rule.flow is Flow.SLICE and (level == 1 or single_use) else 0
-    return level if rule.flow is Flow.BROADCAST else min(level, 3)
+def _ways(flow: Flow, single_use: bool, level: int) -> tuple[int, int]:
+    """Which way pass-through factors may flow at a level, and which way the others."""
+    if flow is Flow.FORWARD or flow is Flow.BACKWARD:
+        return (FORWARD, FORWARD) if flow is Flow.FORWARD else (BACKWARD, BACKWARD)
+    if level == 4:
+        return BOTH, BOTH
+    backward_only = BACKWARD if flow is Flow.BROADCAST else BOTH
+    if level == 3:
+        return backward_only, backward_only
+    early = NONE
+    if level >= 1 or single_use:
+        early = BOTH if flow in (Flow.ELEMENTWISE, Flow.MOVE) else FORWARD if flow is Flow.SLICE else NONE
+    return (early | backward_only if level == 2 else early), early
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -121,7 +128,7 @@ def _forms(ops: Sequence[Op], values: Sequence[tuple[int, ...]], shared: set[int
         form = known.get(key)
         if form is None:
             assert op.rule is not None
-            form = known[key] = _form(len(known), op.rule, single_use, firsts)
+            form = known[key] = Form.of(len(known), op.rule, single_use=single_use, firsts=firsts)
         forms.append(form)
     return tuple(forms)
 
@@ -135,19 +142,6 @@ def _grades(forms: Sequence[Form]) -> np.ndarray:
     table = np.array([form.grades for form in dict.fromkeys(forms)], np.uint8).reshape(-1, LEVELS)
     numbers = np.fromiter((form.number for form in forms), np.intp, len(forms))
     return table.T[:, numbers]
-
-
-def _form(number: int, rule: Rule, single_use: bool, firsts: tuple[int, ...] | None) -> Form:
-    arrays = rule.operands + rule.results
-    return Form(
-        number=number,
-        rule=rule,
-        arrays=arrays,
-        simple=tuple(all(len(factors) == 1 for factors in dims) for dims in arrays),
-        firsts=firsts or tuple(range(len(arrays))),
-        single_use=single_use,
-        grades=tuple(_grade(rule, single_use, level) for level in range(LEVELS)),
-    )
 
 
 def _shared(graph: Graph) -> set[int]:

@@ -7,20 +7,23 @@ No array is ever made: shapes alone are traced, so one CPU will do for a model o
   - ours: from the traced program to a spec for every value, the graph and the completion together;
   - Shardy's: `sdy-propagation-pipeline`, the passes by which XLA propagates, on the module that JAX lowers from the
     same step with the same annotations. Tracing, lowering and parsing the module are left out on both sides;
+  - a change: what comes of one more annotation on a completed program, on one array of the state after another;
   - compiling a small step with every constraint that the completion decides, over leaving them out for XLA to infer.
 
 Each ratio is the median over pairs of neighbouring runs, which a busy machine slows down alike; beside it stand the
 quartiles of the pairs. Times depend on the machine, which is named beside them; on another one only ratios may be
-compared. `peak_mb` is what the process takes at most while it traces and completes, with Python, JAX and the trace.
+compared. `peak_mb` is the most that a fresh process takes to trace and complete once, Python and JAX included.
 """
 
 import gc
 import json
+import multiprocessing
 import resource
 import statistics
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -35,6 +38,7 @@ from jaxlib.mlir import ir, passmanager
 import sharding
 from sharding import arguments, compat, graph, paths, propagation, tracing
 from sharding.models import gpt, layouts
+from sharding.spec import Dim, Spec, open_spec
 
 from .step import facts_of, in_turns, machine, ratio
 
@@ -182,10 +186,31 @@ class Shardy:
             return seconds(lambda: passes.run(copy.operation))
 
 
-def peak_mb() -> int:
-    """The most memory that this process has had, in MB."""
+def change_seconds(assignment: propagation.Assignment, axis: str, times: int) -> float:
+    """The median time of one more annotation, each on another argument: its last dim is at least split by `axis`."""
+    g = assignment.graph
+    free = [v for v in g.inputs if g.shapes[v] and v not in g.pins]
+    took = []
+    for v in free[:: max(1, len(free) // times)][:times]:
+        spec = Spec(dims=(*open_spec(len(g.shapes[v]) - 1).dims, Dim(axes=(axis,), open=True)))
+        took.append(seconds(partial(assignment.with_pins, {v: graph.Pin(spec=spec, origin="change")})))
+    return statistics.median(took)
+
+
+def peak_mb(step: Step) -> int:
+    """The most memory that a process has had which traces and completes a step, in MB."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(_peak_mb, step).result()
+
+
+def _peak_mb(step: Step) -> int:
+    jax.config.update("jax_platforms", "cpu")
+    with sharding.mesh(step.axes, devices=_num_devices(step.axes)) as mesh:
+        assignment = Traced.of(step, mesh).complete()
     unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit // 10**6
+    found = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit // 10**6
+    del assignment
+    return found
 
 
 def against_shardy(options: Options, layers: int, *, scan: bool) -> dict[str, Any]:
@@ -194,7 +219,7 @@ def against_shardy(options: Options, layers: int, *, scan: bool) -> dict[str, An
     with sharding.mesh(options.axes, devices=_num_devices(options.axes)) as mesh:
         traced = Traced.of(step, mesh)
         assignment = traced.complete()
-        peak = peak_mb()
+        change = change_seconds(assignment, next(iter(options.axes)), options.rounds)
         shardy = Shardy(step)
     found = ratio(*in_turns(lambda: seconds(traced.complete), shardy.seconds, options.rounds))
     return {
@@ -203,7 +228,8 @@ def against_shardy(options: Options, layers: int, *, scan: bool) -> dict[str, An
         **dict(zip(FIGURES, (found.middle, found.ours_seconds, found.by_hand_seconds), strict=True)),
         "quartiles": (found.low, found.high),
         "microseconds_per_equation": 1e6 * found.ours_seconds / traced.num_equations,
-        "peak_mb": peak,
+        "change_seconds": change,
+        "peak_mb": peak_mb(step),
     }
 
 
@@ -242,13 +268,17 @@ def main(options: Options) -> None:
     deepest = max(options.layers)
     models = {f"{n} layers": (n, False) for n in sorted(options.layers)} | {f"{deepest} scanned": (deepest, True)}
     figures = {}
-    print(f"{'':<14}{'equations':>10}{'ours / Shardy':>15}{'quartiles':>18}{'ours':>12}{'Shardy':>12}{'us / eqn':>10}")
+    heads = f"{'ours / Shardy':>15}{'quartiles':>18}{'ours':>12}{'Shardy':>12}{'us / eqn':>10}{'change':>12}{'MB':>6}"
+    print(f"{'':<14}{'equations':>10}{heads}")
     for name, (layers, scan) in models.items():
         found = figures[name] = against_shardy(options, layers, scan=scan)
         quartiles = f"{found['quartiles'][0]:.3f} to {found['quartiles'][1]:.3f}"
         times = "".join(f"{1e3 * found[key]:>9.1f} ms" for key in FIGURES[1:])
-        per = found["microseconds_per_equation"]
-        print(f"{name:<14}{found['equations']:>10}{found['ratio']:>15.3f}{quartiles:>18}{times}{per:>10.1f}")
+        per, mb = found["microseconds_per_equation"], found["peak_mb"]
+        change = f"{1e3 * found['change_seconds']:.1f} ms"
+        print(
+            f"{name:<14}{found['equations']:>10}{found['ratio']:>15.3f}{quartiles:>18}{times}{per:>10.1f}{change:>12}{mb:>6}"
+        )
     compiled = compiling(options)
     low, high = compiled["quartiles"]
     print(f"compile time, completed / left out: {compiled['ratio']:.2f}, quartiles {low:.2f} to {high:.2f}")
