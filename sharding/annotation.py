@@ -122,7 +122,7 @@ def _constraint(x: Any, *, mesh: AbstractMesh | None, spec: Spec | None, **_: An
 def _eager(x: Any, *, mesh: AbstractMesh | None, spec: Spec | None, **_: Any) -> Any:
     real = current()
     x = jax.numpy.asarray(x)
-    if spec is None or not isinstance(real, jax.sharding.Mesh):
+    if spec is None or not isinstance(real, jax.sharding.Mesh) or (mesh and mesh.axis_names != real.axis_names):
         return x
     fits = divisible(spec, x.shape, dict(real.shape))  # only inside a program can XLA pad
     return jax.lax.with_sharding_constraint(x, NamedSharding(real, to_partition_spec(fits)))

@@ -19,6 +19,7 @@ from .barrier import barrier_p
 from .graph import CALLS, Atom, Scope
 from .group import same_p
 from .propagation import Assignment
+from .refined import refine
 from .settled import makers, settled
 from .spec import Spec, indivisible
 
@@ -216,7 +217,10 @@ class _Body:
 
     def emit(self, operand: Any, spec: Spec, eqn: Any, *, asked: Spec | None = None, name: str | None = None) -> Any:
         new = compat.new_var(operand.aval)
-        params = annotation.completed(spec, self.mesh, asked=asked, name=name)
+        mesh = self.mesh
+        if not mesh.manual_axes:  # in the body of a shard_map parts of an axis are left to XLA
+            mesh, spec = refine(mesh, spec)
+        params = annotation.completed(spec, mesh, asked=asked, name=name)
         self.eqns.append(compat.new_eqn(eqn, [operand], [new], annotation.annotate_p, params))
         return new
 

@@ -27,7 +27,7 @@ FLOORS = [
     ["graph"],
     ["propagation"],
     ["settled"],
-    ["limits"],
+    ["limits", "refined"],
     ["constrain"],
     ["cost"],
     ["reshard"],
