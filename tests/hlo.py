@@ -31,6 +31,41 @@ def total(text: str, sizes: dict[str, int]) -> Counter:
     return sum(collectives(text, sizes).values(), Counter())
 
 
+def num_bytes(text: str) -> int:
+    """Bytes of all that collectives give on one device, each time that they run; an unknown trip count is one."""
+    own: dict[str, int] = {}
+    calls: dict[str, list[tuple[str, int]]] = {}
+    name = entry = ""
+    for line in text.splitlines():
+        start = _COMPUTATION.match(line)
+        if start:
+            name = start[1]
+            entry = name if line.startswith("ENTRY") else entry
+        op = _OP.search(line)
+        if op:
+            own[name] = own.get(name, 0) + sum(map(_array_bytes, _ARRAY.findall(op[1])))
+        trips = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
+        for key, callees in _CALLED.findall(line):
+            times = int(trips[1]) if trips and key == "body" else 1
+            calls.setdefault(name, []).extend((callee, times) for callee in re.findall(r"%?([\w.\-]+)", callees))
+
+    def total(name: str) -> int:
+        return own.get(name, 0) + sum(times * total(callee) for callee, times in calls.get(name, []))
+
+    return total(entry)
+
+
+_ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
+_CALLS = ("body", "calls", "to_apply", "branch_computations", "true_computation", "false_computation")
+_CALLED = re.compile(rf"\b({'|'.join(_CALLS)})=\{{?(%[^,}}]*(?:, *%[^,}}]*)*)")
+
+
+def _array_bytes(array: tuple[str, str]) -> int:
+    kind, sizes = array
+    bits = 8 if kind == "pred" else int(re.search(r"\d+", kind)[0])
+    return math.prod(int(n) for n in sizes.split(",") if n) * bits // 8
+
+
 def _axes(line: str, sizes: dict[str, int]) -> tuple[str, ...]:
     """The axes that vary inside a collective's groups."""
     devices = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))

@@ -131,6 +131,7 @@ def conv_general_dilated(ins: Sequence[Shape], outs: Sequence[Shape], params: Pa
             if min(left, size) > 1:
                 rule.factor(at, to, min(left, size), kind)
                 left //= min(left, size)
+        rule.factor([None, k], [None], 1)  # a kernel's own dim counts as 1 where claims are weighed
     if groups > 1:
         rule.factor([feature, out_feature], [out_channel], groups)
     rule.factor([feature, in_feature], [None], rhs[in_feature], Kind.REDUCE)
