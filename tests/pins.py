@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import sharding
 from sharding import graph
 from sharding.graph import Pin
-from sharding.propagation import complete
+from sharding.propagation import complete, shardy
 from sharding.spec import Dim, Spec, axis_name
 
 ABC = {"a": 2, "b": 2, "c": 2}
@@ -30,10 +30,10 @@ def pin(text):
     return None if text is None else Pin(spec=spec(text), origin=f"pin {text}")
 
 
-def run(fn, *args, sizes=ABC, outs=None):
-    """The assignment of `fn`; each argument is (shape, pin text or None)."""
+def run(fn, *args, sizes=ABC, outs=None, engine="sharding"):
+    """The assignment of `fn` by an engine; each argument is (shape, pin text or None)."""
     shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s, _ in args]
-    with sharding.mesh(sizes, devices=8):
+    with sharding.mesh(sizes, devices=8) as mesh:
         program = jax.make_jaxpr(fn)(*shapes)
     n = len(program.out_avals)
     built = graph.build(
@@ -44,7 +44,9 @@ def run(fn, *args, sizes=ABC, outs=None):
         in_pins=[pin(p) for _, p in args],
         out_pins=[pin(p) for p in (outs or [None] * n)],
     )
-    return complete(built, sizes)
+    if engine == "sharding":
+        return complete(built, sizes)
+    return shardy.complete(built, sizes, program=program, mesh=mesh, platform="cpu")
 
 
 def of(assignment, *names):

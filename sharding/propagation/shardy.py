@@ -22,7 +22,7 @@ from jax.sharding import AbstractMesh
 from .. import compat
 from ..errors import ShardingError
 from ..graph import Graph, Op, Pin, all_pins
-from ..spec import Axis, Spec
+from ..spec import Axis, Dim, Spec
 from . import conflicts, recorded
 from .assignment import Assignment, Reason
 from .atoms import AtomTable
@@ -154,7 +154,7 @@ def _missing(error: Exception) -> ShardingError:
 
 
 def _write(ir: Any, module: Any, graph: Graph, marks: Sequence[Mark]) -> None:
-    """Says in a module what JAX has no word for: priorities of dims, and which arrays are always split alike."""
+    """Says in a module what JAX has no word for: priorities, axes that may get company, arrays always split alike."""
     ends: dict[int, list[Any]] = {}
     taken = {-1}
 
@@ -164,9 +164,9 @@ def _write(ir: Any, module: Any, graph: Graph, marks: Sequence[Mark]) -> None:
         number = place(op.location) if op.name == "sdy.sharding_constraint" else None
         if number is not None:
             mark = marks[number]
-            if mark.spec is not None and any(d.priority for d in mark.spec.dims):
-                text = _prioritised(mark.spec, str(op.attributes["sharding"]))
-                op.attributes["sharding"] = ir.Attribute.parse(text)
+            if mark.spec is not None:
+                before, after = str(op.attributes["sharding"]).split("[")[0], ", ".join(map(_written, mark.spec.dims))
+                op.attributes["sharding"] = ir.Attribute.parse(f"{before}[{after}]>")
             if mark.output:
                 ends.setdefault(mark.value, []).append(op.results[0])
         return ir.WalkResult.ADVANCE
@@ -182,10 +182,11 @@ def _write(ir: Any, module: Any, graph: Graph, marks: Sequence[Mark]) -> None:
                 ir.Operation.create("sdy.sharding_group", operands=[x], attributes=group)
 
 
-def _prioritised(spec: Spec, text: str) -> str:
-    """A sharding's text with `p<n>` behind each dim that waits."""
-    waits = iter([d.priority if d.axes else 0 for d in spec.dims])
-    return re.sub(r"}", lambda _: f"}}p{p}" if (p := next(waits, 0)) else "}", text)
+def _written(dim: Dim) -> str:
+    """A dim as Shardy writes it."""
+    names = [f'"{a}"' if isinstance(a, str) else f'"{a[0]}":({a[1]}){a[2]}' for a in dim.axes]
+    waits = f"p{dim.priority}" if dim.priority and dim.axes else ""
+    return "{" + ", ".join([*names, *(["?"] if dim.open else [])]) + "}" + waits
 
 
 # Reading it back
