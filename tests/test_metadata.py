@@ -90,6 +90,13 @@ def test_reasons_show_the_names():
     assert str(c.why("m/up/kernel", dim=0)).endswith(": embed -> whole closes it")
 
 
+def test_reasons_of_placed_parameters_show_the_names_too():
+    with axis_rules(RULES):
+        c = sharding.jit(lambda m, x: annotate(m)(x)).complete(MLP(nnx.Rngs(0)), X)
+    last = str(c.why("m/up/kernel", dim=1)).splitlines()[-1]
+    assert "the argument's sharding; annotate at test_metadata.py" in last and last.endswith(": mlp -> tensor")
+
+
 def test_annotated_outside_it_is_placed(mesh):
     with axis_rules(RULES):
         model = annotate(unplaced())

@@ -176,7 +176,9 @@ def merged(a: Spec, b: Spec) -> Spec | None:
     """Both annotations in one where each dim is said by one of them only, or by both alike; else None."""
     dims = []
     for x, y in zip(a.dims, b.dims, strict=True):
-        if x == y or (y.open and not y.axes):
+        if x == y:
+            dims.append(x if x.via else y)
+        elif y.open and not y.axes:
             dims.append(x)
         elif x.open and not x.axes:
             dims.append(y)
@@ -191,5 +193,6 @@ def joined(have: Pin, pin: Pin) -> Pin | None:
     both = merged(have.spec, pin.spec)
     if both is None:
         return None
-    origins = [*have.origin.split("; "), *([] if have.spec == both else [pin.origin])]
+    says_more = have.spec != both or any(a.via != b.via for a, b in zip(have.spec.dims, both.dims, strict=True))
+    origins = [*have.origin.split("; "), *([pin.origin] if says_more else [])]
     return Pin(spec=both, origin="; ".join(dict.fromkeys(origins)))
