@@ -20,7 +20,8 @@ import pytest
 
 from sharding import ShardingError, checkpoint
 
-# Saves steps one after the other, each with values that its number gives, and never ends. It says when each is begun.
+# Saves steps one after the other, each with values that its number gives, and never ends. When one is
+# begun, the one before is whole, and it says so.
 SAVING = """
 import sys
 import jax, jax.numpy as jnp
@@ -32,8 +33,8 @@ def state(step):
 first = (checkpoint.latest_step(sys.argv[1]) or 0) + 1
 with checkpoint.Saver(sys.argv[1], keep=2) as saver:
     for step in range(first, 1_000_000):
-        print(step, flush=True)
         saver.save(step, state(step), {"step": step}, figure=1 / step if step % 3 else 0.5)
+        print(step - 1, flush=True)
 """
 
 
@@ -42,7 +43,7 @@ def state(step: int) -> dict[str, jax.Array]:
 
 
 def kill_while_saving(folder: Path, after_seconds: float) -> None:
-    """Start a process that saves, and kill it so long after it began its second save."""
+    """Start a process that saves, and kill it so long after it began its second save: the first one is whole."""
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     process = subprocess.Popen(
         [sys.executable, "-c", SAVING, str(folder)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment
