@@ -58,7 +58,7 @@ def _step(graph: Graph, value: int, dim: int, reason: Reason) -> str:
     who = f"{graph.label(value)} dim {dim}"
     if reason.value is None:
         return f"{who} <- {reason.source}"
-    at, of = f" at {reason.source}" if reason.source else "", f", {reason.array}" if reason.array else ""
+    at, of = f" at {reason.source}" if reason.source else "", f", from {reason.array}" if reason.array else ""
     return f"{who} <- {reason.word}{at}{of}"
 
 

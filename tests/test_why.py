@@ -42,13 +42,13 @@ def test_each_step_says_op_line_and_operand():
     c = complete(f, X, X, in_shardings=(None, P(None, "tensor")))
     assert list(c.why("y", 1)) == [
         "y dim 1 is split by tensor:",
-        f"  y dim 1 <- dot_general at {at}, operand 1",
+        f"  y dim 1 <- dot_general at {at}, from operand 1",
         "  w dim 1 <- in_shardings",
     ]
     c = complete(f, X, X, out_shardings=P("data"))
     assert list(c.why("x", 0)) == [
         "x dim 0 is split by data:",
-        f"  x dim 0 <- dot_general at {at}, result",
+        f"  x dim 0 <- dot_general at {at}, from its result",
         "  y dim 0 <- returned",
         "  out dim 0 <- out_shardings",
     ]

@@ -24,7 +24,7 @@ class Reason:
     """The value that brought the axis; None for an annotation."""
     dim: int | None = None
     array: str = ""
-    """Which array of the op brought it, where that is not its only operand: `operand 1`, `result`."""
+    """Which array of the op brought it, where that is not its only operand: `operand 1`, `its result`."""
 
     @staticmethod
     def of(op: Op, value: int, dim: int) -> Reason:
@@ -156,5 +156,5 @@ def _array(op: Op, value: int) -> str:
     if not op.site:
         return ""
     if value in op.results:
-        return "result" if len(op.results) == 1 else f"result {op.results.index(value)}"
+        return "its result" if len(op.results) == 1 else f"result {op.results.index(value)}"
     return f"operand {op.operands.index(value)}" if len(op.operands) > 1 and value in op.operands else ""

@@ -121,7 +121,7 @@ class Engine:
     def settle(self) -> None:
         """Runs the five op priorities, each to its fixed point."""
         for self.level in range(LEVELS):
-            while any(waiting := self.waiting()):
+            while 1 in (waiting := self.waiting()):
                 self.sweep(waiting)
 
     def sweep(self, waiting: bytearray) -> None:
