@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from . import logical, paths
 from .errors import ShardingError, raise_together
 from .graph import Pin, joined
-from .propagation import Assignment
+from .propagation import Assignment, PendingSum, pending
 from .spec import Spec, axis_name, divisible, indivisible, to_partition_spec
 from .why import Conflicts, Why, way
 
@@ -59,6 +59,15 @@ class Completion:
     def conflicts(self) -> Conflicts:
         """Where two claims met that one op can't have both."""
         return Conflicts(self.assignment.conflicts)
+
+    @cached_property
+    def unreduced(self) -> tuple[PendingSum, ...]:
+        """Sums over mesh axes that are still to be done: where each is made, and the op that first needs it.
+
+        XLA adds up where the value is made; where fewer bytes are needed later, a rewrite would pay.
+        """
+        a = self.assignment
+        return pending.find(a.graph, a.specs, a.sizes)
 
     @property
     def unknown(self) -> dict[str, int]:
