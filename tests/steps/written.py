@@ -187,6 +187,29 @@ def graph_net(params, batch):
 GRAPH = {"in": floats(16, 32), "edge": floats(64, 64), "node": floats(96, 32), "out": floats(32, 8)}
 
 
+# A Fourier neural operator: low frequencies are mixed by weights of their own
+
+
+def fno(params, fields):
+    """Two layers on fields [B, rows, columns, channels] that keep 4 x 4 frequencies of each sign."""
+    x = fields @ params["in"]
+    for i in range(2):
+        waves = jnp.fft.rfft2(x, axes=(1, 2))
+        low = jnp.concatenate([waves[:, :4, :4], waves[:, -4:, :4]], axis=1)
+        weights = lax.complex(params[f"real{i}"], params[f"imaginary{i}"])
+        mixed = jnp.einsum("brkm,rkmn->brkn", low, weights)
+        out = jnp.zeros_like(waves).at[:, :4, :4].set(mixed[:, :4]).at[:, -4:, :4].set(mixed[:, 4:])
+        x = jax.nn.gelu(jnp.fft.irfft2(out, s=x.shape[1:3], axes=(1, 2)) + x @ params[f"local{i}"])
+    return ((x @ params["out"] - fields) ** 2).mean((1, 2, 3))
+
+
+FNO = {
+    "in": floats(4, 32), "out": floats(32, 4), **{f"local{i}": floats(32, 32) for i in range(2)},
+    **{f"{part}{i}": floats(8, 4, 32, 32) for part in ("real", "imaginary") for i in range(2)},
+}  # fmt: skip
+SPECTRAL = {f"{part}{i}": P(None, None, "fsdp", "tensor") for part in ("real", "imaginary") for i in range(2)}
+
+
 X = floats(ROWS, 16, 32)
 
 STEPS: dict[str, Make] = {
@@ -202,6 +225,7 @@ STEPS: dict[str, Make] = {
         lstm, LSTM, floats(ROWS, 8, 16),
         {"x": P("fsdp", "tensor"), "h": P("fsdp", "tensor"), "out": P("tensor", "fsdp")},
     ),
+    "fno": step(fno, FNO, floats(ROWS, 16, 16, 4), SPECTRAL),
     "graph net": step(
         graph_net, GRAPH, (floats(32, 16), ints(64, 2)), {"edge": P("fsdp", "tensor"), "node": P("tensor", "fsdp")}
     ),
