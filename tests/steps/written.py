@@ -126,6 +126,26 @@ def ring(params, x_BSM):
     return projected(params, out, total, x_BSM)
 
 
+def ring_by_hand(params, x_BSM):
+    """The same with each block on a device of the last axis, and sends between neighbours."""
+    mesh = jax.sharding.get_abstract_mesh()
+    axis = mesh.axis_names[-1]
+    pairs = [(i, (i + 1) % mesh.shape[axis]) for i in range(mesh.shape[axis])]
+
+    def body(carry, _):
+        q, state, k, v = carry
+        state = joined(state, jnp.einsum("bshd,bthd->bhst", q, k), v)
+        return (q, state, *(lax.ppermute(a, axis, pairs) for a in (k, v))), None
+
+    def local(q, k, v):
+        (_, (out, _, total), _, _), _ = lax.scan(body, (q, start(q), k, v), None, length=len(pairs))
+        return out, total
+
+    by_sequence = P(None, axis), P(None, None, axis)
+    mapped = jax.shard_map(local, in_specs=by_sequence[0], out_specs=by_sequence[1], axis_names={axis}, check_vma=False)
+    return projected(params, *mapped(*heads(params, x_BSM)), x_BSM)
+
+
 ATTENTION = {**dict.fromkeys("qkv", floats(32, 8, 4)), "o": floats(8, 4, 32)}
 BY_HEADS = {**dict.fromkeys("qkv", P("fsdp", "tensor")), "o": P("tensor", None, "fsdp")}
 FULLY = {**dict.fromkeys("qkv", P("fsdp")), "o": P(None, None, "fsdp")}
@@ -216,6 +236,7 @@ STEPS: dict[str, Make] = {
     "experts": step(experts, EXPERTS, X, {"up": P("tensor", "fsdp"), "down": P("tensor", None, "fsdp")}),
     "blockwise attention": step(blockwise, ATTENTION, X, BY_HEADS),
     "ring attention": step(ring, ATTENTION, X, FULLY, rows=P(("data", "fsdp"), "tensor")),
+    "ring attention by hand": step(ring_by_hand, ATTENTION, X, FULLY),
     "u-net": step(
         unet, UNET, floats(ROWS, 16, 16, 4),
         {"in": P(None, None, None, "tensor"), "down1": P(None, None, "tensor", "fsdp"),
