@@ -148,9 +148,12 @@ class _Body:
         results = [None] * len(eqn.outvars)
         if eqn.primitive.name in limits.NAMES:
             invars, results = self.limited(eqn, invars)
+        laid_out = eqn.primitive.name in limits.LAID_OUT
+        if laid_out:
+            invars = [self.laid_out(v, eqn) for v in invars]
         self.eqns.append(eqn.replace(invars=invars, params=self.parameters(i, eqn)))
-        if eqn.primitive.name in limits.LAID_OUT:
-            self.lay_out(eqn)
+        if laid_out:
+            self.swapped.update((v, self.laid_out(v, eqn)) for v in eqn.outvars if not compat.is_drop(v))
         for var, spec in zip(list(eqn.outvars), results, strict=True):
             if spec is not None:
                 self.swapped[var] = self.emit(self.read(var), spec, eqn)
@@ -173,11 +176,10 @@ class _Body:
         pairs = zip(eqn.outvars, found[n:], needed[n:], strict=True)
         return moved, [None if have == need or compat.is_drop(v) else need for v, have, need in pairs]
 
-    def lay_out(self, eqn: Any) -> None:
-        (var,) = eqn.outvars
-        if not compat.is_drop(var):
-            self.swapped[var] = compat.new_var(var.aval)
-            self.eqns.append(compat.layout_constraint(eqn, var, self.swapped[var]))
+    def laid_out(self, var: Any, eqn: Any) -> Any:
+        new = compat.new_var(var.aval)
+        self.eqns.append(compat.layout_constraint(eqn, var, new))
+        return new
 
     def clamped(self, index: Any, most: int, eqn: Any) -> Any:
         new = compat.new_var(index.aval)

@@ -89,6 +89,13 @@ def _reduced(params: Mapping[str, Any], shapes: Sequence[Shape], splits: Sequenc
     return {(t, d) for t, shape in enumerate(shapes) if shape == shapes[0] for d in axes}
 
 
+def _transformed(params: Mapping[str, Any], shapes: Sequence[Shape], splits: Sequence[Split]) -> Whole:
+    """A split along transformed dims: XLA gathers all dims, XLA:CPU into a layout that it then can't transform."""
+    del splits
+    ndim = len(shapes[0])
+    return {(t, d) for t in (0, 1) for d in range(ndim - len(params["fft_lengths"]), ndim)}
+
+
 def _convolution(params: Mapping[str, Any], shapes: Sequence[Shape], splits: Sequence[Split]) -> Whole:
     """Kernels and grouped features are whole; a spatial dim may be split beside batch and input features only."""
     numbers = params["dimension_numbers"]
@@ -128,6 +135,7 @@ def _windows(params: Mapping[str, Any], shapes: Sequence[Shape], splits: Sequenc
 
 LIMITS: dict[str, Callable[[Mapping[str, Any], Sequence[Shape], Sequence[Split]], Whole]] = {
     "conv_general_dilated": _convolution,
+    "fft": _transformed,
     "pad": _cutting_pad,
     "reduce": _reduced,
     "reduce_xor": _reduced,

@@ -77,6 +77,12 @@ CASES = {
         lambda x, y: jax.grad(lambda x: jnp.sum(jnp.sqrt(1 + jnp.fft.fft(x, axis=2).real ** 2 + y * y)))(x),
         [(8, 5, 8), (8, 5, 8)], [None, P(None, None, "a")], {"a": 2, "b": 2},
     ),
+    "a transform behind a scatter": (
+        lambda x, i: jax.grad(
+            lambda x: jnp.sum(jnp.sin(jnp.fft.ifft(x.at[i.astype(jnp.int32) % 4].add(x, mode="drop"), axis=1).imag))
+        )(x),
+        [(4, 4, 3), (4,)], [P(None, "b"), P("a")], {"a": 2, "b": 2},
+    ),
     "the gradient of pooling by windows that overlap": (
         lambda x: jax.grad(lambda x: jnp.sum(jnp.sin(pooled(x))))(x), [(8, 4)], [P("a")], {"a": 4},
     ),
