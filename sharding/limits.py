@@ -133,8 +133,27 @@ def _windows(params: Mapping[str, Any], shapes: Sequence[Shape], splits: Sequenc
     return {(t, d) for t in range(3) for d, window in enumerate(params["window_dimensions"]) if window != 1}
 
 
+def _contraction(params: Mapping[str, Any], shapes: Sequence[Shape], splits: Sequence[Split]) -> Whole:
+    """A sum over an axis that at once comes to split the result, which is split otherwise too: wrong numbers.
+
+    The dims of the result that such axes split are whole at first. A plain reduce-scatter, where nothing else moves,
+    is right.
+    """
+    del shapes
+    (left, right), (batch, _) = params["dimension_numbers"]
+    summed = {a for t, dims in enumerate((left, right)) for d in dims for a in splits[t][d]}
+    into = {(2, d) for d, axes in enumerate(splits[2]) if not summed.isdisjoint(axes)}
+    natural = [splits[0][d] for d in batch]
+    for t, dims in enumerate(((*left, *batch), (*right, *params["dimension_numbers"][1][1]))):
+        natural += [axes for d, axes in enumerate(splits[t]) if d not in dims]
+    moved = [d for d, axes in enumerate(splits[2]) if axes != natural[d]]
+    plain = all(len(splits[2][d]) == 1 or summed.issuperset(splits[2][d]) for d in moved)
+    return set() if len(moved) < 2 and plain else into
+
+
 LIMITS: dict[str, Callable[[Mapping[str, Any], Sequence[Shape], Sequence[Split]], Whole]] = {
     "conv_general_dilated": _convolution,
+    "dot_general": _contraction,
     "fft": _transformed,
     "pad": _cutting_pad,
     "reduce": _reduced,

@@ -133,3 +133,37 @@ def test_a_convolution_keeps_batch_and_height():
     found = [spec("a", "b", None), spec(None, None, None), spec("a", "b", None)]
     shapes = [v.aval.shape for v in (*eqn.invars, *eqn.outvars)]
     assert limits.specs(eqn.primitive.name, eqn.params, shapes, found) == found
+
+
+def multiplied(x, y):
+    return lax.dot_general(x, y, (((2,), (1,)), ((0,), (0,))))  # b i k, b k j -> b i j
+
+
+@pytest.mark.parametrize(
+    "left, right, result",
+    [
+        (P(None, "a", "b"), P(None, "b"), P(("c", "a"), None, "b")),
+        (P(None, None, "b"), P(None, "c", "b"), P(None, "b", ("c", "a"))),
+        (P("a", "c", "b"), P("a", "b", "c"), P(None, "b", ("c", "a"))),
+    ],
+)
+def test_a_sum_over_an_axis_that_splits_a_result_which_moves(left, right, result):
+    x, y = (np.random.default_rng(i).integers(-8, 9, (8, 8, 8)).astype(np.float32) for i in range(2))
+    step = sharding.jit(lambda x, y: sharding.annotate(multiplied(x, y), result), in_shardings=(left, right))
+    with sharding.mesh(a=2, b=2, c=2):
+        np.testing.assert_array_equal(step(x, y), jax.jit(multiplied)(x, y))
+
+
+@pytest.mark.parametrize(
+    "result, needed",
+    [
+        (("a", "b", None), ("a", "b", None)),  # a reduce-scatter
+        (("a", None, None), ("a", None, None)),
+        ((None, "b", "a"), (None, None, "a")),
+        ((None, "a", None), (None, "a", None)),
+    ],
+)
+def test_a_plain_reduce_scatter_stays(result, needed):
+    params = {"dimension_numbers": (((2,), (1,)), ((0,), (0,)))}
+    found = [spec("a", None, "b"), spec("a", "b", None), spec(*result)]
+    assert limits.specs("dot_general", params, [(8, 8, 8)] * 3, found) == [*found[:2], spec(*needed)]
