@@ -75,7 +75,7 @@ class Options:
     """Steps timed of each."""
     first_steps: int = 9
     """First steps timed of each; one more of each warms up."""
-    calls: int = 200
+    calls: int = 1000
     """Calls timed of each, per size of the state."""
     leaves: tuple[int, ...] = (10, 100, 400)
     """Sizes of the state, in arrays, whose dispatch is timed."""
