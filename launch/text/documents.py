@@ -61,14 +61,14 @@ def scan(files: Sequence[Path]) -> Documents:
             problems.append(f"{path}: {getattr(error, 'strerror', None) or error}")
     if problems:
         raise ShardingError(
-            "--data " + " ".join(map(str, files)),
+            _asked(files),
             there=[*problems[:20], *([f"and {len(problems) - 20} more"] if len(problems) > 20 else [])],
             must="each must be a file of UTF-8 text, or a folder of such files",
             fix="leave these out",
         )
     if len(set(numbers)) < 2:
         raise ShardingError(
-            "--data " + " ".join(map(str, files)),
+            _asked(files),
             there=f"{num_bytes} bytes in {len(paths)} files, which is {len(set(numbers))} document without repetitions",
             must=f"one document to train on and one to hold out: two files, or one longer than {DOCUMENT_BYTES} bytes",
             fix="more text",
@@ -80,6 +80,11 @@ def scan(files: Sequence[Path]) -> Documents:
         sha256=digest.hexdigest(),
         lowest=min(numbers) if all(number % HELDOUT_ONE_IN for number in numbers) else -1,
     )
+
+
+def _asked(files: Sequence[Path]) -> str:
+    more = len(files) - 4
+    return " ".join(["--data", *map(str, files[:4]), *([f"and {more} more"] if more > 0 else [])])
 
 
 class _NoText(ValueError):

@@ -25,9 +25,14 @@ VOCAB_MULTIPLE = 128
 
 def read(choice: TextChoice) -> TokenizedText:
     """The text that `choice` names, tokenized; without files the sources of Python's standard library."""
-    files = choice.files or corpus.source_paths(Path(sysconfig.get_path("stdlib")))
+    files = choice.files or _standard_library()
     kind = choice.tokenizer or "bpe"
     return prepare(documents.scan(files), kind, vocab=choice.vocab or DEFAULT_VOCAB, folder=choice.cache)
+
+
+def _standard_library() -> list[Path]:
+    """The sources of Python's standard library that hold anything."""
+    return [path for path in corpus.source_paths(Path(sysconfig.get_path("stdlib"))) if path.stat().st_size]
 
 
 def fitted(config: Any, text: TokenizedText) -> Any:
