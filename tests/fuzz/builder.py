@@ -19,13 +19,24 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+import sharding
+
 from . import prelude
 from .case import Argument, Block, Entry, Record, SpecData, Type
 
 LIMIT = 4.0
 INT_LIMIT = 1000
 BITS = {"F": 24, "H": 8}
-NAMES = {**vars(prelude), "jax": jax, "jnp": jnp, "lax": lax, "F": jnp.float32, "H": jnp.bfloat16, "C": jnp.complex64}
+NAMES = {
+    **vars(prelude),
+    "sharding": sharding,
+    "jax": jax,
+    "jnp": jnp,
+    "lax": lax,
+    "F": jnp.float32,
+    "H": jnp.bfloat16,
+    "C": jnp.complex64,
+}
 DTYPES = {"float32": "F", "bfloat16": "H", "complex64": "C", "key<fry>": "key"}
 SIZES = (1, 2, 2, 3, 4, 4, 4, 5, 6, 8, 8)
 ELEMENTS = 1024

@@ -243,6 +243,20 @@ def annotate(g: Builder) -> None:
     g.emit("annotate", text, [x], bound=f.bound, grid=f.grid, spec=spec)
 
 
+def barrier(g: Builder) -> None:
+    x = g.pick(lambda f: True)
+    way = g.choice(["forward", "backward", "none"])
+    g.emit("barrier", f'sharding.barrier($0, "{way}")', [x], bound=g.facts[x].bound, grid=g.facts[x].grid)
+
+
+def same(g: Builder) -> None:
+    """A group of values that nobody annotates, so that no two annotations in it contradict each other."""
+    x = g.float(0, 4, wanted=lambda f: f.type.dtype == "F")
+    y = g.like(x)
+    bound = max(g.facts[x].bound, g.facts[y].bound)
+    g.emit("same", "0.5 * sum(sharding.same($0 * 1, $1 * 1))", [x, y], bound=bound)
+
+
 OPS = {
     unary: 10,
     kinked: 3,
@@ -259,5 +273,7 @@ OPS = {
     bitcast: 1,
     constant: 3,
     annotate: 14,
+    barrier: 1,
+    same: 2,
 }
 """Op -> how often it comes."""
