@@ -126,6 +126,15 @@ def test_a_signal_at_any_moment_changes_nothing(
     assert_same_run(whole_run, tmp_path)
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Ctrl-C as in a terminal: a process started in the background ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_the_second_signal_does_not_wait():
     with interrupt.Interrupt() as heard:
         signal.raise_signal(signal.SIGINT)
