@@ -197,13 +197,15 @@ def _state_shapes(config: gpt.Config) -> Any:
 # How they are measured.
 
 
-def in_turns(a: Callable[[], float], b: Callable[[], float], times: int) -> tuple[list[float], list[float]]:
-    """What `a` and `b` return, `times` of each; who goes first alternates."""
+def in_turns(
+    a: Callable[[], float], b: Callable[[], float], times: int, stretch: int = 1
+) -> tuple[list[float], list[float]]:
+    """What `a` and `b` return, `times` of each in stretches of so many; who goes first alternates."""
     of_a: list[float] = []
     of_b: list[float] = []
-    for i in range(times):
+    for i in range(times // stretch):
         for run, found in ((a, of_a), (b, of_b)) if i % 2 else ((b, of_b), (a, of_a)):
-            found.append(run())
+            found += [run() for _ in range(stretch)]
     return of_a, of_b
 
 
@@ -297,7 +299,10 @@ def first_step(options: Options, mesh: Any) -> Ratio:
 
 
 def dispatch(options: Options, mesh: Any, num_leaves: int) -> Ratio:
-    """The ratio of times that a call takes to return, for a state of so many small arrays, each scaled and shifted."""
+    """The ratio of times that a call takes to return, for a state of so many small arrays, each scaled and shifted.
+
+    In stretches of ten calls, as a loop calls its step: after another program a processor's caches hold none of it.
+    """
     spec = P(next(iter(options.axes)), None)
     place = NamedSharding(mesh, spec)
 
@@ -313,7 +318,7 @@ def dispatch(options: Options, mesh: Any, num_leaves: int) -> Ratio:
     calls = [_Calls(step, jax.device_put({name: np.ones((8, 8)) for name in places}, place)) for step in (mine, hand)]
     for call in calls * 3:
         call.once()
-    return ratio(*in_turns(calls[0].once, calls[1].once, options.calls))
+    return ratio(*in_turns(calls[0].once, calls[1].once, options.calls, stretch=10))
 
 
 class _Calls:
