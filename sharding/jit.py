@@ -273,7 +273,7 @@ class Jitted:
             _refuse_uneven(built, dict(mesh.shape), function)
         assignment = self._assignment(built, traced, mesh)
         completion = Completion(assignment, name=function, in_trees=call.tree.children(), out_tree=traced.out_tree)
-        return Program(
+        program = Program(
             function=function,
             mesh=mesh,
             traced=traced,
@@ -282,6 +282,8 @@ class Jitted:
             donated=donated,
             constrained=self._engine != "xla",
         )
+        program.adopt(call.leaves)
+        return program
 
     def _assignment(self, built: graph.Graph, traced: tracing.Traced, mesh: Mesh | AbstractMesh) -> Assignment:
         sizes = dict(mesh.shape)
