@@ -145,8 +145,9 @@ class Program:
             theirs = arguments.placed(leaf, self.mesh)
             key = self.completion.boundary(v), len(self.completion.assignment.graph.shapes[v])
             ours = NamedSharding(self.mesh, key[0])
-            named = isinstance(theirs, NamedSharding) and theirs.mesh is self.mesh
-            if named and theirs.memory_kind == ours.memory_kind and theirs.is_equivalent_to(ours, key[1]):
+            if not isinstance(theirs, NamedSharding) or theirs.mesh is not self.mesh:
+                continue
+            if theirs.memory_kind == ours.memory_kind and theirs.is_equivalent_to(ours, key[1]):
                 self.places.setdefault(key, theirs)
 
     def flat(self, *, inside: bool = False) -> Callable[..., list[Any]]:
