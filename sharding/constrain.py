@@ -111,7 +111,7 @@ class _Body:
         known = source.invars if whole or inputs else ()
         self.settled = settled(self.scope, self.rewriter.makers, self.exact, known=known, loose=loose)
         for eqn in source.eqns:
-            op = self.rewriter.maker(self.scope, eqn)
+            op = self.rewriter.maker(self.scope, eqn) if eqn.primitive.name == "concatenate" else None
             if op is not None and rotation(op, self.rewriter.makers) is not None:
                 self.settled.update(eqn.invars)  # XLA knows a turn by its slices alone
 
@@ -184,13 +184,14 @@ class _Body:
             pairs = zip(invars, eqn.invars, [None] * skip + self.scope.entries[i], strict=True)
             invars = [self.moved(new, old, target, eqn) for new, old, target in pairs]
         results: list[Spec | None] = [None] * len(eqn.outvars)
-        found = [None if compat.is_drop(v) else self.wanted(v) for v in (*eqn.invars, *eqn.outvars)]
-        decision = self.decision(eqn)
-        if decision is not None:
-            invars, results = self.decided(eqn, decision, invars, found)
-        if eqn.primitive.name in limits.NAMES:
-            invars, lying = self.limited(eqn, invars, found)
-            results = [b if b is not None else a for a, b in zip(results, lying, strict=True)]
+        decision, is_limited = self.decision(eqn), eqn.primitive.name in limits.NAMES
+        if decision is not None or is_limited:
+            found = [None if compat.is_drop(v) else self.wanted(v) for v in (*eqn.invars, *eqn.outvars)]
+            if decision is not None:
+                invars, results = self.decided(eqn, decision, invars, found)
+            if is_limited:
+                invars, lying = self.limited(eqn, invars, found)
+                results = [b if b is not None else a for a, b in zip(results, lying, strict=True)]
         laid_out = eqn.primitive.name in limits.LAID_OUT
         if laid_out:
             invars = [self.laid_out(v, eqn) for v in invars]
