@@ -7,7 +7,7 @@ import pytest
 
 import sharding
 from sharding import limits
-from sharding.cost.memory import usage
+from sharding.memory import usage
 
 NEWEST = pytest.mark.skipif(
     jax.__version_info__ < (0, 12), reason="XLA:CPU of JAX 0.10.2 undoes remat, orders and fuses otherwise: only listed"

@@ -29,6 +29,7 @@ FLOORS = [
     ["cost"],
     ["settled", "reshard"],
     ["limits", "refined", "decision"],
+    ["memory"],
     ["constrain"],
     ["collectives"],
     ["kernels"],

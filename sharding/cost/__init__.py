@@ -1,4 +1,4 @@
-"""What a completed program costs: its collectives, its time and its memory, and what XLA made of it."""
+"""What a completed program costs: its collectives and its time, and what XLA made of it."""
 
 from .calibration import QUICK, Calibration, Effort, calibrate
 from .collective import KINDS, SUMS, Kind, Repeated, by_kind, wire_bytes

@@ -21,8 +21,8 @@ from typing import Literal
 
 import numpy as np
 
-from ..cost.instruction import Instruction, everywhere
-from ..cost.memory import Usage
+from ..memory.instruction import Instruction, everywhere
+from ..memory import Usage
 from ..graph import Graph
 
 Kind = Literal[

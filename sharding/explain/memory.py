@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 from .. import compat, limits
 from ..columns import aligned
-from ..cost.instruction import Instruction
-from ..cost.liveness import Buffer, Lifetimes
-from ..cost.memory import POINTER_BYTES, Usage, usage
+from ..memory.instruction import Instruction
+from ..memory.liveness import Buffer, Lifetimes
+from ..memory import POINTER_BYTES, Usage, usage
 from ..graph import Graph
 from ..propagation import Assignment
 from ..spec import axis_name, sizes_text
@@ -168,7 +168,7 @@ def memory(
         assignment: a spec per value.
         name: of the program.
         donated: which of the graph's inputs are donated.
-        platform: whose compiler orders the kernels, as for `sharding.cost.memory.usage`.
+        platform: whose compiler orders the kernels, as for `sharding.memory.usage`.
     """
     found = usage(assignment, donated, platform=platform, limit=limits.specs)
     return MemoryReport(

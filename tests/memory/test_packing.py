@@ -2,7 +2,7 @@
 
 import random
 
-from sharding.cost.packing import block_bytes
+from sharding.memory.packing import block_bytes
 
 
 def most_at_once(intervals):

@@ -10,12 +10,12 @@ from jax import lax
 
 import sharding
 from sharding import P
-from sharding.cost.fusion import fuse
-from sharding.cost.instruction import Body, Instruction
-from sharding.cost.liveness import lifetimes
-from sharding.cost.memory import usage
-from sharding.cost.packing import block_bytes
-from sharding.cost.schedule import as_ready, as_written
+from sharding.memory.fusion import fuse
+from sharding.memory.instruction import Body, Instruction
+from sharding.memory.liveness import lifetimes
+from sharding.memory import usage
+from sharding.memory.packing import block_bytes
+from sharding.memory.schedule import as_ready, as_written
 
 
 def random_body(seed):

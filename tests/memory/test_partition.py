@@ -2,7 +2,7 @@
 
 import pytest
 
-from sharding.cost.partition import Partitions
+from sharding.memory.partition import Partitions
 from sharding.graph import Op
 from sharding.propagation.atoms import AtomTable
 from sharding.rules import rule_for

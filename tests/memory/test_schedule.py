@@ -1,8 +1,8 @@
 """Orders of kernels by hand."""
 
-from sharding.cost.fusion import Kernel
-from sharding.cost.instruction import Instruction
-from sharding.cost.schedule import as_ready, as_written
+from sharding.memory.fusion import Kernel
+from sharding.memory.instruction import Instruction
+from sharding.memory.schedule import as_ready, as_written
 
 
 def kernel(name, *operands, group=None):

@@ -1,7 +1,7 @@
 """What is stored, by hand."""
 
-from sharding.cost.fusion import fuse
-from sharding.cost.instruction import Instruction
+from sharding.memory.fusion import fuse
+from sharding.memory.instruction import Instruction
 
 BIG = (64, 64)
 
