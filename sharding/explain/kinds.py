@@ -21,9 +21,9 @@ from typing import Literal
 
 import numpy as np
 
-from ..memory.instruction import Instruction, everywhere
-from ..memory import Usage
 from ..graph import Graph
+from ..memory import Usage
+from ..memory.instruction import Instruction, everywhere
 
 Kind = Literal[
     "parameters", "optimizer state", "inputs", "gradients", "saved activations", "temporaries", "results", "gaps"

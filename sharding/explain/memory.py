@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 from .. import compat, limits
 from ..columns import aligned
+from ..graph import Graph
+from ..memory import POINTER_BYTES, Usage, usage
 from ..memory.instruction import Instruction
 from ..memory.liveness import Buffer, Lifetimes
-from ..memory import POINTER_BYTES, Usage, usage
-from ..graph import Graph
 from ..propagation import Assignment
 from ..spec import axis_name, sizes_text
 from . import kinds

@@ -10,10 +10,10 @@ from jax import lax
 
 import sharding
 from sharding import P
+from sharding.memory import usage
 from sharding.memory.fusion import fuse
 from sharding.memory.instruction import Body, Instruction
 from sharding.memory.liveness import lifetimes
-from sharding.memory import usage
 from sharding.memory.packing import block_bytes
 from sharding.memory.schedule import as_ready, as_written
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from sharding.memory.partition import Partitions
 from sharding.graph import Op
+from sharding.memory.partition import Partitions
 from sharding.propagation.atoms import AtomTable
 from sharding.rules import rule_for
 
