@@ -76,6 +76,11 @@ def open_spec(ndim: int) -> Spec:
     return Spec(dims=(OPEN,) * ndim)
 
 
+def closed_spec(ndim: int) -> Spec:
+    """The spec of an array that every device has whole."""
+    return Spec(dims=(CLOSED,) * ndim)
+
+
 def axis_name(axis: Axis) -> str:
     """`tensor`, or `tensor:(1)2` for a part, as Shardy writes it."""
     return axis if isinstance(axis, str) else f"{axis[0]}:({axis[1]}){axis[2]}"

@@ -6,7 +6,6 @@ import jax
 import pytest
 
 import sharding
-from sharding import limits
 from sharding.memory import usage
 
 NEWEST = pytest.mark.skipif(
@@ -36,7 +35,7 @@ def of(f, *args, sizes, **options):
     with sharding.mesh(sizes):
         jitted = sharding.jit(f, **options)
         donated = range(len(jax.tree.leaves(args[0]))) if "donate_argnums" in options else ()
-        found = usage(jitted.complete(*args).assignment, donated, limit=limits.specs)
+        found = usage(jitted.complete(*args).assignment, donated)
         return Peak(found.peak_bytes, compiled_bytes(jitted.lower(*args)))
 
 

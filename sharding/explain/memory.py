@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .. import compat, limits
+from .. import compat
 from ..columns import aligned
 from ..graph import Graph
 from ..memory import POINTER_BYTES, Usage, usage
@@ -170,7 +170,7 @@ def memory(
         donated: which of the graph's inputs are donated.
         platform: whose compiler orders the kernels, as for `sharding.memory.usage`.
     """
-    found = usage(assignment, donated, platform=platform, limit=limits.specs)
+    found = usage(assignment, donated, platform=platform)
     return MemoryReport(
         name=name,
         mesh=tuple(assignment.sizes.items()),

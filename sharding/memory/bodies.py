@@ -7,6 +7,7 @@ from typing import Any
 
 from .. import compat
 from ..graph import Scope
+from ..spec import Spec
 from .emitter import Emitter
 from .instruction import Instruction
 from .lowering import Env, Lowering
@@ -17,10 +18,15 @@ def moved_into(
 ) -> Instruction:
     """What enters a loop: stored, and split as the loop has it."""
     shape, width = atom.aval.shape, low.width(atom.aval)
-    cut = low.cut(target) if target is not None else low.cut_of(atom, scope)
+    spec = low.specs[target] if target is not None else low.spec_of(atom, scope)
     if x is None:
-        return to.constant(to.local(shape, cut), width)
-    return to.resplit(x, shape, width, low.cut_of(atom, scope), cut)
+        return to.constant(to.local(shape, spec), width)
+    return to.resplit(x, shape, width, low.spec_of(atom, scope), spec)
+
+
+def behind(stack: Spec) -> Spec:
+    """How one step's part of a stack lies."""
+    return Spec(dims=stack.dims[1:])
 
 
 def separate(operands: Sequence[Instruction], carried: Sequence[int], to: Emitter) -> list[Instruction]:
@@ -46,7 +52,7 @@ def scan(low: Lowering, i: int, eqn: Any, scope: Scope | None, env: Env, to: Emi
         moved_into(low, atom, low.read(atom, env), target, scope, to)
         for atom, target in zip(eqn.invars, entries, strict=True)
     ]
-    inner = Emitter(low.table, low.place)
+    inner = Emitter(low.sizes, low.place)
     names: Env = dict.fromkeys(body.constvars)
     for k, (var, x) in enumerate(zip(body.invars, entered, strict=True)):
         width = low.width(var.aval)
@@ -55,8 +61,8 @@ def scan(low: Lowering, i: int, eqn: Any, scope: Scope | None, env: Env, to: Emi
             sliced = inner.emit(
                 "dynamic_slice", "loop", [own], x.shape[1:], width, value=low.value(var, child), eqn=eqn
             )
-            have = low.cut_of(eqn.invars[k], scope)[1:]
-            own = inner.resplit(sliced, var.aval.shape, width, have, low.cut_of(var, child))
+            have = behind(low.spec_of(eqn.invars[k], scope))
+            own = inner.resplit(sliced, var.aval.shape, width, have, low.spec_of(var, child))
         names[var] = own
     low.equations(body, child, names, inner)
     results, stacks, made = [], [], [eqn] * len(eqn.outvars)
@@ -64,20 +70,20 @@ def scan(low: Lowering, i: int, eqn: Any, scope: Scope | None, env: Env, to: Emi
         width = low.width(atom.aval)
         x = low.read(atom, names)
         if k < n_carry:
-            target = low.cut(goes) if (goes := entries[n_consts + k]) is not None else low.cut_of(atom, child)
+            target = low.specs[goes] if (goes := entries[n_consts + k]) is not None else low.spec_of(atom, child)
             x = inner.constant(inner.local(atom.aval.shape, target), width) if x is None else inner.resplit(
-                x, atom.aval.shape, width, low.cut_of(atom, child), target)  # fmt: skip
+                x, atom.aval.shape, width, low.spec_of(atom, child), target)  # fmt: skip
             results.append(x)
             continue
         if compat.is_drop(var):
             continue
-        want = low.cut_of(var, scope)
+        want = low.spec_of(var, scope)
         shape = to.local(var.aval.shape, want)
         stack = to.constant(shape, width)
         stacks.append((k, stack))
         own = inner.argument(shape, width, low.value(var, scope))
         made[k] = x.eqn if x is not None and x.eqn is not None else eqn
-        row = [] if x is None else [inner.resplit(x, atom.aval.shape, width, low.cut_of(atom, child), want[1:])]
+        row = [] if x is None else [inner.resplit(x, atom.aval.shape, width, low.spec_of(atom, child), behind(want))]
         results.append(
             inner.emit("dynamic_update_slice", "loop", [own, *row], shape, width, value=low.value(var, scope), eqn=eqn,
                        in_place=((0, 0),))
@@ -112,7 +118,7 @@ def while_(low: Lowering, i: int, eqn: Any, scope: Scope | None, env: Env, to: E
     ]
     body = compat.open_jaxpr(p["body_jaxpr"])
     child = scope.children.get((i, "body_jaxpr", 0)) if scope is not None else None
-    inner = Emitter(low.table, low.place)
+    inner = Emitter(low.sizes, low.place)
     names: Env = dict.fromkeys(body.constvars)
     for var, x in zip(body.invars, entered[n_cond:], strict=True):
         names[var] = inner.argument(x.shape, low.width(var.aval), x.value)
@@ -120,11 +126,11 @@ def while_(low: Lowering, i: int, eqn: Any, scope: Scope | None, env: Env, to: E
     first = n_cond + n_body
     for k, atom in enumerate(body.outvars):
         x, target = low.read(atom, names), entries[first + k]
-        cut = low.cut(target) if target is not None else low.cut_of(atom, child)
+        spec = low.specs[target] if target is not None else low.spec_of(atom, child)
         shape, width = atom.aval.shape, low.width(atom.aval)
         inner.body.results.append(
-            inner.constant(inner.local(shape, cut), width) if x is None
-            else inner.resplit(x, shape, width, low.cut_of(atom, child), cut)
+            inner.constant(inner.local(shape, spec), width) if x is None
+            else inner.resplit(x, shape, width, low.spec_of(atom, child), spec)
         )  # fmt: skip
     entered = separate(entered, range(first, len(entered)), to)
     whole = to.emit("while", "library", entered, (0,), 1, eqn=eqn, bodies=(inner.body,))
@@ -138,15 +144,15 @@ def cond(low: Lowering, i: int, eqn: Any, scope: Scope | None, env: Env, to: Emi
     entered = [
         x
         if (x := low.read(atom, env)) is not None
-        else to.constant(to.local(atom.aval.shape, low.cut_of(atom, scope)), low.width(atom.aval))
+        else to.constant(to.local(atom.aval.shape, low.spec_of(atom, scope)), low.width(atom.aval))
         for atom in eqn.invars
     ]
     bodies = []
-    wants = [low.cut_of(v, scope) for v in eqn.outvars]
+    wants = [low.spec_of(v, scope) for v in eqn.outvars]
     for k, branch in enumerate(eqn.params["branches"]):
         jaxpr = compat.open_jaxpr(branch)
         child = scope.children.get((i, "branches", k)) if scope is not None else None
-        inner = Emitter(low.table, low.place)
+        inner = Emitter(low.sizes, low.place)
         names: Env = dict.fromkeys(jaxpr.constvars)
         for var, x in zip(jaxpr.invars, entered[1:], strict=True):
             names[var] = inner.argument(x.shape, low.width(var.aval), x.value)
@@ -155,7 +161,7 @@ def cond(low: Lowering, i: int, eqn: Any, scope: Scope | None, env: Env, to: Emi
             x, shape, width = low.read(atom, names), atom.aval.shape, low.width(atom.aval)
             inner.body.results.append(
                 inner.constant(inner.local(shape, want), width) if x is None
-                else inner.resplit(x, shape, width, low.cut_of(atom, child), want)
+                else inner.resplit(x, shape, width, low.spec_of(atom, child), want)
             )  # fmt: skip
         bodies.append(inner.body)
     whole = to.emit("cond", "library", entered, (0,), 1, eqn=eqn, bodies=tuple(bodies))
@@ -178,7 +184,7 @@ def shard_map(low: Lowering, i: int, eqn: Any, scope: Scope | None, env: Env, to
         x = low.read(atom, env)
         if x is not None:
             x = moved_into(low, atom, x, target, scope, to)
-            have = low.cut_of(var, child)
+            have = low.spec_of(var, child)
             shape = to.local(var.aval.shape, have)
             if x.shape != shape:
                 x = to.emit("slice", "loop", [x], shape, low.width(var.aval), value=x.value, eqn=eqn)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..propagation import Assignment
 from . import bodies
-from .lowering import DeviceProgram, Handler, Limit, Lowering
+from .lowering import DeviceProgram, Handler, Lowering
 
 HANDLERS: dict[str, Handler] = {
     "cond": bodies.cond,
@@ -15,11 +15,6 @@ HANDLERS: dict[str, Handler] = {
 }
 
 
-def lower(assignment: Assignment, limit: Limit | None = None) -> DeviceProgram:
-    """The program of an assignment on one device.
-
-    Args:
-        assignment: a spec per value.
-        limit: where ops have to be split otherwise while they run; every op as it comes if not given.
-    """
-    return Lowering(assignment, HANDLERS, limit).program()
+def lower(assignment: Assignment) -> DeviceProgram:
+    """The program of an assignment on one device."""
+    return Lowering(assignment, HANDLERS).program()

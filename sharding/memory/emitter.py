@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..propagation.atoms import AtomTable
+from ..reshard import Step, chain
+from ..spec import Axis, Spec, local_shape
 from .instruction import Body, Instruction, Phase, Role
-from .partition import Cut
 
 
 class Place:
@@ -20,9 +20,9 @@ class Place:
 class Emitter:
     """Adds instructions to a body."""
 
-    def __init__(self, table: AtomTable, place: Place):
+    def __init__(self, sizes: Mapping[str, int], place: Place):
         self.body = Body()
-        self.table = table
+        self.sizes = sizes
         self.at = place
         self._made: dict[Any, Instruction] = {}
         self.carried: set[Instruction] = set()
@@ -70,70 +70,60 @@ class Emitter:
             for shape, width, value, eqn in shapes
         ]
 
-    def local(self, shape: Sequence[int], cut: Cut) -> tuple[int, ...]:
+    def local(self, shape: Sequence[int], spec: Spec) -> tuple[int, ...]:
         """The shape on one device, padded as XLA pads."""
-        sizes = self.table.sizes
-        return tuple(-(-n // math.prod(sizes[a] for a in atoms)) for n, atoms in zip(shape, cut, strict=True))
+        return local_shape(spec.axes, shape, self.sizes)
 
-    def resplit(self, x: Instruction, shape: Sequence[int], width: int, have: Cut, need: Cut) -> Instruction:
-        """The same array split otherwise: cut first, then gathered; what changes its dim is exchanged."""
-        if have == need:
+    def resplit(self, x: Instruction, shape: Sequence[int], width: int, have: Spec, need: Spec) -> Instruction:
+        """The same array split otherwise, by the cheapest way."""
+        if have.axes == need.axes:
             return x
-        facts: Mapping[str, Any] = {"value": x.value, "eqn": x.eqn}
-        kept, moved = _shared(have, need)
-        to = {a for atoms in need for a in atoms}
-        lost = {a for atoms in have for a in atoms} - to
-        if moved:  # along new dims, by an exchange among the devices of the axes that move
-            cut = tuple(tuple(a for a in atoms if a in kept or a in moved) for atoms in need)
-            parts = self.emit("slice", "loop", [x], self.local(shape, cut), width, key=(have, cut), **facts)
-            sent = self.emit("all-to-all", "library", [parts], parts.shape, width, key=(have, cut), **facts)
-            x = self.emit("concatenate", "library", [sent], parts.shape, width, key=(have, cut), **facts)
-            have = cut
-        elif lost and (to - {a for atoms in have for a in atoms}):
-            cut = tuple(h if need[d][: len(h)] != h else need[d] for d, h in enumerate(have))
-            if cut != have:
-                x = self.emit("slice", "loop", [x], self.local(shape, cut), width, key=(have, cut), **facts)
-                have = cut
-        for d, (h, n) in enumerate(zip(have, need, strict=True)):
-            common = _prefix(h, n)
-            if len(h) > len(common):
-                after = (*have[:d], common, *have[d + 1 :])
-                x = self.gather(x, shape, width, d, have, after)
-                have = after
-        if have != need:
-            x = self.emit("slice", "loop", [x], self.local(shape, need), width, key=(have, need), **facts)
+        return self.walked(x, shape, width, chain(have, need, tuple(shape), width, self.sizes))
+
+    def walked(self, x: Instruction, shape: Sequence[int], width: int, steps: Sequence[Step]) -> Instruction:
+        """The same array behind some steps."""
+        for step in steps:
+            x = self.behind(x, self.local(shape, step.spec), width, step)
         return x
 
-    def gather(self, x: Instruction, shape: Sequence[int], width: int, d: int, have: Cut, need: Cut) -> Instruction:
+    def behind(self, x: Instruction, shape: tuple[int, ...], width: int, step: Step) -> Instruction:
+        """One step: the array that is there when it is done.
+
+        An exchange takes parts that it gets ready and puts together; a sum that is scattered is summed up whole
+        first, and one of parts is cut first.
+        """
+        key, facts = step.spec.axes, {"value": x.value, "eqn": x.eqn}
+        if step.kind == "all-gather":
+            (d,) = (d for d, (n, m) in enumerate(zip(x.shape, shape, strict=True)) if n != m)
+            return self.gather(x, shape, width, d)
+        if step.kind == "collective-permute":
+            return self.emit(step.kind, "library", [x], shape, width, key=key, **facts)
+        if step.kind == "all-to-all":
+            parts = self.emit("slice", "loop", [x], shape, width, key=key, **facts)
+            sent = self.emit(step.kind, "library", [parts], shape, width, key=key, **facts)
+            return self.emit("concatenate", "library", [sent], shape, width, key=key, **facts)
+        if step.kind == "reduce-scatter":
+            x = self.summed(x, width, step.axes)
+        if x.shape != shape:
+            x = self.emit("slice", "loop", [x], shape, width, key=key, **facts)
+        return self.summed(x, width, step.axes) if step.kind == "all-reduce" else x
+
+    def gather(self, x: Instruction, shape: tuple[int, ...], width: int, d: int) -> Instruction:
         """An all-gather along one dim; XLA:CPU gathers along the outermost, else it copies before and after."""
         facts: Mapping[str, Any] = {"value": x.value, "eqn": x.eqn}
-        inner = math.prod(self.local(shape, have)[:d]) > 1
+        inner = math.prod(x.shape[:d]) > 1
         if inner:
-            x = self.emit("transpose", "loop", [x], self.local(shape, have), width, key=("to", d), **facts)
-        full = self.local(shape, need)
-        x = self.emit("all-gather", "library", [x], full, width, key=(have, need), **facts)
-        return self.emit("transpose", "loop", [x], full, width, key=("from", d), **facts) if inner else x
+            x = self.emit("transpose", "loop", [x], x.shape, width, key=("to", d), **facts)
+        x = self.emit("all-gather", "library", [x], shape, width, key=d, **facts)
+        return self.emit("transpose", "loop", [x], shape, width, key=("from", d), **facts) if inner else x
 
-    def summed(self, x: Instruction, width: int, atoms: Sequence[int]) -> Instruction:
+    def summed(self, x: Instruction, width: int, axes: tuple[Axis, ...]) -> Instruction:
         """The sum over devices of what each has; 16-bit floats are summed as 32-bit ones."""
         facts: Mapping[str, Any] = {"value": x.value, "eqn": x.eqn}
-        group = (tuple(sorted(atoms)), width)
+        group = (axes, width)
         if width != 2:
             return self.emit("all-reduce", "library", [x], x.shape, width, group=group, **facts)
         group = (group[0], 4)
         x = self.emit("convert", "loop", [x], x.shape, 4, elementwise=True, **facts)
         x = self.emit("all-reduce", "library", [x], x.shape, 4, group=group, **facts)
         return self.emit("convert", "loop", [x], x.shape, width, elementwise=True, expensive=True, **facts)
-
-
-def _prefix(a: Sequence[int], b: Sequence[int]) -> tuple[int, ...]:
-    n = 0
-    while n < min(len(a), len(b)) and a[n] == b[n]:
-        n += 1
-    return tuple(a[:n])
-
-
-def _shared(have: Cut, need: Cut) -> tuple[set[int], set[int]]:
-    """The atoms that split one dim before and after, and those that move to another."""
-    kept = {a for h, n in zip(have, need, strict=True) for a in h if a in n}
-    return kept, {a for h in have for a in h} & {a for n in need for a in n} - kept

@@ -1,9 +1,9 @@
 """A completed program as one device runs it: an `Assignment` in, instructions out.
 
 The program is walked equation by equation, bodies of calls in place. Arrays have the shape that one device holds,
-padded as XLA pads; where an op needs its operands split otherwise, or leaves sums, the data movement that XLA's
-partitioner adds is there as instructions. Dots and convolutions get their operands in the order of dims that
-XLA:CPU's libraries take.
+padded as XLA pads; where an op needs its operands split otherwise, or leaves sums, the steps that were decided
+(`decision.py`, `limits.py`) are there as instructions. Dots and convolutions get their operands in the order of dims
+that XLA:CPU's libraries take.
 """
 
 from __future__ import annotations
@@ -14,15 +14,14 @@ from typing import Any
 
 import numpy as np
 
-from .. import compat
+from .. import compat, limits
+from ..decision import Decisions
 from ..graph import CALLS, Graph, Op, Scope
 from ..propagation import Assignment
-from ..propagation.atoms import AtomTable
-from ..spec import Dim, Spec, divisible
+from ..spec import Spec, closed_spec, divisible
 from . import arithmetic, library, primitives, products
 from .emitter import Emitter, Place
 from .instruction import Body, Instruction, Phase
-from .partition import Cut, Partitions
 
 Env = dict[Any, Instruction | None]
 """Variable -> what makes it; None for a constant expression, which every use makes for itself."""
@@ -37,9 +36,6 @@ class DeviceProgram:
     outputs: tuple[Instruction, ...]
 
 
-Limit = Callable[[str, Any, list, list, Mapping[str, int]], list]
-"""(primitive, parameters, shapes, specs, axis sizes) -> the specs under which XLA computes an op rightly."""
-
 Handler = Callable[["Lowering", int, Any, "Scope | None", Env, Emitter], None]
 """(lowering, the equation's place, the equation, its scope, what variables are made by, where to) -> None."""
 
@@ -47,57 +43,47 @@ Handler = Callable[["Lowering", int, Any, "Scope | None", Env, Emitter], None]
 class Lowering:
     """Equations to instructions; those with bodies that are no plain calls go to the handlers it is given."""
 
-    def __init__(self, assignment: Assignment, handlers: Mapping[str, Handler], limit: Limit | None):
-        self.handlers, self.limit = handlers, limit
+    def __init__(self, assignment: Assignment, handlers: Mapping[str, Handler]):
+        self.handlers = handlers
         self.graph: Graph = assignment.graph
         self.sizes = assignment.sizes
         self.specs = assignment.specs
-        self.table = AtomTable.of(assignment.sizes)
-        self.partitions = Partitions(self.table)
+        self.decisions = Decisions(assignment)
         self.place = Place()
-        self.makers = {v: op for op in self.graph.ops for v in op.results if op.name != "edge"}
 
     def program(self) -> DeviceProgram:
         """The whole program."""
-        g, to = self.graph, Emitter(self.table, self.place)
+        g, to = self.graph, Emitter(self.sizes, self.place)
         scope = g.scope
         assert scope is not None
         env: Env = dict.fromkeys(scope.jaxpr.constvars)
         inputs = []
         for var, v in zip(scope.jaxpr.invars, g.inputs, strict=True):
-            cut = self.boundary(v)
-            x = to.argument(to.local(g.shapes[v], cut), self.width(var.aval), v)
+            spec = self.boundary(v)
+            x = to.argument(to.local(g.shapes[v], spec), self.width(var.aval), v)
             inputs.append(x)
-            env[var] = to.resplit(x, g.shapes[v], self.width(var.aval), cut, self.cut(v))
+            env[var] = to.resplit(x, g.shapes[v], self.width(var.aval), spec, self.specs[v])
         self.equations(scope.jaxpr, scope, env, to)
         outputs = []
         for atom, v in zip(scope.jaxpr.outvars, g.outputs, strict=True):
-            cut, width = self.boundary(v), self.width(atom.aval)
+            spec, width = self.boundary(v), self.width(atom.aval)
             x = self.read(atom, env)
             if x is None:
-                x = to.constant(to.local(g.shapes[v], cut), width)
+                x = to.constant(to.local(g.shapes[v], spec), width)
             else:
-                x = to.resplit(x, g.shapes[v], width, self.cut_of(atom, scope), cut)
+                x = to.resplit(x, g.shapes[v], width, self.spec_of(atom, scope), spec)
             outputs.append(x)
         to.body.results = outputs
         return DeviceProgram(to.body, tuple(inputs), tuple(outputs))
 
-    def boundary(self, v: int) -> Cut:
+    def boundary(self, v: int) -> Spec:
         """How an argument or result is split."""
-        return self.of_spec(divisible(self.specs[v], self.graph.shapes[v], self.sizes))
+        return divisible(self.specs[v], self.graph.shapes[v], self.sizes)
 
-    def of_spec(self, spec: Spec) -> Cut:
-        """A spec as atoms."""
-        return tuple(self.table.split(axes) for axes in spec.axes)
-
-    def cut(self, v: int) -> Cut:
-        """How a value is split."""
-        return self.of_spec(self.specs[v])
-
-    def cut_of(self, var: Any, scope: Scope | None) -> Cut:
+    def spec_of(self, var: Any, scope: Scope | None) -> Spec:
         """How a variable is split; in manual code each is a device's own."""
-        atom = None if scope is None or compat.is_literal(var) else scope.env.get(var)
-        return self.cut(atom) if atom is not None else ((),) * len(var.aval.shape)
+        atom = self.value(var, scope)
+        return self.specs[atom] if atom is not None else closed_spec(len(var.aval.shape))
 
     def width(self, aval: Any) -> int:
         """Bytes of an element; a random key is two words of 32 bits."""
@@ -157,12 +143,12 @@ class Lowering:
         env.update((v, x) for v, x in zip(variables, made, strict=True) if not compat.is_drop(v))
 
     def op_of(self, eqn: Any, scope: Scope | None) -> Op | None:
-        """The graph's op of an equation."""
+        """The graph's op of an equation, if it is of the same arrays."""
         for var in eqn.outvars:
             atom = None if compat.is_drop(var) else self.value(var, scope)
             if atom is not None:
-                op = self.makers.get(atom)
-                return op if op is not None and op.site and op.site[0] is eqn else None
+                op = self.graph.makers.get(atom)
+                return op if op is not None and op.site and op.site[0] is eqn and _is_whole(op, eqn) else None
         return None
 
     def plain(self, eqn: Any, scope: Scope | None, env: Env, to: Emitter) -> None:
@@ -176,43 +162,59 @@ class Lowering:
         if all(x is None for x in operands) and self.is_constant(eqn, scope):
             self.bind(eqn.outvars, [None] * len(eqn.outvars), env)
             return
-        haves = [self.cut_of(a, scope) for a in eqn.invars]
-        wants = [self.cut_of(v, scope) for v in eqn.outvars]
+        needs = [self.spec_of(a, scope) for a in eqn.invars]
+        made = [self.spec_of(v, scope) for v in eqn.outvars]
+        wants, steps = made, [()] * len(made)
         op = self.op_of(eqn, scope)
-        needs, made, summed = haves, wants, ()
-        if op is not None and len(op.operands) == len(haves) and len(op.results) == len(wants):
-            cuts = [
-                have if x is not None else self.cut(v) for x, have, v in zip(operands, haves, op.operands, strict=True)
+        if op is not None and op.rule is not None:
+            decision = self.decisions.of(op)
+            steps = decision.results
+            pairs = zip(operands, eqn.invars, decision.operands, strict=True)
+            operands = [
+                None if x is None else to.walked(x, a.aval.shape, self.width(a.aval), way) for x, a, way in pairs
             ]
-            cuts, made = (cuts, wants) if self.limit is None else self.limited(eqn, cuts, wants)
-            found = self.partitions.of(op, cuts, made)
-            needs, made, summed = found.operands, found.results, found.summed
-        moved = []
-        for atom, x, have, need in zip(eqn.invars, operands, haves, needs, strict=True):
-            shape, width = atom.aval.shape, self.width(atom.aval)
-            if x is not None:
-                x = to.resplit(x, shape, width, have, need)
-            elif not primitives.is_loop(name) and shape:
-                x = to.constant(to.local(shape, need), width)
-            moved.append(x)
-        results = self.instructions(
-            eqn, moved, [to.local(v.aval.shape, c) for v, c in zip(eqn.outvars, made, strict=True)], scope, to
-        )
-        for var, x, cut, want in zip(eqn.outvars, results, made, wants, strict=True):
-            width = self.width(var.aval)
-            if summed:
-                x = to.summed(x, width, summed)
+            needs, made = list(decision.needs), list(decision.runs_as)
+        elif op is not None:  # nothing is known of it: on whole arrays
+            whole = [closed_spec(len(v.aval.shape)) for v in (*eqn.invars, *eqn.outvars)]
+            operands, needs = self.resplit(eqn.invars, operands, needs, whole[: len(needs)], to)
+            made = whole[len(needs) :]
+        if name in limits.NAMES:
+            needed, lying = self.limited(eqn, needs, made)
+            operands, needs = self.resplit(eqn.invars, operands, needs, needed, to)
+            steps = [() if a.axes != b.axes else way for a, b, way in zip(made, lying, steps, strict=True)]
+            made = lying
+        for k, (atom, x, need) in enumerate(zip(eqn.invars, operands, needs, strict=True)):
+            if x is None and not primitives.is_loop(name) and atom.aval.shape:
+                operands[k] = to.constant(to.local(atom.aval.shape, need), self.width(atom.aval))
+        shapes = [to.local(v.aval.shape, spec) for v, spec in zip(eqn.outvars, made, strict=True)]
+        results = self.instructions(eqn, operands, shapes, scope, to)
+        for var, x, have, way, want in zip(eqn.outvars, results, made, steps, wants, strict=True):
+            shape, width = var.aval.shape, self.width(var.aval)
+            x = to.walked(x, shape, width, way)
             if not compat.is_drop(var):
-                env[var] = to.resplit(x, var.aval.shape, width, cut, want)
+                env[var] = to.resplit(x, shape, width, way[-1].spec if way else have, want)
 
-    def limited(self, eqn: Any, needs: Sequence[Cut], made: Sequence[Cut]) -> tuple[Sequence[Cut], Sequence[Cut]]:
+    def resplit(
+        self,
+        atoms: Sequence[Any],
+        operands: Sequence[Instruction | None],
+        haves: Sequence[Spec],
+        needs: Sequence[Spec],
+        to: Emitter,
+    ) -> tuple[list[Instruction | None], list[Spec]]:
+        """Operands split otherwise."""
+        found = [
+            None if x is None else to.resplit(x, a.aval.shape, self.width(a.aval), have, need)
+            for a, x, have, need in zip(atoms, operands, haves, needs, strict=True)
+        ]
+        return found, list(needs)
+
+    def limited(self, eqn: Any, needs: Sequence[Spec], made: Sequence[Spec]) -> tuple[list[Spec], list[Spec]]:
         """The splits of an op's arrays while it runs, where XLA computes it wrongly as they are."""
-        assert self.limit is not None
-        cuts = [*needs, *made]
-        specs = [Spec(dims=tuple(Dim(axes=self.table.join(atoms)) for atoms in cut)) for cut in cuts]
+        specs = [*needs, *made]
         shapes = [v.aval.shape for v in (*eqn.invars, *eqn.outvars)]
-        limited = self.limit(eqn.primitive.name, eqn.params, shapes, specs, self.sizes)
-        found = [cut if spec is None else self.of_spec(spec) for cut, spec in zip(cuts, limited, strict=True)]
+        limited = limits.specs(eqn.primitive.name, eqn.params, shapes, specs, self.sizes)
+        found = [have if need is None else need for have, need in zip(specs, limited, strict=True)]
         return found[: len(needs)], found[len(needs) :]
 
     def is_constant(self, eqn: Any, scope: Scope | None) -> bool:
@@ -227,7 +229,7 @@ class Lowering:
         """Results that are the operands, perhaps split otherwise."""
         for atom, var, x in zip(eqn.invars, eqn.outvars, operands, strict=True):
             if x is not None:
-                have, need = self.cut_of(atom, scope), self.cut_of(var, scope)
+                have, need = self.spec_of(atom, scope), self.spec_of(var, scope)
                 x = to.resplit(x, var.aval.shape, self.width(var.aval), have, need)
             if not compat.is_drop(var):
                 env[var] = x
@@ -328,6 +330,10 @@ def phase(eqn: Any, around: Phase) -> Phase:
     if around == "backward" or "transpose(" in stack:
         return "backward"
     return "forward" if "jvp(" in stack else around
+
+
+def _is_whole(op: Op, eqn: Any) -> bool:
+    return len(op.operands) == len(eqn.invars) and len(op.results) == len(eqn.outvars)
 
 
 def _in_place(name: str, operands: Sequence[Instruction | None]) -> tuple[tuple[int, int], ...]:

@@ -10,7 +10,7 @@ from functools import cached_property
 from ..propagation import Assignment
 from .device import lower
 from .liveness import Lifetimes, program_lifetimes
-from .lowering import DeviceProgram, Limit
+from .lowering import DeviceProgram
 from .packing import block_bytes
 from .schedule import as_ready, as_written
 
@@ -54,9 +54,7 @@ class Usage:
         return self.argument_bytes + self.result_bytes + self.temporary_bytes
 
 
-def usage(
-    assignment: Assignment, donated: Collection[int] = (), *, platform: str = "cpu", limit: Limit | None = None
-) -> Usage:
+def usage(assignment: Assignment, donated: Collection[int] = (), *, platform: str = "cpu") -> Usage:
     """The memory of a completed program on one device.
 
     Args:
@@ -64,9 +62,8 @@ def usage(
         donated: which of the graph's inputs are donated.
         platform: whose compiler orders the kernels. `"cpu"` runs what is ready first; of the others, which aim at
             little memory, it is taken that they keep to the order of the program.
-        limit: where ops have to be split otherwise while they run, as `sharding.limits.specs`.
     """
-    program = lower(assignment, limit)
+    program = lower(assignment)
     aliases = donations(assignment, program, donated)
     order = as_ready if platform == "cpu" else as_written
     return Usage(program, program_lifetimes(program, aliases, order), aliases)
