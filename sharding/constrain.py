@@ -99,6 +99,7 @@ class _Body:
         self.swapped: dict[Any, Any] = {}
         self.moves: dict[tuple[Any, Any], Any] = {}
         self.settled: set[Any] = set()
+        self.decisions: list[Decision | None] = []
         self.exactly: dict[Any, Spec | None] = {}
         self.mesh = rewriter.mesh_in(scope)
 
@@ -111,9 +112,20 @@ class _Body:
         known = source.invars if whole or inputs else ()
         self.settled = settled(self.scope, self.rewriter.makers, self.exact, known=known, loose=loose)
         for eqn in source.eqns:
-            op = self.rewriter.maker(self.scope, eqn) if eqn.primitive.name == "concatenate" else None
+            op = self.rewriter.maker(self.scope, eqn)
             if op is not None and rotation(op, self.rewriter.makers) is not None:
                 self.settled.update(eqn.invars)  # XLA knows a turn by its slices alone
+                op = None
+            decision = self.decision(op, eqn)
+            self.decisions.append(decision)
+            # What moves is told first how it lies: XLA takes the only thing that it is told for how a value is made.
+            if decision is not None:
+                pairs = zip(eqn.invars, decision.operands, strict=True)
+                self.settled.difference_update([v for v, steps in pairs if steps])
+            if eqn.primitive.name in limits.LIMITS:
+                found = self.found(eqn)
+                pairs = zip(eqn.invars, found, self.lying(eqn, found), strict=False)
+                self.settled.difference_update([v for v, have, need in pairs if have != need])
 
     def arrives(self, var: Any, target: Atom) -> bool:
         """Whether a result of the program leaves it as it is made."""
@@ -184,9 +196,9 @@ class _Body:
             pairs = zip(invars, eqn.invars, [None] * skip + self.scope.entries[i], strict=True)
             invars = [self.moved(new, old, target, eqn) for new, old, target in pairs]
         results: list[Spec | None] = [None] * len(eqn.outvars)
-        decision, is_limited = self.decision(eqn), eqn.primitive.name in limits.NAMES
+        decision, is_limited = self.decisions[i], eqn.primitive.name in limits.NAMES
         if decision is not None or is_limited:
-            found = [None if compat.is_drop(v) else self.wanted(v) for v in (*eqn.invars, *eqn.outvars)]
+            found = self.found(eqn)
             if decision is not None:
                 invars, results = self.decided(eqn, decision, invars, found)
             if is_limited:
@@ -208,10 +220,13 @@ class _Body:
             if spec is not None:
                 self.swapped[var] = self.reshard(self.read(var), have, spec, eqn)
 
-    def decision(self, eqn: Any) -> Decision | None:
-        """How an equation runs, if it has a rule and something moves on the way."""
-        op = self.rewriter.maker(self.scope, eqn)
-        if op is None or len(op.operands) != len(eqn.invars) or rotation(op, self.rewriter.makers) is not None:
+    def found(self, eqn: Any) -> list[Spec | None]:
+        """How the operands and results of an equation were decided to lie."""
+        return [None if compat.is_drop(v) else self.wanted(v) for v in (*eqn.invars, *eqn.outvars)]
+
+    def decision(self, op: Op | None, eqn: Any) -> Decision | None:
+        """How an equation runs, if something moves on the way."""
+        if op is None or len(op.operands) != len(eqn.invars):
             return None
         decision = self.rewriter.decisions.of(op)
         return decision if any(step.kind != "slice" for step in decision.steps) else None
@@ -248,14 +263,18 @@ class _Body:
     def limited(self, eqn: Any, invars: list[Any], found: list[Spec | None]) -> tuple[list[Any], list[Spec | None]]:
         """Operands moved to where XLA computes the op rightly, and where its results then come to lie, if elsewhere."""
         shapes = [v.aval.shape for v in (*eqn.invars, *eqn.outvars)]
-        needed = limits.specs(eqn.primitive.name, eqn.params, shapes, found, self.rewriter.sizes)
-        n = len(invars)
+        needed, n = self.lying(eqn, found), len(invars)
         pairs = zip(invars, found[:n], needed[:n], strict=True)
         moved = [v if have == need or need is None else self.reshard(v, have, need, eqn) for v, have, need in pairs]
         for i, most in limits.starts(eqn.primitive.name, shapes, found):
             moved[i] = self.clamped(moved[i], most, eqn)
         pairs = zip(eqn.outvars, found[n:], needed[n:], strict=True)
         return moved, [None if have == need or compat.is_drop(v) else need for v, have, need in pairs]
+
+    def lying(self, eqn: Any, found: list[Spec | None]) -> list[Spec | None]:
+        """How operands and results have to lie for XLA to compute an equation rightly."""
+        shapes = [v.aval.shape for v in (*eqn.invars, *eqn.outvars)]
+        return limits.specs(eqn.primitive.name, eqn.params, shapes, found, self.rewriter.sizes)
 
     def laid_out(self, var: Any, eqn: Any) -> Any:
         new = compat.new_var(var.aval)

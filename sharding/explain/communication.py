@@ -217,7 +217,8 @@ def _entered(graph: Graph) -> dict[int, int]:
 
 def _live(graph: Graph) -> set[int]:
     """The values that some result of the program depends on; the rest is never computed."""
-    live, waiting = set(graph.outputs), list(graph.outputs)
+    waiting = [*graph.outputs, *graph.spread]
+    live = set(waiting)
     while waiting:
         op = graph.makers.get(waiting.pop())
         new = set(op.operands) - live if op is not None else set()

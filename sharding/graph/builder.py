@@ -85,6 +85,7 @@ class Builder:
         name, g, env = eqn.primitive.name, self.graph, scope.env
         atoms = [None if compat.is_literal(a) else env[a] for a in eqn.invars]
         if self.is_constant(name, atoms):
+            g.spread.extend(a for a in atoms if a is not None)
             self.bind(scope, eqn, [None] * len(eqn.outvars))
             return
         ins = tuple([self.use(a, atom.aval) for a, atom in zip(atoms, eqn.invars, strict=True)])

@@ -115,6 +115,8 @@ class Graph:
     groups: list[Group] = field(default_factory=list)
     manual: dict[int, frozenset[str]] = field(default_factory=dict)
     """Of values in and around a `shard_map` the axes that they can't take."""
+    spread: list[int] = field(default_factory=list)
+    """Scalars that are broadcast: what is made of them is no value, and yet needs them."""
     names: dict[str, int] = field(default_factory=dict)
     """Name or path -> value."""
     inputs: list[int] = field(default_factory=list)
