@@ -212,6 +212,8 @@ class Explain:
     """List the collectives of a step, with the line that causes each and why."""
     memory: bool = False
     """Show what fills a device at the peak of a step."""
+    report: Annotated[Path | None, arg(metavar="FILE")] = None
+    """Write a page that shows all of this, one HTML file, to be opened in a browser."""
     lock: Annotated[Path | None, arg(metavar="FILE")] = None
     """Write specs, collectives and peak to this file."""
     check: Annotated[Path | None, arg(metavar="FILE")] = None

@@ -22,13 +22,16 @@ def run(config: Explain) -> None:
     if config.lock is not None:
         completion.lock(config.lock)
         print(f"written to {config.lock}")
+    if config.report is not None:
+        completion.report(config.report)
+        print(f"written to {config.report}")
     if config.why is not None:
         print(completion.why(config.why))
     if config.communication:
         print(completion.communication())
     if config.memory:
         print(completion.memory())
-    if not (config.check or config.lock or config.why or config.communication or config.memory):
+    if not (config.check or config.lock or config.report or config.why or config.communication or config.memory):
         print(completion)
 
 

@@ -1,4 +1,4 @@
-"""The report of a run: one HTML file that needs nothing else."""
+"""The report of a run: an HTML file, and beside it the page that shows how the train step is split."""
 
 from collections.abc import Mapping
 from html import escape
@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 FILE_NAME = "report.html"
+PLAN_NAME = "plan.html"
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
@@ -26,13 +27,13 @@ def write(
     completion: Any,
     sample: str,
 ) -> Path:
-    """The report's path, once it is written to the folder `out`.
+    """The report's path, once it and the page of the completion are written to the folder `out`.
 
     Args:
         settings: the configuration; nested mappings become rows with dotted names.
         facts: figures of the run, already as text.
         curve: the loss curve as SVG.
-        completion: how the train step is split; shown as its own HTML if it has one, else as text.
+        completion: of the train step.
         sample: generated text; the part is left out if there is none.
     """
     parts = [
@@ -42,21 +43,18 @@ def write(
         curve,
         *(["<h2>Sample</h2>", f"<pre>{escape(sample)}</pre>"] if sample else []),
         "<h2>How the train step is split</h2>",
-        _shown(completion),
+        f'<p><a href="{PLAN_NAME}">Every array, collective and byte of it, with the reasons</a></p>',
+        f"<pre>{escape(str(completion))}</pre>",
         "<h2>Configuration</h2>",
         _table(dict(_rows(settings))),
     ]
+    completion.report(out / PLAN_NAME)
     path = out / FILE_NAME
     path.write_text(
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>Training run</title>'
         f"<style>{STYLE}</style></head>\n<body>\n" + "\n".join(parts) + "\n</body></html>\n"
     )
     return path
-
-
-def _shown(value: Any) -> str:
-    as_html = getattr(value, "_repr_html_", None)
-    return as_html() if as_html else f"<pre>{escape(str(value))}</pre>"
 
 
 def _table(rows: Mapping[str, str]) -> str:

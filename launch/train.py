@@ -208,7 +208,7 @@ class _Session:
         if sample:
             self.console.say(f"\nsample\n{sample}\n")
         self.console.say(f"held out  {self.task.written_heldout(heldout, lambda figure: figure.last_digits)}")
-        self.console.say(f"report    {self.config.out / report.FILE_NAME}")
+        self.console.say(f"report    {self.config.out / report.FILE_NAME}, {report.PLAN_NAME}")
 
     def _curve(self) -> str:
         loss, heldout = self.task.loss, self.task.heldout[0]

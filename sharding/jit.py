@@ -16,8 +16,9 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from . import arguments, graph, logical, paths, propagation, tracing
 from .arguments import Names, Nums, Signature
 from .completion import Completion
+from .cost import topology
 from .errors import ShardingError, raise_together
-from .hardware import Platform
+from .hardware import Devices, Platform
 from .mesh import current, described
 from .program import OtherArguments, Program
 from .propagation import Assignment, shardy
@@ -291,6 +292,7 @@ class Jitted:
             out_tree=traced.out_tree,
             donated=donated,
             platform=cast(Platform, _platform(mesh).replace("cuda", "gpu")),
+            devices=_devices(mesh),
         )
         if self._max_implicit_bytes is not None:
             _refuse_gathers(completion, self._max_implicit_bytes, function)
@@ -353,6 +355,14 @@ def _platform(mesh: Mesh | AbstractMesh | None) -> str:
     if isinstance(mesh, Mesh):
         platform = mesh.devices.flat[0].platform
     return "cuda" if platform == "gpu" else platform
+
+
+def _devices(mesh: Mesh | AbstractMesh) -> Devices | None:
+    """What the devices of a mesh are, where that is known."""
+    try:
+        return topology(mesh).devices
+    except ShardingError:
+        return None
 
 
 def _axis_types(mesh: Mesh | AbstractMesh) -> dict[str, str]:

@@ -75,9 +75,9 @@ def _nearest(wanted: str, names: Iterable[str]) -> list[str]:
     return close or [ends[e] for e in difflib.get_close_matches(wanted, list(ends), n=3, cutoff=0.4)]
 
 
-def pattern(name: str) -> str:
-    """A name with `*` for each number in it: layers that are alike have one."""
-    return re.sub(r"(?<=[/#])\d+(?=/|$)", "*", name)
+def pattern(text: str) -> str:
+    """A name, or a text with names in it, with `*` for each number in them: layers that are alike have one."""
+    return re.sub(r"(?<=[/#])\d+(?=[/ ,]|$)", "*", text)
 
 
 def starred(names: Sequence[str]) -> str:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from .graph import Graph
+from .paths import pattern
 from .propagation import Conflict, Reason
 
-_INDEX = re.compile(r"(?<=[/#])\d+(?=[/ ]|$)")
 LONGEST = 256
 """The most steps that are looked for as one repeated layer."""
 
@@ -35,7 +34,7 @@ class Conflicts(tuple[Conflict, ...]):
     def __str__(self) -> str:
         kinds: dict[str, list[Conflict]] = {}
         for conflict in self:
-            kinds.setdefault(starred(str(conflict)), []).append(conflict)
+            kinds.setdefault(pattern(str(conflict)), []).append(conflict)
         return "\n".join(
             str(alike[0]) if len(alike) == 1 else f"{kind} (x{len(alike)})" for kind, alike in kinds.items()
         )
@@ -47,7 +46,7 @@ def way(graph: Graph, steps: Iterable[tuple[int, int, Reason]]) -> list[str]:
     """One line per (value, dim, reason); layers through which an axis comes in the same steps are written once."""
     lines = [_step(graph, *step) for step in steps]
     found: list[str] = []
-    for start, period, times in repeats(list(map(starred, lines))):
+    for start, period, times in repeats(list(map(pattern, lines))):
         found += lines[start : start + period]
         if times > 1:
             found.append(f"({'this step' if period == 1 else f'these {period} steps'} {times - 1} times more)")
@@ -60,11 +59,6 @@ def _step(graph: Graph, value: int, dim: int, reason: Reason) -> str:
         return f"{who} <- {reason.source}"
     at, of = f" at {reason.source}" if reason.source else "", f", from {reason.array}" if reason.array else ""
     return f"{who} <- {reason.word}{at}{of}"
-
-
-def starred(text: str) -> str:
-    """A text with `*` for each index in a path or name."""
-    return _INDEX.sub("*", text)
 
 
 def repeats(items: Sequence[Hashable]) -> Iterator[tuple[int, int, int]]:

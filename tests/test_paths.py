@@ -83,3 +83,9 @@ def test_unknown_name_that_is_near_none_offers_nothing():
     with pytest.raises(ShardingError, match="no argument") as caught:
         find("qqqqqqqq")
     assert caught.value.fix == ()
+
+
+def test_only_indices_become_a_star():
+    assert paths.pattern("params/12/w1 dim 0 <- tanh at gpt.py:12 (f)") == "params/*/w1 dim 0 <- tanh at gpt.py:12 (f)"
+    assert paths.pattern("hidden#3 dim 1") == "hidden#* dim 1" and paths.pattern("a/0: x") == "a/0: x"
+    assert paths.pattern("operand 1 of dot, hidden#12, goes from") == "operand 1 of dot, hidden#*, goes from"

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import sharding
 from sharding import P, annotate
-from sharding.why import repeats, starred
+from sharding.why import repeats
 
 U = P.UNCONSTRAINED
 X = jax.ShapeDtypeStruct((8, 8), jnp.float32)
@@ -88,11 +88,6 @@ def test_conflicts_that_are_alike_in_every_layer_print_as_one():
     assert len(lines) < len(c.conflicts)
     assert any("params/*/w dim 1: (data) from in_shardings" in text and "(x6)" in text for text in lines)
     assert repr(c.conflicts) == str(c.conflicts)
-
-
-def test_only_indices_are_starred():
-    assert starred("params/12/w1 dim 0 <- tanh at gpt.py:12 (f)") == "params/*/w1 dim 0 <- tanh at gpt.py:12 (f)"
-    assert starred("hidden#3 dim 1") == "hidden#* dim 1" and starred("a/0: x") == "a/0: x"
 
 
 @pytest.mark.parametrize(

@@ -170,14 +170,18 @@ def memory(
         donated: which of the graph's inputs are donated.
         platform: whose compiler orders the kernels, as for `sharding.memory.usage`.
     """
-    found = usage(assignment, donated, platform=platform)
+    return report(assignment, usage(assignment, donated, platform=platform), name=name)
+
+
+def report(assignment: Assignment, found: Usage, *, name: str = "program") -> MemoryReport:
+    """The same, of a program whose memory is known."""
     return MemoryReport(
         name=name,
         mesh=tuple(assignment.sizes.items()),
         argument_bytes=found.argument_bytes,
         result_bytes=found.result_bytes,
         temporary_bytes=found.temporary_bytes,
-        arrays=_Peak(assignment, found).arrays(),
+        arrays=Arrays(assignment, found).arrays(),
         timeline=tuple(_timeline(found, assignment.graph)),
     )
 
@@ -185,11 +189,11 @@ def memory(
 def _timeline(found: Usage, graph: Graph) -> Iterator[Moment]:
     base = found.argument_bytes + found.result_bytes
     for k, (step, num_bytes) in enumerate(zip(found.lifetimes.steps, found.lifetimes.timeline(), strict=True)):
-        yield Moment(k, base + num_bytes, _source(step.kernels[0].root, graph))
+        yield Moment(k, base + num_bytes, source(step.kernels[0].root, graph))
 
 
-class _Peak:
-    """The arrays of the worst moment."""
+class Arrays:
+    """The arrays that a program's memory holds; in all, those of the worst moment."""
 
     def __init__(self, assignment: Assignment, found: Usage):
         self.assignment, self.graph, self.usage = assignment, assignment.graph, found
@@ -225,26 +229,23 @@ class _Peak:
         if not timeline:
             return
         step = max(range(len(timeline)), key=timeline.__getitem__)
-        readers: dict[Instruction, set[str]] = {}
-        for one in lifetimes.steps:
-            for kernel in one.kernels:
-                for operand in kernel.operands:
-                    readers.setdefault(operand, set()).update(m.phase for m in kernel.members)
+        phases = readers(lifetimes)
         for buffer in lifetimes.buffers:
             if buffer.is_own and buffer.born <= step <= buffer.dies:
-                yield self.of_buffer(buffer, step, lifetimes, readers)
+                now = max(k for k, (born, _) in enumerate(buffer.makers) if born <= step)
+                yield self.held(buffer, now, lifetimes, phases)
         inner = lifetimes.inside.get(step, ())
         if inner:
             yield from self.alive(max(inner, key=Lifetimes.peak_bytes))
 
-    def of_buffer(
-        self, buffer: Buffer, step: int, lifetimes: Lifetimes, readers: Mapping[Instruction, set[str]]
+    def held(
+        self, buffer: Buffer, now: int, lifetimes: Lifetimes, phases: Mapping[Instruction, Collection[str]]
     ) -> Array:
-        now = max(k for k, (born, _) in enumerate(buffer.makers) if born <= step)
+        """One of the arrays that a buffer holds in turn, by its place among them."""
         born, x = buffer.makers[now]
         later = [m for _, m in buffer.makers[now + 1 :]] if x.name in ("broadcast", "copy") else []
-        kind = kinds.of_array([x, *later], readers, self.shapes, self.graph)
-        last = _source(lifetimes.steps[buffer.dies].kernels[0].root, self.graph)
+        kind = kinds.of_array([x, *later], phases, self.shapes, self.graph)
+        last = source(lifetimes.steps[buffer.dies].kernels[0].root, self.graph)
         return self.array(x, kind, buffer.num_bytes, born, buffer.dies, x.name, last)
 
     def array(
@@ -268,7 +269,7 @@ class _Peak:
             axes=axes,
             born=born,
             dies=dies,
-            source=_source(x, self.graph) if op else "",
+            source=source(x, self.graph) if op else "",
             last_source=last,
             saved_bytes=self.saved(x, num_bytes, axes),
         )
@@ -298,8 +299,18 @@ class _Peak:
         }
 
 
-def _source(x: Instruction, graph: Graph) -> str:
-    """The user's line of an instruction."""
+def readers(lifetimes: Lifetimes) -> dict[Instruction, set[str]]:
+    """Instruction -> the phases of a body in which its result is read."""
+    found: dict[Instruction, set[str]] = {}
+    for step in lifetimes.steps:
+        for kernel in step.kernels:
+            for operand in kernel.operands:
+                found.setdefault(operand, set()).update(m.phase for m in kernel.members)
+    return found
+
+
+def source(x: Instruction, graph: Graph) -> str:
+    """The user's line of an instruction; empty where JAX kept none."""
     line = compat.source_line(x.eqn) if x.eqn is not None else ""
     return line or (graph.source(x.value) if x.value is not None else "")
 

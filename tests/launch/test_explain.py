@@ -31,6 +31,13 @@ def test_the_ledger_and_the_memory(capsys):
     assert "peak" in shown
 
 
+def test_a_page(capsys, tmp_path):
+    path = tmp_path / "page.html"
+    shown = explain(capsys, "--mesh", "data=2,tensor=4", "--devices", "v5p:2x2x2", "--report", str(path))
+    assert shown == f"written to {path}\n"
+    assert '"devices":"v5p:2x2x2"' in path.read_text()
+
+
 def test_a_lock_file(capsys, tmp_path):
     path = str(tmp_path / "plan.lock.json")
     assert "written to" in explain(capsys, "--mesh", "data=2,tensor=4", "--lock", path)

@@ -23,6 +23,7 @@ def test_what_a_run_leaves(whole_run: Path):
     assert checkpoint.extra(whole_run / "checkpoints")["model"]["name"] == "gpt-tiny"
     assert xml.parse(whole_run / "loss.svg").getroot().tag.endswith("svg")
     page = (whole_run / "report.html").read_text()
+    assert 'href="plan.html"' in page and 'role="status"' in (whole_run / "plan.html").read_text()
     for part in ("bits per byte", "<svg", "corpus sha256", "model_config.layers", "How the train step is split"):
         assert part in page
 

@@ -1,0 +1,83 @@
+// The devices as a grid: the last axis across, the one before it down, the others as panels.
+
+const MOST = { panels: 4, rows: 8, columns: 16 };
+const CELL = 26, GAP = 3, EDGE = 22, HEAD = 20;
+
+// Numbers up to n, with null for those that are left out in the middle.
+function visible(n, most) {
+  if (n <= most) return [...Array(n).keys()];
+  return [...Array(most - 2).keys(), null, n - 1];
+}
+
+// Which part of an axis a place along it has.
+function partOf(axis, place) {
+  const [written, name, size] = data.axes[axis];
+  const part = /\((\d+)\)/.exec(written.slice(name.length));
+  const whole = data.mesh.find(([own]) => own === name)[1];
+  return part ? Math.floor(place / (whole / (Number(part[1]) * size))) % size : place;
+}
+
+// Whether a device has the same part of a value as the first one.
+function isAlike(v, places) {
+  return program.dims(v).flat().every((axis) => partOf(axis, places[meshAxes.indexOf(data.axes[axis][1])]) === 0);
+}
+
+function meshPicture(v) {
+  const axes = data.mesh;
+  const [rowName, numRows] = axes.length > 1 ? axes[axes.length - 2] : ["", 1];
+  const [columnName, numColumns] = axes.length ? axes[axes.length - 1] : ["", 1];
+  const outer = axes.slice(0, -2);
+  const numPanels = outer.reduce((n, [, size]) => n * size, 1);
+  const rows = visible(numRows, MOST.rows), columns = visible(numColumns, MOST.columns);
+  const width = EDGE + columns.length * (CELL + GAP), height = EDGE + rows.length * (CELL + GAP) + (outer.length ? HEAD : 0);
+
+  function panel(number) {
+    if (number === null) return make("div", { class: "left-out" }, "…");
+    const places = [];
+    let rest = number;
+    for (const [, size] of [...outer].reverse()) { places.unshift(rest % size); rest = Math.floor(rest / size); }
+    const top = outer.length ? HEAD : 0;
+    const picture = draw("svg", { viewBox: `0 0 ${width} ${height}`, width, height, "aria-hidden": "true" });
+    if (outer.length) {
+      picture.append(draw("text", { x: EDGE, y: 12, class: "panel-name" }, outer.map(([name], k) => `${name} ${places[k]}`).join(", ")));
+    }
+    columns.forEach((column, i) => {
+      const x = EDGE + i * (CELL + GAP);
+      picture.append(draw("rect", { x, y: top + 14, width: CELL, height: 4, rx: 2, class: `fill c${(axes.length - 1) % 8}` }),
+        draw("text", { x: x + CELL / 2, y: top + 10, class: "tick" }, column === null ? "…" : String(column)));
+    });
+    rows.forEach((row, j) => {
+      const y = top + EDGE + j * (CELL + GAP);
+      if (axes.length > 1) {
+        picture.append(draw("rect", { x: 14, y, width: 4, height: CELL, rx: 2, class: `fill c${(axes.length - 2) % 8}` }),
+          draw("text", { x: 6, y: y + CELL / 2 + 4, class: "tick" }, row === null ? "…" : String(row)));
+      }
+      columns.forEach((column, i) => {
+        if (row === null || column === null) return;
+        const x = EDGE + i * (CELL + GAP), device = (number * numRows + row) * numColumns + column;
+        const at = axes.length > 1 ? [...places, row, column] : [column];
+        const marked = v !== null && isAlike(v, at);
+        picture.append(draw("rect", { x, y, width: CELL, height: CELL, rx: 4, class: marked ? "device marked" : "device" }),
+          draw("text", { x: x + CELL / 2, y: y + CELL / 2 + 4, class: marked ? "number marked" : "number" }, String(device)));
+      });
+    });
+    return picture;
+  }
+
+  return make("div", { class: "panels" }, visible(numPanels, MOST.panels).map(panel));
+}
+
+function meshText(v) {
+  const sizes = data.mesh.map(([name, size]) => `${name} of ${size}`).join(", ");
+  const all = `${counted(numDevices, "device")}: ${sizes || "no axes"}.`;
+  if (v === null) return `${all} Choose a value to mark the devices that hold the same part of it as device 0.`;
+  const copies = numDevices / program.shards(v);
+  return `${all} Marked: the ${counted(copies, "device")} with the same part of ${program.label(v)} as device 0.`;
+}
+
+function showMesh(v) {
+  place("mesh").replaceChildren(place("mesh-title"),
+    make("p", { class: "axes" }, data.mesh.map(([name, size]) => [axisChip(name), ` ${size} `])),
+    make("div", { class: "wide", role: "img", "aria-label": meshText(v) }, meshPicture(v)),
+    make("p", { class: "muted" }, meshText(v)));
+}

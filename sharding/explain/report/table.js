@@ -1,0 +1,55 @@
+// Tables that sort by a click on a column's head, and grow on demand.
+
+// columns: { name, key: row -> what it sorts by, cell: row -> contents, number: whether it is one }
+function sortedTable(caption, columns, rows, { by = 0, size = 12 } = {}) {
+  let sorted = columns[by].number ? "descending" : "ascending", column = by;
+  const body = make("tbody");
+  const more = make("button", { type: "button", class: "more", onclick: () => { list.grow(); update(); } });
+  const heads = columns.map((one, k) => make("th", { scope: "col", class: one.number ? "number" : null },
+    make("button", { type: "button", onclick: () => {
+      sorted = column === k ? (sorted === "ascending" ? "descending" : "ascending") : one.number ? "descending" : "ascending";
+      column = k;
+      sort();
+      say(`${caption}: sorted by ${one.name}, ${sorted}`);
+    } }, one.name)));
+  let list = null;
+
+  function row(values) {
+    return make("tr", {}, columns.map((one) => make("td", { class: one.number ? "number" : null, "data-label": one.name }, one.cell(values))));
+  }
+
+  function update() {
+    more.hidden = list.left() === 0;
+    more.textContent = `Show more of ${list.left().toLocaleString("en")} others`;
+  }
+
+  function sort() {
+    const { key } = columns[column];
+    const sign = sorted === "ascending" ? 1 : -1;
+    const ordered = [...rows].sort((a, b) => {
+      const x = key(a), y = key(b);
+      return sign * (typeof x === "string" ? x.localeCompare(y, "en", { numeric: true }) : x - y);
+    });
+    heads.forEach((head, k) => (k === column ? head.setAttribute("aria-sort", sorted) : head.removeAttribute("aria-sort")));
+    body.replaceChildren();
+    list = growing(body, ordered, row, size);
+    list.grow();
+    update();
+  }
+
+  sort();
+  return make("div", { class: "wide", role: "region", "aria-label": caption, tabindex: 0 },
+    make("table", { class: "cards" }, make("caption", { class: "unseen" }, caption),
+      make("thead", {}, make("tr", {}, heads)), body), more);
+}
+
+const textColumn = (name, key, cell = key) => ({ name, key: (row) => String(key(row)), cell });
+const numberColumn = (name, key, cell = (row) => key(row).toLocaleString("en")) => ({ name, key, cell, number: true });
+const bytesColumn = (name, key) => numberColumn(name, key, (row) => bytesCell(key(row)));
+const secondsColumn = (name, key) => numberColumn(name, (row) => key(row) ?? -1, (row) => (key(row) === null ? "–" : secondsText(key(row))));
+const lineText = (line) => {
+  const [, where, name] = /^(\S+) \((.*)\)$/.exec(line) ?? [null, line, ""];
+  return make("code", { class: "line" }, where || "–", ...(name ? [" ", make("span", { class: "muted function" }, `(${name})`)] : []));
+};
+const lineColumn = (name, key) => textColumn(name, key, (row) => lineText(key(row)));
+const codeColumn = (name, key) => textColumn(name, key, (row) => make("code", {}, key(row) || "–"));

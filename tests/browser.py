@@ -1,0 +1,47 @@
+"""Chromium without a window, driven by Selenium."""
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+PROGRAMS = {name: shutil.which(name) for name in ("chromium", "chromedriver")}
+"""Of Debian's packages `chromium` and `chromium-driver`."""
+FLAGS = """
+--headless=new --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking
+--disable-component-update --disable-sync --hide-scrollbars --force-color-profile=srgb
+""".split()
+
+
+def missing() -> str:
+    """Why there is no browser; empty if there is one."""
+    lacking = [name for name, path in PROGRAMS.items() if path is None]
+    return f"no {' and no '.join(lacking)}: apt-get install chromium chromium-driver" if lacking else ""
+
+
+@contextmanager
+def chromium() -> Iterator[Any]:
+    """A browser with a profile of its own, which keeps what pages say on the console."""
+    from selenium import webdriver
+    from selenium.webdriver.chrome.service import Service
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = str(PROGRAMS["chromium"])
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
+        for flag in (*FLAGS, f"--user-data-dir={profile}"):
+            options.add_argument(flag)
+        driver = webdriver.Chrome(options=options, service=Service(PROGRAMS["chromedriver"]))
+        try:
+            yield driver
+        finally:
+            driver.quit()
+
+
+def shape(driver: Any, width: int, height: int, *, scheme: str = "light", scale: int = 1) -> None:
+    """Gives the page a size in pixels and a colour scheme."""
+    metrics = {"width": width, "height": height, "deviceScaleFactor": scale, "mobile": width < 600}
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    features = [{"name": "prefers-color-scheme", "value": scheme}]
+    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})

@@ -1,0 +1,426 @@
+"""The report: what its data say, that it is one harmless file, and that it can be used by pointer and by keyboard."""
+
+import html
+import json
+import re
+from pathlib import Path
+
+import browser
+import jax
+import jax.numpy as jnp
+import pytest
+
+import sharding
+from sharding import P, ShardingError
+from sharding.explain import report
+
+EVIL = "</script><b>\u2028"
+NUM_LAYERS = 4
+
+
+def floats(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+PARAMS = {"layers": [{"w1": floats(16, 64), "w2": floats(64, 16)}] * NUM_LAYERS, "bias": floats(7)}
+X = floats(32, 16)
+
+
+def loss(params, x):
+    for k, layer in enumerate(params["layers"]):
+        with jax.named_scope("mlp"):
+            w1 = sharding.annotate(layer["w1"], P(None, "tensor"))
+            x = sharding.annotate(jnp.tanh(x @ w1) @ layer["w2"], name=EVIL if k == 0 else "hidden")
+    x = sharding.barrier(x, "forward")
+    return jnp.mean(jax.lax.scan(lambda c, _: (jnp.sin(c), None), x, length=3)[0] ** 2) + jnp.sum(params["bias"])
+
+
+def train_step(params, x):
+    value, gradients = jax.value_and_grad(loss)(params, x)
+    return jax.tree.map(lambda p, g: p - g, params, gradients), value
+
+
+def completed(devices="h100:1x8"):
+    specs = ({"layers": None, "bias": P(None)}, P(("data", "tensor"), None))
+    with sharding.mesh({"data": 2, "tensor": 4}, devices=devices):
+        return sharding.jit(train_step, in_shardings=specs, donate_argnums=0).complete(PARAMS, X)
+
+
+@pytest.fixture(scope="module")
+def c():
+    return completed()
+
+
+@pytest.fixture(scope="module")
+def path(c, tmp_path_factory):
+    return c.report(tmp_path_factory.mktemp("report") / "report.html")
+
+
+def read(text):
+    """The data of a page, by the rules of HTML: a script ends at the first `</script`."""
+    (data,) = re.findall(r'<script id="data" type="application/json">(.*?)</script', text, re.DOTALL)
+    return json.loads(data)
+
+
+@pytest.fixture(scope="module")
+def data(path):
+    return read(path.read_text(encoding="utf-8"))
+
+
+class Links:
+    """The ways of axes by the columns of the data."""
+
+    def __init__(self, data):
+        self.data, self.at = data, {}
+        keys = [
+            (v, d, a) for v, spec in enumerate(data["spec"]) for d, axes in enumerate(data["specs"][spec]) for a in axes
+        ]
+        self.at = {key: k for k, key in enumerate(keys)}
+        assert len(keys) == len(data["step"]) == len(data["link"])
+
+    def chain(self, v, d, a):
+        while (v, d, a) in self.at:
+            k = self.at[v, d, a]
+            word, source, array, back = self.data["steps"][self.data["step"][k]]
+            yield v, d, *(self.data["strings"][n] for n in (word, source, array))
+            if back < 0:
+                return
+            v, d = v - self.data["link"][k], back
+
+
+def test_the_way_of_every_axis_follows_from_links(c, data):
+    links, axes = Links(data), {text: k for k, (text, _, _) in enumerate(data["axes"])}
+    for v, d, axis in c.assignment.reasons:
+        steps = [(u, e, r.word, r.source, r.array) for u, e, r in c.assignment.chain(v, d, axis)]
+        assert list(links.chain(v, d, axes[axis])) == steps
+
+
+def test_values_are_those_of_the_program(c, data):
+    graph = c.assignment.graph
+    assert len(data["type"]) == len(graph.shapes)
+    for v, (kind, spec) in enumerate(zip(data["type"], data["spec"], strict=True)):
+        dtype, itemsize, shape = data["types"][kind]
+        assert (dtype, itemsize, tuple(shape)) == (str(graph.dtypes[v]), graph.itemsize(v), graph.shapes[v])
+        written = [[data["axes"][a][0] for a in axes] for axes in data["specs"][spec]]
+        assert written == [list(axes) for axes in c.assignment.specs[v].axes]
+    names = {name: v for kind in ("arguments", "results", "named") for name, v in data[kind]}
+    assert names == graph.names
+    assert {data["strings"][scope] for _, _, scope, _ in data["origins"]} >= {"mlp", ""}
+
+
+def test_whole_dims_say_what_why_says(c, data):
+    told = {(v, d): data["strings"][n] for v, d, n in data["whole"]}
+    lines = []
+    for name, v in c.assignment.graph.names.items():
+        for d, dim in enumerate(c.assignment.specs[v].dims):
+            if not dim.axes:
+                (line,) = c.why(name, d)
+                assert line == f"{name} dim {d} is whole: {told.get((v, d), 'no annotation reaches it')}"
+                lines.append(line)
+    assert any("closes it" in line for line in lines)
+
+
+def test_costs_are_those_of_the_reports(c, data):
+    ledger, memory, estimate = c.communication(), c.memory(), c.estimate()
+    assert sum(row[2] for row in data["collectives"]) == sum(x.count for x in ledger)
+    assert sum(row[3] for row in data["collectives"]) == ledger.total_bytes
+    assert sum(row[4] for row in data["collectives"]) == ledger.total_wire_bytes
+    assert sum(row[5] for row in data["collectives"]) == pytest.approx(estimate.communication_seconds)
+    assert data["memory"]["peak"] == memory.peak_bytes
+    assert data["time"]["seconds"] == estimate.seconds
+    assert sum(row[1] for row in data["time"]["by_source"]) == pytest.approx(estimate.compute_seconds)
+    assert data["conflicts"] and sum(row[2] for row in data["conflicts"]) == len(c.conflicts)
+
+
+def test_a_page_is_one_file_and_harmless(path):
+    text = path.read_text(encoding="utf-8")
+    assert EVIL not in text and "\u2028" not in text
+    assert text.count("</script") == text.count("<script") == 2
+    assert not re.search(r"""\b(src|href)=["'](?!#|data:)|@import|url\(|fetch\(|XMLHttp""", text)
+    addresses = set(re.findall(r"https?://[^\s\"'<>]*", text))
+    assert addresses == {"http://www.w3.org/2000/svg"}  # a name of the language, never fetched
+    assert "default-src 'none'" in text
+
+
+def test_a_page_is_small(c, data):
+    per_value = len(json.dumps(data, separators=(",", ":"))) / len(data["type"])
+    assert per_value < 120
+    costs = report.contents(c.assignment, name="f", with_costs=False)
+    assert costs["memory"] is None and costs["time"] is None
+
+
+def test_layers_cost_little_more_than_their_values():
+    def stack(params, x):
+        for w in params:
+            x = jnp.tanh(x @ w)
+        return x
+
+    def size(n):
+        with sharding.mesh({"data": 2}, devices=2):
+            c = sharding.jit(stack, in_shardings=(None, P("data"))).complete([floats(16, 16)] * n, X)
+        return len(report.page(report.contents(c.assignment, name="f"))), len(c.assignment.specs)
+
+    (few_bytes, few), (many_bytes, many) = size(10), size(200)
+    assert many_bytes - few_bytes < 60 * (many - few)
+
+
+def test_unknown_devices_leave_times_out(tmp_path):
+    c = completed(devices=8)
+    assert read(c.report(tmp_path / "a.html").read_text(encoding="utf-8"))["time"] is None
+    found = read(c.report(tmp_path / "a.html", hardware="v5p").read_text(encoding="utf-8"))
+    assert found["time"]["seconds"] == c.estimate("v5p").seconds
+    assert found["devices"].startswith("v5p:")
+    with pytest.raises(ShardingError, match="no chip 'v5q'"):
+        c.report(tmp_path / "a.html", hardware="v5q")
+
+
+def test_devices_are_remembered_outside_the_mesh(c):
+    assert c.estimate().seconds == c.estimate("h100:1x8").seconds
+
+
+def test_a_notebook_shows_the_same_page_in_a_frame(c):
+    framed = c._repr_html_()
+    (source,) = re.findall(r'srcdoc="([^"]*)"', framed)
+    assert read(html.unescape(source)) == json.loads(json.dumps(c._contents()))
+    assert 'sandbox="allow-scripts"' in framed and EVIL not in framed
+
+
+# -- in a browser
+
+needs_browser = pytest.mark.skipif(bool(browser.missing()), reason=browser.missing())
+TREEITEM = '[role="treeitem"]'
+
+
+@pytest.fixture(scope="session")
+def chromium():
+    pytest.importorskip("selenium")
+    with browser.chromium() as driver:
+        yield driver
+
+
+@pytest.fixture
+def page(chromium, path):
+    browser.shape(chromium, 1280, 900)
+    chromium.get_log("browser")
+    chromium.get(path.as_uri())
+    yield chromium
+    assert [entry for entry in chromium.get_log("browser") if entry["level"] != "INFO"] == []
+
+
+def one(page, selector):
+    return page.find_element("css selector", selector)
+
+
+def every(page, selector):
+    return page.find_elements("css selector", selector)
+
+
+def keys(page, *pressed):
+    from selenium.webdriver import ActionChains, Keys
+
+    for key in pressed:
+        ActionChains(page).send_keys(getattr(Keys, key, key)).perform()
+
+
+def open_all(page):
+    for _ in range(8):
+        page.execute_script(
+            "document.querySelectorAll('[role=tree] [aria-expanded=false] > .row').forEach(row => row.click())"
+        )
+
+
+def told(page):
+    """The panel's lines, as `why` writes them."""
+    lines = []
+    for part in every(page, "#why > section"):
+        lines += [line.text.replace("\u2190", "<-") for line in every(part, "li")] or [one(part, "p").text]
+    return lines or [one(page, "#why > p").text]
+
+
+def expected(c, name):
+    lines = [line.strip() for line in c.why(name)]
+    if lines == [f"{name} is a scalar"]:
+        return ["A scalar: there is nothing to split."]
+    return [line.split(" is whole: ")[-1] for line in lines if not re.search(r" is split by .*:$", line)]
+
+
+@needs_browser
+def test_a_click_on_a_value_shows_its_chain(c, page):
+    open_all(page)
+    for name in ("params/layers/0/w2", "params/bias", "out/1", "x"):
+        v = c.value(name)
+        page.execute_script("arguments[0].click()", one(page, f'[data-value="{v}"] > .row'))
+        assert told(page) == expected(c, name)
+        assert name.rpartition("/")[2] in one(page, "#said").get_property("textContent")
+        assert one(page, f'[data-value="{v}"]').get_attribute("aria-selected") == "true"
+    assert every(page, "svg .device.marked")
+
+
+@needs_browser
+def test_a_step_of_a_chain_leads_to_its_value(c, page):
+    open_all(page)
+    page.execute_script("arguments[0].click()", one(page, f'[data-value="{c.value("params/layers/0/w2")}"] > .row'))
+    last = every(page, "#why .way button")[-1]
+    name = last.text.split(" dim ")[0]
+    last.click()
+    assert one(page, "#why h2").text == name
+
+
+@needs_browser
+def test_the_keyboard_does_the_same(c, page):
+    page.execute_script("document.querySelector('[role=treeitem][tabindex=\"0\"]').focus()")
+    seen = set()
+    for _ in range(60):
+        here = page.switch_to.active_element
+        if here.get_attribute("data-value"):
+            break
+        seen.add(here.get_attribute("aria-label"))
+        keys(page, *(["ARROW_RIGHT"] if here.get_attribute("aria-expanded") == "false" else []), "ARROW_DOWN")
+    v = int(here.get_attribute("data-value"))
+    assert len(seen) > 1 and here.get_attribute("aria-label").startswith(c.assignment.graph.label(v).rpartition("/")[2])
+    keys(page, "ENTER")
+    assert told(page) == expected(c, c.assignment.graph.label(v))
+    keys(page, "ARROW_DOWN", " ")
+    assert told(page) == expected(
+        c, c.assignment.graph.label(int(page.switch_to.active_element.get_attribute("data-value")))
+    )
+    keys(page, "ARROW_LEFT", "ARROW_LEFT", "HOME")
+    assert page.switch_to.active_element.get_attribute("aria-label").startswith("Arguments")
+
+
+@needs_browser
+def test_finding_values(c, page):
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    one(page, "#filter").send_keys("W1 tensor")
+    WebDriverWait(page, 10).until(lambda p: one(p, "#found").text)
+    names = [n for n in c.assignment.graph.names if n.endswith("w1")]
+    found = every(page, TREEITEM)
+    assert one(page, "#found").text == f"{len(names)} values" and len(found) == len(names)
+    assert one(found[0], ".spec").text == "[-, tensor]"
+
+
+@needs_browser
+def test_names_are_never_markup(c, page):
+    open_all(page)
+    assert not every(page, "main b b, [role=tree] b")
+    page.execute_script("arguments[0].click()", one(page, f'[data-value="{c.value(EVIL)}"] > .row'))
+    assert one(page, "#why h2").get_property("textContent") == EVIL
+
+
+@needs_browser
+def test_sorting_sorts(page, data):
+    head, bytes_column = "#communication th", 3
+
+    def column():
+        titles = "return [...document.querySelectorAll(arguments[0])].map(cell => cell.title)"
+        cells = page.execute_script(titles, f"#communication tbody td:nth-child({bytes_column + 1}) span[title]")
+        return [int(title.split()[0].replace(",", "")) for title in cells]
+
+    more = one(page, "#communication button.more")
+    if more.is_displayed():
+        more.click()
+    heads = every(page, head)
+    sizes = sorted((row[3] for row in data["collectives"]), reverse=True)
+    assert heads[bytes_column].get_attribute("aria-sort") == "descending" and column() == sizes[: len(column())]
+    for position in (0, 2, len(heads) - 1):
+        button = one(heads[position], "button")
+        button.click()
+        first = heads[position].get_attribute("aria-sort")
+        button.click()
+        assert {first, heads[position].get_attribute("aria-sort")} == {"ascending", "descending"}
+        assert sum(h.get_attribute("aria-sort") is not None for h in heads) == 1
+    one(heads[bytes_column], "button").click()
+    one(heads[bytes_column], "button").click()
+    assert column() == sorted(column())
+
+
+@needs_browser
+def test_the_memory_cursor_shows_what_is_alive(page, data):
+    chart, memory = one(page, ".chart"), data["memory"]
+    page.execute_script("arguments[0].focus()", chart)
+    rows = [memory["passing"][k : k + 3] for k in range(0, len(memory["passing"]), 3)]
+
+    def alive(moment):
+        found = [memory["arrays"][n] for n in memory["lasting"]]
+        return found + [memory["arrays"][n] for n, born, more in rows if born <= moment <= born + more]
+
+    def check(moment):
+        assert int(chart.get_attribute("aria-valuenow")) == moment
+        arrays = alive(moment)
+        assert f"in {len(arrays)} arrays" in one(page, "#alive-head").text
+        largest = max(array[0] for array in arrays)
+        assert one(page, "#alive td span[title]").get_attribute("title") == f"{largest:,} bytes"
+
+    check(int(chart.get_attribute("aria-valuenow")))  # the peak, to begin with
+    last = len(memory["lines"]) - 1
+    for key, moment in (
+        ("HOME", 0),
+        ("ARROW_RIGHT", 1),
+        ("END", last),
+        ("ARROW_LEFT", last - 1),
+        ("ARROW_RIGHT", last),
+    ):
+        keys(page, key)
+        check(moment)
+    width = chart.size["width"]
+    from selenium.webdriver import ActionChains
+
+    ActionChains(page).move_to_element_with_offset(chart, 3 - width // 2, 0).perform()
+    assert int(chart.get_attribute("aria-valuenow")) < last
+
+
+@needs_browser
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_phone_does_not_scroll_sideways(page, c, scheme):
+    browser.shape(page, 360, 740, scheme=scheme)
+    open_all(page)
+    page.execute_script("arguments[0].click()", one(page, f'[data-value="{c.value("params/layers/0/w2")}"] > .row'))
+    assert page.execute_script("return document.documentElement.scrollWidth") <= 360
+    assert one(page, "#why").is_displayed()
+    one(page, "#why .close").click()
+    assert not one(page, "#why").is_displayed()
+
+
+CONTRAST = Path(__file__).with_name("contrast.js").read_text()
+
+
+@needs_browser
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_texts_stand_out(page, c, scheme):
+    browser.shape(page, 1280, 900, scheme=scheme)
+    open_all(page)
+    page.execute_script("arguments[0].click()", one(page, f'[data-value="{c.value("params/layers/0/w2")}"] > .row'))
+    assert page.execute_script(CONTRAST) == []
+
+
+@needs_browser
+def test_dark_is_dark(page):
+    brightness = "return getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)"
+    assert min(page.execute_script(brightness)) > 200
+    browser.shape(page, 1280, 900, scheme="dark")
+    assert max(page.execute_script(brightness)) < 60
+
+
+@needs_browser
+def test_every_control_has_a_name_and_every_section_a_heading(page):
+    open_all(page)
+    controls = every(page, "a, button, input, [tabindex]:not([tabindex='-1'])")
+    assert len(controls) > 20
+    assert [e.get_attribute("outerHTML")[:80] for e in controls if e.is_displayed() and not e.accessible_name] == []
+    assert {e.aria_role for e in every(page, "#values li")[:5]} == {"treeitem"}
+    assert all(one(section, "h2").text for section in every(page, "main > section"))
+    assert len(every(page, f"{TREEITEM}[tabindex='0']")) == 1
+    assert one(page, "html").get_attribute("lang") == "en"
+
+
+@needs_browser
+def test_several_frames_in_one_notebook(page, c, tmp_path):
+    book = tmp_path / "book.html"
+    book.write_text(f'<!doctype html><meta charset="utf-8"><link rel="icon" href="data:,">{c._repr_html_() * 2}')
+    page.get(book.as_uri())
+    for frame in every(page, "iframe"):
+        page.switch_to.frame(frame)
+        assert every(page, TREEITEM) and one(page, "h1").text == "train_step"
+        page.switch_to.default_content()
+    assert not every(page, "h1")
