@@ -94,8 +94,8 @@ class Emitter:
         """
         key, facts = step.spec.axes, {"value": x.value, "eqn": x.eqn}
         if step.kind == "all-gather":
-            (d,) = (d for d, (n, m) in enumerate(zip(x.shape, shape, strict=True)) if n != m)
-            return self.gather(x, shape, width, d)
+            grown = [d for d, (n, m) in enumerate(zip(x.shape, shape, strict=True)) if n != m]
+            return self.gather(x, shape, width, grown[0] if grown else 0)
         if step.kind == "collective-permute":
             return self.emit(step.kind, "library", [x], shape, width, key=key, **facts)
         if step.kind == "all-to-all":
