@@ -32,6 +32,8 @@ MOST_CHOICES, MOST_HOMES = 256, 3
 
 PRODUCT = "dot_general"
 """The op whose sum is scattered where its result is split by axes of the sum; others are summed up whole, then cut."""
+RUNNING = frozenset({"cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum"})
+"""Ops in which what is first along a dim is part of all that follows; of a split one XLA gathers the whole."""
 
 Factors = Mapping[int, Atoms]
 """Factor -> what splits it while the op runs."""
@@ -242,7 +244,7 @@ class _Op:
 
 def goes_far(op: Op) -> bool:
     """Whether an op takes data farther along a permuted dim than to the next device: it is whole while the op runs."""
-    return op.name == "split" and len(set(op.site[0].params["sizes"])) == 1
+    return op.name in RUNNING or (op.name == "split" and len(set(op.site[0].params["sizes"])) == 1)
 
 
 def rotation(op: Op, makers: Mapping[int, Op]) -> int | None:

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from .. import compat
 from ..cost import SUMS, Kind
-from ..decision import Decisions, rotation
+from ..decision import Decision, Decisions, rotation
 from ..graph import Graph, Op, Scope, line
 from ..propagation import Assignment
 from ..reshard import Step, chain, local_bytes
 from ..spec import Axis, Spec, axis_name, num_parts
+from .advice import Advice
 from .ledger import Collective, Ledger
 
 MANUAL: Mapping[str, Kind] = {
@@ -58,7 +60,7 @@ class Walk:
 
     def __init__(self, assignment: Assignment):
         self.graph, self.specs, self.sizes = assignment.graph, assignment.specs, assignment.sizes
-        self.decisions = Decisions(assignment)
+        self.decisions, self.advice = Decisions(assignment), Advice(assignment)
         self.times = _times(self.graph)
         self.entered = _entered(self.graph)
         self.moved: set[tuple[int, tuple]] = set()
@@ -94,17 +96,26 @@ class Walk:
             if v in self.times and self.specs[v].axes != self.specs[target].axes:
                 shape, itemsize = self.graph.shapes[v], self.graph.itemsize(v)
                 steps = chain(self.specs[v], self.specs[target], shape, itemsize, self.sizes)
-                for c in self.moves(op, v, self.specs[v], steps, self.times[v], "enters a loop or a result"):
+                what = f"{self.graph.label(target)}, {'where a loop has it' if op.site else 'a result'}"
+                advise = partial(self.advice.edge, v, target)
+                for c in self.moves(op, v, self.specs[v], steps, self.times[v], what, advise):
                     yield Transfer(c, v, True)
 
     def op(self, op: Op) -> Iterator[Transfer]:
         decision = self.decisions.of(op)
+        if not any(decision.steps):
+            return
         for k, (v, steps) in enumerate(zip(op.operands, decision.operands, strict=True)):
-            times = self.entered.get(v, op.times)
-            for c in self.moves(op, v, self.specs[v], steps, times, f"operand {k} of {op.name}"):
+            times, what = self.entered.get(v, op.times), f"operand {k} of {op.name}, {self.graph.label(v)}"
+            advise = partial(self.advice.operand, op, v, decision.needs[k])
+            for c in self.moves(op, v, self.specs[v], steps, times, what, advise):
                 yield Transfer(c, v, True)
         for v, spec, steps in zip(op.results, decision.runs_as, decision.results, strict=True):
-            for c in self.moves(op, v, spec, steps, op.times, f"result of {op.name}"):
+            sums = [step for step in steps if step.kind in SUMS]
+            for c in self.sums(op, v, sums, decision):
+                yield Transfer(c, v, False)
+            what, advise = f"result of {op.name}, {self.graph.label(v)}", partial(self.advice.result, v, spec)
+            for c in self.moves(op, v, spec, steps[len(sums) :], op.times, what, advise):
                 yield Transfer(c, v, False)
 
     def turned(self, op: Op, turn: int) -> Iterator[Collective]:
@@ -156,22 +167,24 @@ class Walk:
                 result_bytes=out * n if kind == "reduce-scatter" else out, cause=f"the program's own {name}",
             )  # fmt: skip
 
-    def moves(self, op: Op, v: int, have: Spec, steps: Sequence[Step], times: int, what: str) -> Iterator[Collective]:
+    def sums(self, op: Op, v: int, steps: Sequence[Step], decision: Decision) -> Iterator[Collective]:
+        """The sums with which a decision begins."""
+        for step in steps:
+            cause = f"{op.name} sums over a dim that {', '.join(map(axis_name, step.axes))} splits"
+            found = self.collective(step.kind, step.axes, step.num_bytes, op, v, op.times, cause)
+            yield dataclasses.replace(found, advise=partial(self.advice.sum, op, decision, step.axes))
+
+    def moves(
+        self, op: Op, v: int, have: Spec, steps: Sequence[Step], times: int, what: str, advise: Callable[[], str]
+    ) -> Iterator[Collective]:
         """The collectives of a chain; a value that is taken to the same spec twice is taken there once."""
-        first, last = have, steps[-1].spec if steps else have
         for step in steps:
             key = self.untransposed(v, step.spec.axes)
-            if step.kind in SUMS:
-                names = ", ".join(map(axis_name, step.axes))
-                cause = f"{op.name} sums over a dim that {names} splits"
-                yield self.collective(step.kind, step.axes, step.num_bytes, op, v, times, cause)
-            elif step.kind != "slice" and key not in self.moved:
+            if step.kind != "slice" and key not in self.moved:
                 self.moved.add(key)
-                label = self.graph.label(v)
-                cause = f"{what}, {label}, goes from {have} to {step.spec}"
-                hint = f"annotate {label} as {last}, or let {op.name} have it as {first}"
+                cause = f"{what}, goes from {have} to {step.spec}"
                 moved = self.collective(step.kind, step.axes, step.num_bytes, op, v, times, cause)
-                yield dataclasses.replace(moved, hint=hint, is_move=True)
+                yield dataclasses.replace(moved, advise=advise, is_move=True)
             have = step.spec
 
     def untransposed(self, v: int, axes: tuple[tuple[Axis, ...], ...]) -> tuple[int, tuple[tuple[Axis, ...], ...]]:
@@ -196,7 +209,7 @@ class Walk:
             result_bytes=held,
             dtype=str(self.graph.dtypes[v]),
             op=op.name,
-            source=op.source,
+            source=op.source or self.graph.source(v),
             cause=cause,
         )
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import overload
 
 from ..columns import aligned
@@ -26,12 +26,17 @@ class Collective(Repeated):
     """The user's line of that op, `file.py:line (function)`; empty if unknown."""
     cause: str
     """Why there has to be one."""
-    hint: str = ""
-    """How it could be avoided, where that is known."""
+    advise: Callable[[], str] = field(default=str, repr=False, compare=False)
+    """What finds the hint."""
     is_manual: bool = False
     """Whether the program says it itself, in a `shard_map`."""
     is_move: bool = False
     """Whether an array changes its split, because two ops, or an op and an annotation, want it otherwise."""
+
+    @property
+    def hint(self) -> str:
+        """How it could be avoided, with the annotations that it comes from; empty where that is not known."""
+        return self.advise()
 
     def __str__(self) -> str:
         axes = ", ".join(map(axis_name, self.axes))
