@@ -102,6 +102,8 @@ class _Body:
         self.decisions: list[Decision | None] = []
         self.exactly: dict[Any, Spec | None] = {}
         self.mesh = rewriter.mesh_in(scope)
+        carried = frozenset(scope.exits) - {None} if scope is not rewriter.program else frozenset()
+        self.carried = frozenset(v for v in scope.jaxpr.invars if scope.env[v] in carried)
 
     def settle(self, inputs: bool) -> None:
         """Finds what needs no constraint; the program's own arguments and results are told to XLA by `jax.jit`."""
@@ -253,6 +255,9 @@ class _Body:
 
     def walked(self, operand: Any, var: Any, steps: Sequence[Step], eqn: Any) -> Any:
         """An operand behind all steps of a chain; where others went the same way, the same variables."""
+        spec = self.wanted(var)
+        if spec is not None and operand is var and var in self.carried:
+            operand = self.emit(operand, spec, eqn)  # else XLA carries it round a loop as its first op has it
         for step in steps:
             key = (var, step.spec.axes)
             if key not in self.moves:

@@ -63,7 +63,8 @@ class Walk:
         self.decisions, self.advice = Decisions(assignment), Advice(assignment)
         self.times = _times(self.graph)
         self.entered = _entered(self.graph)
-        self.moved: set[tuple[int, tuple]] = set()
+        self.branches = _branches(self.graph.scope)
+        self.moved: set[tuple] = set()
 
     def ops(self) -> Iterator[tuple[Op, tuple[Transfer, ...]]]:
         """(op, its collectives) in program order."""
@@ -177,9 +178,10 @@ class Walk:
     def moves(
         self, op: Op, v: int, have: Spec, steps: Sequence[Step], times: int, what: str, advise: Callable[[], str]
     ) -> Iterator[Collective]:
-        """The collectives of a chain; a value that is taken to the same spec twice is taken there once."""
+        """The collectives of a chain; what a branch, or all outside, takes to one spec twice is taken there once."""
+        branch = self.branches.get(id(op.site[0])) if op.site else None
         for step in steps:
-            key = self.untransposed(v, step.spec.axes)
+            key = (*self.untransposed(v, step.spec.axes), branch)
             if step.kind != "slice" and key not in self.moved:
                 self.moved.add(key)
                 cause = f"{what}, goes from {have} to {step.spec}"
@@ -226,6 +228,18 @@ def _times(graph: Graph) -> dict[int, int]:
 def _entered(graph: Graph) -> dict[int, int]:
     """Value that a loop takes in from outside and never changes -> how often the loop runs."""
     return {op.results[0]: op.times for op in graph.ops if op.name == "edge" and op.site and len(op.operands) == 1}
+
+
+def _branches(scope: Scope | None) -> dict[int, Scope]:
+    """The id of an equation in a branch -> the innermost branch around it."""
+    found: dict[int, Scope] = {}
+    waiting: list[tuple[Scope, Scope | None]] = [(scope, None)] if scope is not None else []
+    while waiting:
+        one, branch = waiting.pop()
+        if branch is not None:
+            found.update((id(eqn), branch) for eqn in one.jaxpr.eqns)
+        waiting += [(child, child if key == "branches" else branch) for (_, key, _), child in one.children.items()]
+    return found
 
 
 def _live(graph: Graph) -> set[int]:
