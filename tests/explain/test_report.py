@@ -267,6 +267,17 @@ def test_a_step_of_a_chain_leads_to_its_value(c, page):
 
 
 @needs_browser
+def test_an_address_may_name_a_value(c, page, path):
+    page.get("about:blank")
+    page.get(f"{path.as_uri()}#value=params/layers/3/w1")
+    assert one(page, "#why h2").text == "params/layers/3/w1"
+    assert one(page, '[aria-selected="true"]').get_attribute("data-value") == str(c.value("params/layers/3/w1"))
+    assert one(page, '[aria-selected="true"]').is_displayed()
+    keys(page, "ESCAPE")
+    assert one(page, "#why h2").text == "Why" and not every(page, '[aria-selected="true"]')
+
+
+@needs_browser
 def test_the_keyboard_does_the_same(c, page):
     page.execute_script("document.querySelector('[role=treeitem][tabindex=\"0\"]').focus()")
     seen = set()

@@ -25,7 +25,11 @@ function scaled(x, units) {
 
 const bytesText = (n) => (n < 1000 ? `${n} B` : scaled(n, [["TB", 1e12], ["GB", 1e9], ["MB", 1e6], ["kB", 1e3]]));
 const secondsText = (s) => (s === 0 ? "0 s" : scaled(s, [["s", 1], ["ms", 1e-3], ["µs", 1e-6], ["ns", 1e-9]]));
-const shareText = (part, whole) => (whole ? `${((100 * part) / whole).toFixed(1)} %` : "");
+function shareText(part, whole) {
+  const share = (100 * part) / whole;
+  if (!whole) return "";
+  return part && share < 0.05 ? "< 0.1 %" : `${share.toFixed(1)} %`;
+}
 
 const bytesCell = (n) => make("span", { title: `${n.toLocaleString("en")} bytes` }, bytesText(n));
 

@@ -1,4 +1,4 @@
-// The page: what is shown first, and what a choice changes.
+// The page: what is shown first, and what a choice changes. `report.html#value=params/w1` opens with that value chosen.
 
 function choose(v, item = null) {
   markChosen(v, item);
@@ -36,7 +36,7 @@ function showSummary() {
     card("a device holds", "#memory", memory ? bytesText(memory.peak) : "–",
       memory && data.memory_bytes ? `${shareText(memory.peak, data.memory_bytes)} of its memory` : "at the peak"),
     card("a step takes", "#time", time ? secondsText(time.seconds) : "–", time ? "estimated" : "devices unknown"),
-    card("notes", "#notes", notes.length ? counted(noted.reduce((n, [m]) => n + m, 0), "note") : "none", notes.join(", ") || "nothing amiss"));
+    card("notes", "#notes", notes[0] ?? "none", notes.slice(1).join(", ") || (notes.length ? "nothing else" : "nothing amiss")));
 }
 
 showSummary();
@@ -47,3 +47,12 @@ showMemory();
 showTime();
 showNotes();
 showWhy(null);
+function followHash() {
+  const name = /^#value=(.*)/.exec(location.hash)?.[1];
+  const v = name && [...data.arguments, ...data.named, ...data.results].find(([own]) => own === decodeURIComponent(name))?.[1];
+  if (v !== undefined) choose(v);
+}
+
+followHash();
+window.addEventListener("hashchange", followHash);
+document.addEventListener("keydown", (event) => { if (event.key === "Escape") choose(null); });

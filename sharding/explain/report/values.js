@@ -1,8 +1,10 @@
 // All values as a tree that opens on demand: named ones by path, the others by name scope or line.
 
 class Group {
-  constructor(name) {
+  // `adds`: whether its values are there at the same time, so that their bytes add up.
+  constructor(name, adds) {
     this.name = name;
+    this.adds = adds;
     this.groups = new Map();
     this.leaves = []; // [name, value]
   }
@@ -10,7 +12,7 @@ class Group {
   at(parts) {
     let here = this;
     for (const part of parts) {
-      if (!here.groups.has(part)) here.groups.set(part, new Group(part));
+      if (!here.groups.has(part)) here.groups.set(part, new Group(part, here.adds));
       here = here.groups.get(part);
     }
     return here;
@@ -35,7 +37,7 @@ class Group {
 }
 
 function byPath(name, named) {
-  const root = new Group(name);
+  const root = new Group(name, true);
   for (const [path, v] of named) {
     const parts = path.split("/");
     const last = parts.pop();
@@ -45,13 +47,13 @@ function byPath(name, named) {
 }
 
 function byPlace(name) {
-  const root = new Group(name);
+  const root = new Group(name, false);
   for (let v = 0; v < program.num; v++) {
     if (program.names.has(v)) continue;
     const { op, line, scope, phase } = program.origin(v);
-    const [, file, where] = /^(.*?):(.*)$/.exec(line) ?? [null, "", "no line known"];
-    const parts = scope ? [...scope.split("/"), line || "no line known"] : [file || "no file", where];
-    root.at(parts).leaves.push([`${op || "constant"}${phase === "backward" ? ", backward" : ""}`, v]);
+    const [, file, where] = /^(.*?):(.*)$/.exec(line) ?? [];
+    const place = file ? [file, `line ${where}`] : [op ? "no line known" : "constants, one for each use"];
+    root.at(scope ? [...scope.split("/"), line || "no line known"] : place).leaves.push([`${op || "constant"}${phase === "backward" ? ", backward" : ""}`, v]);
   }
   return root;
 }
@@ -75,13 +77,13 @@ function leafItem({ name, v }, level) {
 }
 
 function groupItem({ name, group }, level) {
-  const num = group.all().length, bytes = totalBytes(group);
-  const said = `${name}, ${counted(num, "value")}, ${bytesText(bytes)} on a device`;
+  const num = group.all().length, bytes = group.adds ? totalBytes(group) : 0;
+  const said = `${name}, ${counted(num, "value")}${group.adds ? `, ${bytesText(bytes)} on a device` : ""}`;
   const item = make("li", { role: "treeitem", tabindex: -1, "aria-level": level, "aria-expanded": "false", "aria-label": said },
     make("div", { class: "row group", style: `--level:${level}` },
       make("span", { class: "name" }, make("span", { class: "twisty", "aria-hidden": "true" }), name),
       make("span", { class: "muted count" }, counted(num, "value")), make("span", { class: "type" }),
-      make("span", { class: "bytes muted" }, bytesCell(bytes))));
+      make("span", { class: "bytes muted" }, group.adds ? bytesCell(bytes) : "")));
   item.contents = group;
   return item;
 }
@@ -192,8 +194,24 @@ function showValues() {
   listed([]);
 }
 
+// The item of a value, with all groups around it opened; null where it is not listed, as for what is not found.
+function reveal(v) {
+  let items = [...tree.children];
+  for (;;) {
+    const leaf = items.find((item) => item.dataset.value === String(v));
+    if (leaf) {
+      leaf.scrollIntoView({ block: "nearest" });
+      return leaf;
+    }
+    const group = items.find((item) => item.contents?.all().includes(v));
+    if (!group) return null;
+    toggle(group, true);
+    items = [...group.querySelector(":scope > ul").children];
+  }
+}
+
 function markChosen(v, item) {
   chosen?.setAttribute("aria-selected", "false");
-  chosen = v === null ? null : item ?? tree.querySelector(`[data-value="${v}"]`);
+  chosen = v === null ? null : item ?? reveal(v);
   chosen?.setAttribute("aria-selected", "true");
 }

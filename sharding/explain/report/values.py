@@ -19,7 +19,7 @@ from collections.abc import Hashable
 from typing import Any
 
 from ... import compat
-from ...graph import Graph, Site
+from ...graph import Graph, Op, Site
 from ...propagation import Assignment
 from ...spec import Axis, axis_name, axis_size
 from ..whole import UNREACHED, Wholes
@@ -46,14 +46,15 @@ def values(assignment: Assignment, strings: Interned) -> dict[str, Any]:
     """The columns; what they have of texts goes to `strings`."""
     graph = assignment.graph
     axes, specs, types, origins = Interned(), Interned(), Interned(), Interned()
-    makers = graph.makers
+    inputs = set(graph.inputs)
+    makers = {v: op for v, op in graph.makers.items() if v not in inputs}
     columns: dict[str, list[int]] = {"type": [], "spec": [], "origin": []}
     for v, (shape, spec) in enumerate(zip(graph.shapes, assignment.specs, strict=True)):
         columns["type"].append(types((str(graph.dtypes[v]), graph.itemsize(v), shape)))
         columns["spec"].append(specs(tuple(tuple(axes(a) for a in dim) for dim in spec.axes)))
         maker = makers.get(v)
         scope, phase = _scope(graph.sites[v])
-        words = (maker.name if maker is not None else "", graph.source(v), scope, phase)
+        words = ("" if maker is None else _made_by(maker), graph.source(v), scope, phase)
         columns["origin"].append(origins(tuple(map(strings, words))))
     return {
         **columns,
@@ -71,12 +72,20 @@ def _axis(axis: Axis, assignment: Assignment) -> tuple[str, str, int]:
     return axis_name(axis), axis if isinstance(axis, str) else axis[0], axis_size(axis, assignment.sizes)
 
 
+def _made_by(op: Op) -> str:
+    """The op; of what a loop or branch hands over that loop or branch."""
+    if op.name != "edge":
+        return op.name
+    return op.site[0].primitive.name if op.site else ""
+
+
 def _scope(site: Site) -> tuple[str, str]:
     """The names that the program gives to the part where a value is made, and which pass it belongs to."""
     stacks = [compat.name_stack(eqn) for eqn in reversed(site)]
     parts = [part for stack in stacks for part in _TRANSFORMED.sub("", stack).split("/")]
     phase = "backward" if any("transpose(" in stack for stack in stacks) else "forward"
-    return "/".join(part for part in parts if part and part not in _OWN_SCOPES), phase
+    # `einsum` names its parts by their formula, which says less than the line does.
+    return "/".join(part for part in parts if part and part not in _OWN_SCOPES and "->" not in part), phase
 
 
 def _names(graph: Graph) -> dict[str, list[tuple[str, int]]]:
