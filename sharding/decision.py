@@ -32,8 +32,15 @@ MOST_CHOICES, MOST_HOMES = 256, 3
 
 PRODUCT = "dot_general"
 """The op whose sum is scattered where its result is split by axes of the sum; others are summed up whole, then cut."""
-RUNNING = frozenset({"cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum"})
-"""Ops in which what is first along a dim is part of all that follows; of a split one XLA gathers the whole."""
+
+FAR = frozenset({"cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum", "split"})
+"""Ops that take data farther along a permuted dim than to the next device: it is whole while they run."""
+
+WHOLE = frozenset({"top_k"})
+"""Ops that XLA's partitioner runs on whole arrays, for it does not look into them."""
+
+PECULIAR = FAR | WHOLE | {PRODUCT}
+"""Ops for which their rule does not say all."""
 
 Factors = Mapping[int, Atoms]
 """Factor -> what splits it while the op runs."""
@@ -74,14 +81,15 @@ class Decisions:
         """How an op runs that has a rule."""
         assert op.rule is not None
         specs = [self.specs[v] for v in (*op.operands, *op.results)]
+        shapes = [self.graph.shapes[v] for v in (*op.operands, *op.results)]
         itemsizes = [self.graph.itemsize(v) for v in (*op.operands, *op.results)]
         free = [v not in self._made for v in op.operands]
         # By identity: the graph keeps its rules, and hashing one is slow.
-        key = (id(op.rule), op.name == PRODUCT, goes_far(op), tuple(s.axes for s in specs), *itemsizes, *free)
+        kind = op.name if op.name in PECULIAR else ""
+        key = (id(op.rule), kind, tuple(s.axes for s in specs), *shapes, *itemsizes, *free)
         found = self._known.get(key)
         if found is None:
             form = self._forms.setdefault(op.rule, Form.of(0, op.rule, single_use=False, firsts=None))
-            shapes = [self.graph.shapes[v] for v in (*op.operands, *op.results)]
             found = self._known[key] = _Op(self, form, op, specs, shapes, itemsizes, free).cheapest()
         return found
 
@@ -131,8 +139,10 @@ class _Op:
         options: list[list[Atoms]] = []
         for f in range(len(rule.sizes)):
             seen = dict.fromkeys(part.factors[f] for part in parts.values() if f in part.factors)
-            far = rule.kinds[f] is Kind.PERMUTE and goes_far(self.op)
-            if far or rule.kinds[f] is Kind.REPLICATE or f in rule.blocked:
+            far = rule.kinds[f] is Kind.PERMUTE and self.op.name in FAR
+            if self.op.name in WHOLE:
+                seen = {}
+            elif far or rule.kinds[f] is Kind.REPLICATE or f in rule.blocked:
                 homeless.update(dict.fromkeys(itertools.chain.from_iterable(seen)))
                 seen = {}
             options.append(list(seen))
@@ -240,11 +250,6 @@ class _Op:
         if Kind.REDUCE in rule.kinds and self.form.num_operands > 1:
             return PRODUCT_BYTES * math.prod(lengths)
         return ELEMENT_BYTES * max(math.prod(lengths[f] for dim in dims for f in dim) for dims in self.form.arrays)
-
-
-def goes_far(op: Op) -> bool:
-    """Whether an op takes data farther along a permuted dim than to the next device: it is whole while the op runs."""
-    return op.name in RUNNING or (op.name == "split" and len(set(op.site[0].params["sizes"])) == 1)
 
 
 def rotation(op: Op, makers: Mapping[int, Op]) -> int | None:
