@@ -212,6 +212,9 @@ class Explain:
     """List the collectives of a step, with the line that causes each and why."""
     memory: bool = False
     """Show what fills a device at the peak of a step."""
+    aot: Annotated[str | None, arg(metavar="DEVICES")] = None
+    """Compile the step for devices that aren't there, such as v5p:8x8x8 or h100:64x8, with the compiler of their kind
+    (extras tpu and cuda13), and show what was predicted beside what it made."""
     report: Annotated[Path | None, arg(metavar="FILE")] = None
     """Write a page that shows all of this, one HTML file, to be opened in a browser."""
     lock: Annotated[Path | None, arg(metavar="FILE")] = None
@@ -224,6 +227,12 @@ class Explain:
         if self.batch is not None:
             _at_least("--batch", self.batch, 1)
             check_batch(self.batch, axes)
+        if self.aot is not None and self.devices not in (None, self.aot):
+            raise ShardingError(
+                f"--devices {self.devices} --aot {self.aot}",
+                must="a step is shown for the devices that it is compiled for",
+                fix=f"--aot {self.aot}",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,11 @@
 import math
 from typing import Any
 
+import jax
+
 import sharding
+from sharding import cost
+from sharding.errors import ShardingError
 
 from ..models import layouts
 from . import tasks
@@ -15,7 +19,7 @@ LEAST_EXAMPLES = 16
 
 def run(config: Explain) -> None:
     """Print what `config` asks for."""
-    completion = complete(config)
+    completion, compiled = compile_ahead(config, config.aot) if config.aot is not None else (complete(config), None)
     if config.check is not None:
         sharding.check_lock(completion, config.check)
         print(f"as {config.check} says")
@@ -31,21 +35,49 @@ def run(config: Explain) -> None:
         print(completion.communication())
     if config.memory:
         print(completion.memory())
-    if not (config.check or config.lock or config.report or config.why or config.communication or config.memory):
+    if compiled is not None:
+        print(compiled)
+    if not (
+        compiled or config.check or config.lock or config.report or config.why or config.communication or config.memory
+    ):
         print(completion)
 
 
 def complete(config: Explain) -> Any:
     """The completion of the train step over the mesh of `config`, of real shapes and described devices."""
-    family, model = tasks.find(config.model)
-    task = family.build(config.model.name, model, Optimization(), steps=1000, seed=0)
     axes = parse_mesh(config.mesh)
     # Without a description, devices of no particular kind, as many as the mesh needs.
     devices = config.devices or math.prod(max(size, 1) for size in axes.values())
-    with sharding.mesh(axes, devices=devices) as mesh:
-        sizes = dict(mesh.shape)
-        parts = batch_parts(sizes)
-        batch = config.batch or parts * math.ceil(LEAST_EXAMPLES / parts)
-        check_batch(batch, sizes)
-        step = sharding.jit(task.train_step, in_shardings=(None, layouts.batch(mesh.axis_names)), donate_argnums=(0,))
-        return step.complete(task.state_shapes, task.batch_shapes(batch))
+    over = sharding.mesh(axes, devices=devices)
+    step, args = _step(config, over.mesh)
+    with over:
+        return step.complete(*args)
+
+
+def compile_ahead(config: Explain, devices: str) -> tuple[Any, Any]:
+    """The completion, and its figures beside those of the step compiled for devices that aren't there."""
+    over = sharding.mesh(parse_mesh(config.mesh), devices=cost.compile_only(devices))
+    step, args = _step(config, over.mesh)  # before the mesh is in force: what is computed here can't run there
+    with over:
+        completion = step.complete(*args)
+        try:
+            return completion, completion.verify(step.lower(*args).compile())
+        except jax.errors.JaxRuntimeError as error:
+            raise ShardingError(
+                f"{completion.name} compiled for {devices}",
+                there=[*str(error).splitlines()[:3], f"{completion.memory().peak_bytes:,} bytes predicted"],
+                must="the compiler takes the step, and a device's memory holds it",
+                fix=["--memory, without --aot, to see what fills it", "--remat", "a larger mesh"],
+            ) from error
+
+
+def _step(config: Explain, mesh: Any) -> tuple[Any, tuple[Any, Any]]:
+    """The train step that `config` names for a mesh, and the shapes of its arguments."""
+    family, model = tasks.find(config.model)
+    task = family.build(config.model.name, model, Optimization(), steps=1000, seed=0)
+    sizes = dict(mesh.shape)
+    parts = batch_parts(sizes)
+    batch = config.batch or parts * math.ceil(LEAST_EXAMPLES / parts)
+    check_batch(batch, sizes)
+    step = sharding.jit(task.train_step, in_shardings=(None, layouts.batch(mesh.axis_names)), donate_argnums=(0,))
+    return step, (task.state_shapes, task.batch_shapes(batch))

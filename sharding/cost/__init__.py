@@ -1,5 +1,6 @@
 """What a completed program costs: its collectives and its time, and what XLA made of it."""
 
+from .ahead_of_time import compile_only
 from .calibration import QUICK, Calibration, Effort, calibrate
 from .collective import KINDS, SUMS, Kind, Repeated, by_kind, wire_bytes
 from .compiled import CompiledCollective, CompiledFacts, CompiledMemory, read_compiled, read_hlo
@@ -30,6 +31,7 @@ __all__ = [
     "by_kind",
     "calibrate",
     "collective_seconds",
+    "compile_only",
     "lower_collective",
     "op_seconds",
     "read_compiled",

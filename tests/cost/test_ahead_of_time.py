@@ -10,56 +10,65 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 
-from sharding import P
-from sharding.cost import lower_collective, read_compiled
+import sharding
+from sharding import P, ShardingError
+from sharding.cost import compile_only, lower_collective, read_compiled
 
-pytestmark = pytest.mark.slow
-
-H100 = """
-gpu_device_info {
-  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 shared_memory_per_core: 233472
-  threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
-  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  memory_bandwidth: 3352320000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98 device_memory_size: 84942979072
-  shared_memory_per_block_optin: 232448 cuda_compute_capability { major: 9 minor: 0 }
-  registers_per_core_limit: 65536 registers_per_block_limit: 65536
-}
-platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 8 }
-device_description_str: "NVIDIA H100 80GB HBM3"
-"""
+COMPILERS = {"v5p:2x2x2": "libtpu", "h100:1x8": "jax_cuda13_plugin"}
 
 
-def v5p():
-    return topologies.get_topology_desc(platform="tpu", topology_name="v5p:2x2x2").devices
-
-
-def h100():
-    eight = {"target_config": H100, "topology": "1x1x8"}  # partitions x hosts x GPUs
-    return topologies.get_topology_desc(platform="cuda", topology_name="", **eight).devices
-
-
-def needs(package):
-    return pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=f"{package} is not installed")
+def is_there(package):
+    return importlib.util.find_spec(package) is not None
 
 
 @pytest.fixture(
-    scope="module",
     params=[
-        pytest.param(("tpu", v5p), marks=needs("libtpu"), id="v5p"),
-        pytest.param(("gpu", h100), marks=needs("jax_cuda13_plugin"), id="h100"),
-    ],
+        pytest.param(text, marks=pytest.mark.skipif(not is_there(package), reason=f"{package} is not installed"))
+        for text, package in COMPILERS.items()
+    ]
 )
-def backend(request):
+def text(request):
+    """A description of eight devices whose compiler is there."""
+    return request.param
+
+
+@pytest.fixture
+def backend(text):
     """The name of a backend, and a mesh of its devices."""
-    platform, devices = request.param
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-        environment.setenv("TPU_SKIP_MDS_QUERY", "1")
-        yield platform, Mesh(np.array(devices()).reshape(2, 4), ("data", "tensor"))
+    platform = {"v5p": "tpu", "h100": "gpu"}[text.partition(":")[0]]
+    return platform, Mesh(np.array(compile_only(text)).reshape(2, 4), ("data", "tensor"))
+
+
+@pytest.mark.skipif(any(map(is_there, COMPILERS.values())), reason="a compiler is installed")
+@pytest.mark.parametrize("devices, extra", [("v5p:8x8x8", "tpu"), ("h100:64x8", "cuda13")])
+def test_what_to_install(devices, extra):
+    with pytest.raises(ShardingError, match=rf"compiling for {devices}[\s\S]*pip install 'sharding-jax\[{extra}\]'"):
+        compile_only(devices)
+
+
+def test_no_compiler_is_needed_for_cpus():
+    with pytest.raises(ShardingError, match="virtual devices can be had for real"):
+        compile_only("cpu:1x8")
+
+
+@pytest.mark.skipif(not is_there("jax_cuda13_plugin"), reason="jax_cuda13_plugin is not installed")
+def test_a_gpu_that_nothing_is_known_of():
+    with pytest.raises(ShardingError, match='no target text for h200[\\s\\S]*"h100:2x8"'):
+        compile_only("h200:2x8")
+
+
+@pytest.mark.slow
+def test_a_step_over_devices_that_are_not_there(text):
+    args = [jax.ShapeDtypeStruct(s, "bfloat16") for s in [(4096, 1024), (1024, 4096), (4096, 1024)]]
+    specs = (P("data"), P(None, "tensor"), P("tensor"))
+    with sharding.mesh(data=2, tensor=4, devices=compile_only(text)):
+        step = sharding.jit(lambda x, w, v: jax.nn.relu(x @ w) @ v, in_shardings=specs)
+        found = step.complete(*args).verify(step.lower(*args).compile())
+    assert found.agrees and found.compiled == {"all-reduce": (1, 2048 * 1024 * 2)}
+    arguments = 2 * (2048 * 1024 + 2 * 1024 * 1024)
+    assert found.compiled_peak_bytes > arguments
 
 
 def facts(mesh, f, *shapes, dtype="bfloat16"):
@@ -68,6 +77,7 @@ def facts(mesh, f, *shapes, dtype="bfloat16"):
     return read_compiled(jax.jit(f).lower(*args).compile(), mesh=mesh)
 
 
+@pytest.mark.slow
 def test_nested_loops(backend):
     def inner(c, _):
         return lax.psum(c, "tensor") / 4, None
@@ -98,6 +108,7 @@ KINDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "int8", "int16", "int32", "float8_e4m3fn"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_table(backend, kind, dtype):
@@ -108,6 +119,7 @@ def test_the_table(backend, kind, dtype):
     assert (c.kind, c.dtype, c.result_bytes) == written
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "int16"])
 def test_a_sum_that_the_partitioner_splits(backend, dtype):
     platform, mesh = backend

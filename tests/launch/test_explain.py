@@ -1,3 +1,5 @@
+import importlib.util
+
 import pytest
 
 from sharding import launch
@@ -45,6 +47,27 @@ def test_a_lock_file(capsys, tmp_path):
     with pytest.raises(SystemExit, match="2"):
         launch.main(["explain", "--mesh", "data=4,tensor=2", "--check", path])
     assert "mesh: data=2, tensor=4 -> data=4, tensor=2" in capsys.readouterr().err
+
+
+def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    with pytest.raises(SystemExit, match="2"):
+        launch.main(["explain", *args])
+    return capsys.readouterr().err
+
+
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is not None, reason="libtpu is installed")
+def test_a_compiler_that_is_not_installed(capsys):
+    shown = refused(capsys, "--mesh", "data=-1,tensor=8", "--aot", "v5p:8x8x8")
+    assert "pip install 'sharding-jax[tpu]'" in shown
+    shown = refused(capsys, "--devices", "h100:64x8", "--aot", "v5p:8x8x8")
+    assert "--devices h100:64x8 --aot v5p:8x8x8" in shown
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
+def test_compiled_for_devices_that_are_not_there(capsys):
+    shown = explain(capsys, "--mesh", "data=-1,tensor=4", "--aot", "v5p:2x2x2")
+    assert "predicted" in shown and "all-reduce" in shown and "peak" in shown
 
 
 def test_mistakes(capsys):
