@@ -99,11 +99,11 @@ class _Body:
         self.swapped: dict[Any, Any] = {}
         self.moves: dict[tuple[Any, Any], Any] = {}
         self.settled: set[Any] = set()
+        self.moving: set[Any] = set()
+        """What is told first how it lies: XLA takes the only thing that it is told for how a value is made."""
         self.decisions: list[Decision | None] = []
         self.exactly: dict[Any, Spec | None] = {}
         self.mesh = rewriter.mesh_in(scope)
-        carried = frozenset(scope.exits) - {None} if scope is not rewriter.program else frozenset()
-        self.carried = frozenset(v for v in scope.jaxpr.invars if scope.env[v] in carried)
 
     def settle(self, inputs: bool) -> None:
         """Finds what needs no constraint; the program's own arguments and results are told to XLA by `jax.jit`."""
@@ -120,14 +120,14 @@ class _Body:
                 op = None
             decision = self.decision(op, eqn)
             self.decisions.append(decision)
-            # What moves is told first how it lies: XLA takes the only thing that it is told for how a value is made.
             if decision is not None:
                 pairs = zip(eqn.invars, decision.operands, strict=True)
-                self.settled.difference_update([v for v, steps in pairs if steps])
+                self.moving.update(v for v, steps in pairs if steps)
             if eqn.primitive.name in limits.LIMITS:
                 found = self.found(eqn)
                 pairs = zip(eqn.invars, found, self.lying(eqn, found), strict=False)
-                self.settled.difference_update([v for v, have, need in pairs if have != need])
+                self.moving.update(v for v, have, need in pairs if have != need)
+        self.settled -= self.moving
 
     def arrives(self, var: Any, target: Atom) -> bool:
         """Whether a result of the program leaves it as it is made."""
@@ -147,6 +147,9 @@ class _Body:
         first, last = (source.eqns[0], source.eqns[-1]) if source.eqns else (None, None)
         if inputs:
             for var in source.invars:
+                self.argument(var, first)
+        for var in source.invars if self.scope is not self.rewriter.program else ():
+            if self.scope.env[var] in self.scope.exits and var in self.moving:  # a loop carries it
                 self.argument(var, first)
         for var, stack in zip(source.invars, self.scope.read, strict=False):
             self.sliced(var, stack, first)
@@ -255,9 +258,6 @@ class _Body:
 
     def walked(self, operand: Any, var: Any, steps: Sequence[Step], eqn: Any) -> Any:
         """An operand behind all steps of a chain; where others went the same way, the same variables."""
-        spec = self.wanted(var)
-        if spec is not None and operand is var and var in self.carried:
-            operand = self.emit(operand, spec, eqn)  # else XLA carries it round a loop as its first op has it
         for step in steps:
             key = (var, step.spec.axes)
             if key not in self.moves:
