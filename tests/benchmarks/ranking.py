@@ -1,0 +1,227 @@
+"""Whether estimated seconds put ways to split a train step in the order in which they are measured.
+
+    python -m tests.benchmarks.ranking                                          # an idle machine: some 10 minutes
+    python -m tests.benchmarks.ranking --repeats 2 --quick                      # a first look
+    python -m tests.benchmarks.ranking --json ranking.json --table ranking.md
+
+The step of a small GPT (AdamW, gradients clipped) on eight virtual CPU devices is annotated in many ways, from usual
+ones to bad ones. For each `completion.estimate` says the seconds of a step by a table that `cost.calibrate` measured in
+the same process before; then the step is compiled and measured, the median of some runs. Spearman's rank correlation
+compares the two orders. All variants run in turns, so that a machine that gets slower does so for all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import scipy.stats
+import tyro
+
+import sharding
+from sharding import P, cost
+from sharding.hardware import Chip
+from sharding.launch.config import Optimization
+from sharding.launch.training import trained
+from sharding.models import gpt, layouts
+from sharding.models.layouts import Layout, Rule, U
+
+
+@dataclass(frozen=True)
+class Options:
+    """The model, how often it runs, and what to write."""
+
+    batch: int = 32
+    context: int = 64
+    features: int = 128
+    layers: int = 2
+    repeats: int = 7
+    """Measured steps of each variant, beside one that is not counted."""
+    quick: bool = False
+    """Calibrate in seconds."""
+    json: Path | None = None
+    """Where to write the figures."""
+    table: Path | None = None
+    """Where to write them as a Markdown table."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """One way to annotate the step."""
+
+    sizes: Mapping[str, int]
+    batch: P | None
+    layout: Layout = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """The figures of one variant."""
+
+    name: str
+    mesh: str
+    estimated_seconds: float
+    measured_seconds: float
+
+
+TWO, ROWS = {"data": 2, "tensor": 4}, P("data")
+MEGATRON = layouts.gpt(["tensor"])
+
+
+def only(*patterns: str) -> Layout:
+    """Megatron's rules for some of the parameters."""
+    return tuple(rule for rule in MEGATRON if any(part in rule.pattern for part in patterns))
+
+
+VARIANTS: dict[str, Variant] = {
+    "batch over all devices": Variant(sizes={"data": 8}, batch=ROWS),
+    "batch over four devices": Variant(sizes={"data": 4, "tensor": 2}, batch=ROWS),
+    "batch over two devices": Variant(sizes=TWO, batch=ROWS),
+    "nothing split": Variant(sizes=TWO, batch=None),
+    "Megatron": Variant(sizes=TWO, batch=ROWS, layout=MEGATRON),
+    "Megatron, tensor=2": Variant(sizes={"data": 4, "tensor": 2}, batch=ROWS, layout=MEGATRON),
+    "Megatron, tensor=8": Variant(sizes={"tensor": 8}, batch=None, layout=MEGATRON),
+    "FSDP": Variant(sizes={"fsdp": 8}, batch=P("fsdp"), layout=layouts.gpt(["fsdp"])),
+    "FSDP and tensor": Variant(sizes={"fsdp": 2, "tensor": 4}, batch=P("fsdp"), layout=layouts.gpt(["fsdp", "tensor"])),
+    "only attention": Variant(sizes=TWO, batch=ROWS, layout=only("attention")),
+    "only the MLPs": Variant(sizes=TWO, batch=ROWS, layout=only("mlp")),
+    "only the table's rows": Variant(sizes=TWO, batch=ROWS, layout=only("table")),
+    "only the table's columns": Variant(sizes=TWO, batch=ROWS, layout=(Rule("*/table", P(U, "tensor")),)),
+    "the stream by features": Variant(sizes=TWO, batch=ROWS, layout=(Rule("*/scale", P("tensor")),)),
+    "the MLPs' contracted dims": Variant(
+        sizes=TWO, batch=ROWS, layout=(Rule("*/mlp/w1", P("tensor", None)), Rule("*/mlp/w2", P(None, "tensor")))
+    ),
+    "features of heads": Variant(
+        sizes=TWO, batch=ROWS, layout=(Rule("*/attention/qkv", P(None, None, None, "tensor")),)
+    ),
+    "weights split, batch over all": Variant(sizes=TWO, batch=P(("data", "tensor")), layout=MEGATRON),
+}
+
+
+class Case:
+    """One variant, completed and compiled."""
+
+    def __init__(self, variant: Variant, options: Options, chip: Chip):
+        config = gpt.Config(
+            vocab=256,
+            context=options.context,
+            layers=options.layers,
+            features=options.features,
+            heads=8,
+            kv_heads=8,
+            mlp_features=4 * options.features,
+        )
+        init, train_step, _ = trained(
+            lambda rngs: gpt.GPT(config, rngs=rngs),
+            gpt.next_token_loss,
+            layout=lambda axes: variant.layout,
+            optimization=Optimization(),
+            steps=1000,
+        )
+        self.over = sharding.mesh(variant.sizes)
+        tokens = np.random.default_rng(0).integers(0, 256, (options.batch, options.context + 1)).astype(np.int32)
+        with self.over:
+            specs = (None, variant.batch)
+            self.step = sharding.jit(train_step, in_shardings=specs, donate_argnums=(0,))
+            shapes = jax.eval_shape(init, jax.random.key(0)), jax.ShapeDtypeStruct(tokens.shape, tokens.dtype)
+            completion = self.step.complete(*shapes)
+            self.estimate = completion.estimate(chip)
+            state, self.tokens = completion.in_shardings
+            self.state = jax.block_until_ready(sharding.jit(init, out_shardings=state)(jax.random.key(0)))
+            self.tokens = sharding.put(tokens, self.tokens)
+
+    def seconds(self) -> float:
+        """Of one more step."""
+        with self.over:
+            begun = time.perf_counter()
+            self.state, loss = self.step(self.state, self.tokens)
+            jax.block_until_ready((self.state, loss))
+            return time.perf_counter() - begun
+
+
+def measured(options: Options) -> list[Row]:
+    """The figures of all variants, quickest first."""
+    effort = cost.QUICK if options.quick else None
+    with sharding.mesh(TWO) as mesh:
+        chip = cost.calibrate(mesh, effort=effort, say=lambda line: print(line, flush=True)).chip
+    cases = {}
+    for name, variant in VARIANTS.items():
+        cases[name] = Case(variant, options, chip)
+        first = cases[name].seconds()
+        print(f"{name:32} compiled in {first:6.1f} s, estimated {cases[name].estimate.seconds:7.4f} s", flush=True)
+    for case in cases.values():
+        case.seconds()
+    found = {name: [] for name in cases}
+    for _ in range(options.repeats):
+        for name, case in cases.items():
+            found[name].append(case.seconds())
+    rows = [
+        Row(
+            name=name,
+            mesh=", ".join(f"{axis}={size}" for axis, size in VARIANTS[name].sizes.items()),
+            estimated_seconds=case.estimate.seconds,
+            measured_seconds=statistics.median(found[name]),
+        )
+        for name, case in cases.items()
+    ]
+    return sorted(rows, key=lambda row: row.measured_seconds)
+
+
+def spearman(rows: Sequence[Row]) -> float:
+    """The correlation of the ranks by estimate and by measurement."""
+    pairs: Any = scipy.stats.spearmanr([r.estimated_seconds for r in rows], [r.measured_seconds for r in rows])
+    return float(pairs.statistic)
+
+
+def machine() -> str:
+    """Where the figures come from."""
+    return f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, JAX {jax.__version__}"
+
+
+def table(rows: Sequence[Row], options: Options) -> str:
+    """All figures as a Markdown table."""
+    order = {r.name: k for k, r in enumerate(sorted(rows, key=lambda row: row.estimated_seconds), 1)}
+    head = [
+        "# Estimated and measured steps",
+        "",
+        f"{machine()}; eight virtual CPU devices; a GPT of {options.layers} layers, {options.features} features, batch "
+        f"{options.batch} x {options.context}. `python -m tests.benchmarks.ranking` writes this.",
+        "",
+        f"Spearman's rank correlation of {len(rows)} variants: {spearman(rows):.3f}",
+        "",
+        "| annotated | mesh | measured, ms | estimated, ms | place, measured | place, estimated |",
+        "|---|---|---|---|---|---|",
+    ]
+    body = [
+        f"| {r.name} | {r.mesh} | {1e3 * r.measured_seconds:.1f} | {1e3 * r.estimated_seconds:.1f} | {k} | "
+        f"{order[r.name]} |"
+        for k, r in enumerate(rows, 1)
+    ]
+    return "\n".join([*head, *body]) + "\n"
+
+
+def main(options: Options) -> None:
+    """Print the table and write what is asked for."""
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 8)
+    rows = measured(options)
+    text = table(rows, options)
+    print(text)
+    if options.table is not None:
+        options.table.write_text(text)
+    if options.json is not None:
+        document = {"machine": machine(), "spearman": spearman(rows), "rows": [asdict(row) for row in rows]}
+        options.json.write_text(json.dumps(document, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__))
