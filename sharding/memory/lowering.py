@@ -184,7 +184,7 @@ class Lowering:
             steps = [() if a.axes != b.axes else way for a, b, way in zip(made, lying, steps, strict=True)]
             made = lying
         for k, (atom, x, need) in enumerate(zip(eqn.invars, operands, needs, strict=True)):
-            if x is None and not primitives.is_loop(name) and atom.aval.shape:
+            if x is None and atom.aval.shape and not primitives.takes_constants(name):
                 operands[k] = to.constant(to.local(atom.aval.shape, need), self.width(atom.aval))
         shapes = [to.local(v.aval.shape, spec) for v, spec in zip(eqn.outvars, made, strict=True)]
         results = self.instructions(eqn, operands, shapes, scope, to)

@@ -60,6 +60,11 @@ def is_loop(name: str) -> bool:
     return name in ELEMENTWISE or name in SHAPES or name in REDUCTIONS or name in RESHAPES
 
 
+def takes_constants(name: str) -> bool:
+    """Whether a constant operand is made inside it, and never stored."""
+    return is_loop(name) and name not in REDUCTIONS and name not in RESHAPES
+
+
 def is_expensive(name: str, eqn: Any) -> bool:
     """Whether it is not computed once per consumer."""
     if name in ("div", "rem"):
