@@ -1,0 +1,217 @@
+"""What it takes to look at train steps of the largest models on 512 described v5p chips, without any device.
+
+    python -m tests.benchmarks.scale                          # a minute
+    python -m tests.benchmarks.scale --json scale.json
+
+For GPT-3 (175 billion parameters) and a mixture of experts of a trillion: the seconds of tracing and completing the
+step, of its ledger, of its memory, of its estimate and of its page, each for the first time in the process. Layers are
+scanned, so that the figures don't grow with depth; nothing is compiled.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import tyro
+from jax import lax
+
+import sharding
+from sharding import P
+from sharding.launch import tasks
+from sharding.launch.config import ModelChoice, Optimization
+from sharding.models import layouts
+
+DEVICES = "v5p:8x8x8"
+SLOW = 10.0
+"""Seconds within which completion, ledger and memory are meant to be there together."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to write."""
+
+    json: Path | None = None
+    """Where to write the figures."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Look:
+    """What one program took."""
+
+    name: str
+    num_parameters: int
+    num_arguments: int
+    num_values: int
+    num_ops: int
+    num_collectives: int
+    collective_bytes: int
+    peak_bytes: int
+    estimated_seconds: float
+    complete_seconds: float
+    ledger_seconds: float
+    memory_seconds: float
+    estimate_seconds: float
+    page_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        """Of completion, ledger and memory."""
+        return self.complete_seconds + self.ledger_seconds + self.memory_seconds
+
+
+Program = tuple[dict[str, int], Callable[..., Any], tuple[Any, ...], Any, Any]
+"""Mesh, step, its arguments' shapes and their specs, and the shapes of the parameters."""
+
+
+def gpt3() -> Program:
+    """GPT-3 with Megatron's rules over tensor and fully sharded over fsdp."""
+    sizes = {"fsdp": 64, "tensor": 8}
+    family, model = tasks.find(ModelChoice(name="gpt3-175b"))
+    task = family.build("gpt3-175b", model, Optimization(), steps=1000, seed=0)
+    args = task.state_shapes, task.batch_shapes(512)
+    return sizes, task.train_step, args, (None, layouts.batch(sizes)), task.state_shapes.params
+
+
+# A mixture of experts. L layers, B batch, S sequence, M features, H heads, D features of a head, E experts, C places of
+# an expert in a sequence, F hidden features, V vocabulary; the two best experts of each token.
+L, S, M, H, D, E, C, F, V = 52, 2048, 6144, 48, 128, 64, 80, 24_576, 51_200
+
+EXPERTS = {
+    "table": ((V, M), P("tensor", "data")),
+    "qkv": ((L, 3, M, H, D), P(None, None, "data", "tensor")),
+    "out": ((L, H, D, M), P(None, "tensor", None, "data")),
+    "gate": ((L, M, E), P()),
+    "up": ((L, E, M, F), P(None, "data", None, "tensor")),
+    "down": ((L, E, F, M), P(None, "data", "tensor")),
+}
+
+
+def norm(x):
+    wide = x.astype(jnp.float32)
+    return (wide * lax.rsqrt(jnp.mean(wide**2, -1, keepdims=True) + 1e-6)).astype(x.dtype)
+
+
+def attention(w, x_BSM):
+    q, k, v = jnp.einsum("bsm,nmhd->nbshd", norm(x_BSM), w["qkv"])
+    scores_BHST = jnp.einsum("bshd,bthd->bhst", q, k).astype(jnp.float32) / math.sqrt(D)
+    causal = jnp.tril(jnp.ones((S, S), bool))[None, None]
+    weights = jax.nn.softmax(jnp.where(causal, scores_BHST, -1e30)).astype(x_BSM.dtype)
+    return jnp.einsum("bshd,hdm->bsm", jnp.einsum("bhst,bthd->bshd", weights, v), w["out"])
+
+
+def experts(w, x_BSM):
+    x_BSM = norm(x_BSM)
+    best_BSK, chosen = lax.top_k(jax.nn.softmax((x_BSM @ w["gate"]).astype(jnp.float32)), 2)
+    chosen_BSKE = jax.nn.one_hot(chosen, E)
+    flat = chosen_BSKE.reshape(x_BSM.shape[0], -1, E)
+    place = (jnp.cumsum(flat, axis=1) * flat - 1).reshape(chosen_BSKE.shape).astype(jnp.int32)
+    places_BSKEC = sharding.annotate(jax.nn.one_hot(place, C, dtype=x_BSM.dtype), P("data"))
+    dispatch_BSEC = places_BSKEC.sum(2)
+    combine_BSEC = jnp.einsum("bskec,bsk->bsec", places_BSKEC, best_BSK.astype(x_BSM.dtype))
+    sent_EBCM = jnp.einsum("bsec,bsm->ebcm", dispatch_BSEC, x_BSM)
+    sent_EBCM = sharding.annotate(sent_EBCM, P("data"))  # to where the experts are, and back
+    wide_EBCF = sharding.annotate(jnp.einsum("ebcm,emf->ebcf", sent_EBCM, w["up"]), P("data", None, None, "tensor"))
+    back_EBCM = sharding.annotate(jnp.einsum("ebcf,efm->ebcm", jax.nn.gelu(wide_EBCF), w["down"]), P("data"))
+    return jnp.einsum("ebcm,bsec->bsm", back_EBCM, combine_BSEC)
+
+
+def loss(params, tokens):
+    @jax.checkpoint
+    def layer(x, w):
+        x = sharding.annotate(x + attention(w, x), P("data"))
+        return x + experts(w, x), None
+
+    x = sharding.annotate(params["table"][tokens[:, :-1]], P("data"))
+    x, _ = lax.scan(layer, x, {k: w for k, w in params.items() if k != "table"})
+    logits = jnp.einsum("bsm,vm->bsv", norm(x), params["table"]).astype(jnp.float32)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+
+def trillion() -> Program:
+    """A trillion parameters, nearly all of experts, which the data axis shares out."""
+    optimizer = optax.adamw(1e-4, mu_dtype=jnp.float32)
+
+    def step(state, tokens):
+        params, moments = state
+        value, gradient = jax.value_and_grad(loss)(params, tokens)
+        updates, moments = optimizer.update(gradient, moments, params)
+        return (optax.apply_updates(params, updates), moments), value
+
+    params = {k: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for k, (shape, _) in EXPERTS.items()}
+    state = params, jax.eval_shape(optimizer.init, params)
+    specs = ({k: spec for k, (_, spec) in EXPERTS.items()}, None), P("data")
+    args = state, jax.ShapeDtypeStruct((512, S + 1), jnp.int32)
+    return {"data": 64, "tensor": 8}, step, args, specs, params
+
+
+PROGRAMS = {"GPT-3": gpt3, "a trillion parameters": trillion}
+
+
+def look(name: str) -> Look:
+    """Completes a program and says what that took."""
+    sizes, run, args, specs, params = PROGRAMS[name]()
+    with sharding.mesh(sizes, devices=DEVICES), tempfile.TemporaryDirectory() as folder:
+        step = sharding.jit(run, in_shardings=specs, donate_argnums=(0,))
+        c, complete_seconds = timed(lambda: step.complete(*args))
+        ledger, ledger_seconds = timed(c.communication)
+        memory, memory_seconds = timed(c.memory)
+        estimate, estimate_seconds = timed(c.estimate)
+        _, page_seconds = timed(lambda: c.report(Path(folder) / "page.html"))
+    graph = c.assignment.graph
+    return Look(
+        name=name,
+        num_parameters=sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params)),
+        num_arguments=len(graph.inputs),
+        num_values=len(graph.shapes),
+        num_ops=len(graph.ops),
+        num_collectives=len(ledger),
+        collective_bytes=ledger.total_bytes,
+        peak_bytes=memory.peak_bytes,
+        estimated_seconds=estimate.seconds,
+        complete_seconds=complete_seconds,
+        ledger_seconds=ledger_seconds,
+        memory_seconds=memory_seconds,
+        estimate_seconds=estimate_seconds,
+        page_seconds=page_seconds,
+    )
+
+
+def timed(f: Callable[[], Any]) -> tuple[Any, float]:
+    """A result and the seconds until it was there."""
+    begun = time.perf_counter()
+    return f(), time.perf_counter() - begun
+
+
+def main(options: Options) -> None:
+    """Print the figures of each program."""
+    jax.config.update("jax_platforms", "cpu")
+    found = []
+    for name in PROGRAMS:
+        one = look(name)
+        found.append(one)
+        print(
+            f"{name}: {one.num_parameters / 1e9:,.1f} billion parameters in {one.num_arguments} arguments; on {DEVICES}"
+        )
+        print(f"  {one.num_values} values, {one.num_ops} ops, {one.num_collectives} collectives in the program")
+        print(f"  complete {one.complete_seconds:.2f} s, ledger {one.ledger_seconds:.2f} s, memory "
+              f"{one.memory_seconds:.2f} s: {one.seconds:.2f} s together ({'under' if one.seconds < SLOW else 'over'} "
+              f"{SLOW:.0f}); estimate {one.estimate_seconds:.2f} s, page {one.page_seconds:.2f} s")  # fmt: skip
+        print(f"  a step: {one.estimated_seconds:.1f} s, {one.collective_bytes / 1e9:.1f} GB of collectives and "
+              f"{one.peak_bytes / 1e9:.1f} GB at the peak of each device", flush=True)  # fmt: skip
+    if options.json is not None:
+        document = {"jax": jax.__version__, "devices": DEVICES, "programs": [asdict(one) for one in found]}
+        options.json.write_text(json.dumps(document, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__))
