@@ -10,7 +10,7 @@ PROGRAMS = {name: shutil.which(name) for name in ("chromium", "chromedriver")}
 """Of Debian's packages `chromium` and `chromium-driver`."""
 FLAGS = """
 --headless=new --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking
---disable-component-update --disable-sync --hide-scrollbars --force-color-profile=srgb
+--disable-component-update --disable-sync --disable-extensions --hide-scrollbars --force-color-profile=srgb
 """.split()
 
 

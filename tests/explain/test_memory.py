@@ -195,3 +195,8 @@ def test_largest_batch_may_be_none_or_all():
     assert everything.batch == 64 and everything.next
     with pytest.raises(sharding.ShardingError, match="1 <= multiple <= limit"):
         largest_batch(memory, "v5e", multiple=0)
+
+
+def test_reductions_of_constants():
+    report = report_of(lambda x: x + jnp.sum(jnp.zeros((3, 2))), peaks.floats(64, 32), in_shardings=(P("data"),))
+    assert report.argument_bytes == report.result_bytes == 64 * 32 * 4 // 2

@@ -1,5 +1,7 @@
 // The ledger of collectives.
 
+const hint = (words) => make("details", { class: "hint" }, make("summary", {}, "how to avoid it"), words);
+
 function showCommunication() {
   const section = place("communication");
   const rows = data.collectives.map(([kind, axes, times, bytes, wire, seconds, line, cause, hint, op, dtype, num]) => (
@@ -19,7 +21,7 @@ function showCommunication() {
     bytesColumn("sent", (row) => row.wire),
     ...(rows[0].seconds === null ? [] : [secondsColumn("time", (row) => row.seconds)]),
     lineColumn("line", (row) => row.line),
-    textColumn("cause", (row) => row.cause, (row) => [row.cause, ...(row.hint ? [make("span", { class: "hint" }, row.hint)] : [])]),
+    textColumn("cause", (row) => row.cause, (row) => [row.cause, ...(row.hint ? [hint(row.hint)] : [])]),
   ];
   section.append(
     make("p", { class: "muted" }, "What each device takes part in over one call: bytes that it gets, and bytes that it sends by the ring algorithm. ",
