@@ -40,8 +40,11 @@ def chromium() -> Iterator[Any]:
 
 
 def shape(driver: Any, width: int, height: int, *, scheme: str = "light", scale: int = 1) -> None:
-    """Gives the page a size in pixels and a colour scheme."""
+    """Gives the page a size in pixels and a colour scheme; nothing in it moves by itself."""
     metrics = {"width": width, "height": height, "deviceScaleFactor": scale, "mobile": width < 600}
     driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
-    features = [{"name": "prefers-color-scheme", "value": scheme}]
+    features = [
+        {"name": "prefers-color-scheme", "value": scheme},
+        {"name": "prefers-reduced-motion", "value": "reduce"},
+    ]
     driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})

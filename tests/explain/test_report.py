@@ -296,6 +296,12 @@ def test_the_keyboard_does_the_same(c, page):
     assert told(page) == expected(
         c, c.assignment.graph.label(int(page.switch_to.active_element.get_attribute("data-value")))
     )
+    item = page.switch_to.active_element
+    keys(page, "ARROW_RIGHT", "TAB", "TAB", "ENTER")  # into the panel, past its close button, to the first step
+    assert page.switch_to.active_element.get_attribute("id") == "why"
+    keys(page, "ESCAPE")
+    assert page.switch_to.active_element.get_attribute("aria-selected") == "true"
+    page.execute_script("arguments[0].focus()", item)
     keys(page, "ARROW_LEFT", "ARROW_LEFT", "HOME")
     assert page.switch_to.active_element.get_attribute("aria-label").startswith("Arguments")
 

@@ -124,6 +124,7 @@ def _time(assignment: Assignment, on: Topology) -> dict[str, Any]:
         "compute": found.compute_seconds,
         "communication": found.communication_seconds,
         "exposed": found.exposed_seconds,
+        "measured": bool(on.chip.collectives),
         "by_op": _summed(found.parts, "name"),
         "by_source": _summed(found.parts, "source"),
     }

@@ -1,10 +1,19 @@
 // The page: what is shown first, and what a choice changes. `report.html#value=params/w1` opens with that value chosen.
 
 function choose(v, item = null) {
+  const panel = place("why");
+  const isInside = panel.contains(document.activeElement);
   markChosen(v, item);
   showWhy(v);
   showMesh(v);
   say(v === null ? "" : whyText(v));
+  if (isInside && v !== null) panel.focus();
+}
+
+// From the reasons back to the value, from there to none.
+function leave() {
+  if (chosen && place("why").contains(document.activeElement)) focusOn(chosen);
+  else choose(null);
 }
 
 function showNotes() {
@@ -55,4 +64,4 @@ function followHash() {
 
 followHash();
 window.addEventListener("hashchange", followHash);
-document.addEventListener("keydown", (event) => { if (event.key === "Escape") choose(null); });
+document.addEventListener("keydown", (event) => { if (event.key === "Escape") leave(); });

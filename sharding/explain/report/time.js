@@ -15,7 +15,7 @@ function showTime() {
     numberColumn("share", (row) => row[1] + row[2], (row) => shareText(row[1] + row[2], compute + communication)),
   ];
   section.append(
-    make("p", {}, make("b", {}, secondsText(seconds)), ` estimated on ${data.devices}, by the chip's own rates: a bound from below.`),
+    make("p", {}, make("b", {}, secondsText(seconds)), ` estimated on ${data.devices}${data.time.measured ? " by measured rates." : ", by its data sheet: a bound from below."}`),
     ...parted([{ name: "computing", size: compute, style: "shade s0" },
       { name: "waiting for collectives", size: Math.max(0, exposed), style: "shade s2" }], secondsText),
     make("p", { class: "muted" }, `Collectives take ${secondsText(communication)} in all; what is not waited for is hidden behind ops.`),

@@ -115,6 +115,11 @@ function toggle(item, open = item.getAttribute("aria-expanded") === "false") {
   }
 }
 
+function enterWhy(item) {
+  activate(item);
+  place("why").focus();
+}
+
 function activate(item) {
   if (item.more) item.more();
   else if (item.contents) toggle(item);
@@ -140,7 +145,7 @@ function onTreeKey(event) {
     ArrowUp: () => focusOn(shown[at - 1]),
     Home: () => focusOn(shown[0]),
     End: () => focusOn(shown[shown.length - 1]),
-    ArrowRight: () => (open === "false" ? toggle(item, true) : open === "true" && focusOn(shown[at + 1])),
+    ArrowRight: () => (open === "false" ? toggle(item, true) : open === "true" ? focusOn(shown[at + 1]) : enterWhy(item)),
     ArrowLeft: () => (open === "true" ? toggle(item, false) : focusOn(item.parentElement.closest('[role="treeitem"]'))),
     Enter: () => activate(item),
     " ": () => activate(item),
@@ -176,7 +181,7 @@ function otherName(v) {
 }
 
 function showValues() {
-  tree = make("ul", { role: "tree", "aria-label": "Values", onkeydown: onTreeKey, onclick: (event) => {
+  tree = make("ul", { role: "tree", "aria-label": "Values", "aria-describedby": "tree-keys", onkeydown: onTreeKey, onclick: (event) => {
     const item = event.target.closest('[role="treeitem"]');
     if (item && event.target.closest(".row")) { focusOn(item); activate(item); }
   } });
@@ -190,7 +195,8 @@ function showValues() {
     make("p", { class: "filter" }, make("label", { for: "filter" }, "Find "), filter, make("span", { id: "found", class: "muted", role: "status" })),
     make("div", { class: "row head", "aria-hidden": "true" }, make("span", { class: "name" }, "name"), make("span", {}, "split by"),
       make("span", { class: "type" }, "type"), make("span", { class: "bytes" }, "on a device")),
-    tree);
+    tree,
+    make("p", { class: "muted", id: "tree-keys" }, "Arrow keys move and open, Enter shows why; the right arrow on a value goes to its reasons, Escape back."));
   listed([]);
 }
 

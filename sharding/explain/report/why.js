@@ -82,7 +82,7 @@ function showWhy(v) {
   const dims = program.shape(v).map((_, dim) => dimPart(v, dim)).flat();
   panel.replaceChildren(
     make("div", { class: "top" }, make("h2", {}, program.label(v)),
-      make("button", { type: "button", class: "close", "aria-label": "Close", onclick: () => choose(null) }, "×")),
+      make("button", { type: "button", class: "close", "aria-label": "Close", onclick: () => { const item = chosen; choose(null); focusOn(item); } }, "×")),
     facts(v),
     ...(dims.length ? dims : [make("p", {}, "A scalar: there is nothing to split.")]));
   panel.scrollTop = 0;
