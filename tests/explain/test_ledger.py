@@ -5,6 +5,7 @@ from collections import Counter
 import jax
 import jax.numpy as jnp
 import numpy as np
+import peaks
 import pytest
 from steps import models, written
 from steps.step import MESHES, STYLES
@@ -14,16 +15,22 @@ from sharding import P, ShardingError, cost
 
 STEPS = models.STEPS | written.STEPS
 
-CUMULATED = "a sum along a split dim is done by XLA as it likes"
 PARTS = "parts of one axis go their own ways"
+TURN = "the derivative of a turn is two slices, of which the ledger knows nothing"
+ENTERS = "what enters a shard_map is moved by XLA on its own way"
+INSIDE = "XLA moves what a loop carries once more"
 KNOWN = {
-    "experts": CUMULATED,
-    "graph net": PARTS,
-    "lstm": PARTS,
-    "ring attention": "the derivative of a turn is two slices, of which the ledger knows nothing",
-    "ring attention by hand": "what enters a shard_map is moved by XLA on its own way",
+    ("graph net", 3, "weights"): (0.24, PARTS),
+    ("lstm", 1, "weights"): (0.02, INSIDE),
+    ("lstm", 3, "weights"): (0.12, PARTS),
+    ("ring attention", 0, "weights"): (0.23, TURN),
+    ("ring attention", 2, "weights"): (0.18, TURN),
+    ("ring attention", 3, "weights"): (0.15, TURN),
+    ("ring attention by hand", 0, "batch"): (0.03, ENTERS),
+    ("ring attention by hand", 1, "batch"): (0.03, ENTERS),
+    ("ring attention by hand", 1, "weights"): (0.09, ENTERS),
 }
-"""Steps where on some mesh the ledger and the compiled program differ, and why."""
+"""(step, number of the mesh, style) of the newest JAX -> (how far the bytes are from those compiled, why)."""
 
 
 def rows(ledger):
@@ -159,13 +166,16 @@ def test_a_train_step_is_compiled_to_what_was_predicted():
     assert predicted == compiled and predicted["all-gather"][0] > 8
 
 
+@peaks.NEWEST
 @pytest.mark.slow
+@pytest.mark.parametrize("number", range(len(MESHES)))
 @pytest.mark.parametrize("name", STEPS)
-def test_train_steps_are_compiled_to_what_was_predicted(name):
-    missed = {}
-    for sizes in MESHES:
-        for style in STYLES:
-            predicted, compiled = compared(name, style, sizes)
-            if predicted != compiled:
-                missed[str(sizes), style] = predicted, compiled
-    assert not missed or name in KNOWN, missed
+def test_train_steps_are_compiled_to_what_was_predicted(name, number):
+    for style in STYLES:
+        predicted, compiled = compared(name, style, MESHES[number])
+        if (name, number, style) not in KNOWN:
+            assert predicted == compiled, style
+            continue
+        bound, _ = KNOWN[name, number, style]
+        said, done = (sum(size for _, size in found.values()) for found in (predicted, compiled))
+        assert abs(said - done) <= bound * done, (predicted, compiled)
