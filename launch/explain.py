@@ -6,8 +6,10 @@ from typing import Any
 import jax
 
 import sharding
-from sharding import cost
+from sharding import cost, hardware
 from sharding.errors import ShardingError
+from sharding.explain import Fit, Verification
+from sharding.explain.capacity import memory_bytes
 
 from ..models import layouts
 from . import tasks
@@ -19,7 +21,7 @@ LEAST_EXAMPLES = 16
 
 def run(config: Explain) -> None:
     """Print what `config` asks for."""
-    completion, compiled = compile_ahead(config, config.aot) if config.aot is not None else (complete(config), None)
+    completion, facts = compile_ahead(config, config.aot) if config.aot is not None else (complete(config), ())
     if config.check is not None:
         sharding.check_lock(completion, config.check)
         print(f"as {config.check} says")
@@ -35,11 +37,10 @@ def run(config: Explain) -> None:
         print(completion.communication())
     if config.memory:
         print(completion.memory())
-    if compiled is not None:
-        print(compiled)
-    if not (
-        compiled or config.check or config.lock or config.report or config.why or config.communication or config.memory
-    ):
+    for fact in facts:
+        print(fact)
+    shown = config.check or config.lock or config.report or config.why or config.communication or config.memory
+    if not (shown or facts):
         print(completion)
 
 
@@ -54,14 +55,17 @@ def complete(config: Explain) -> Any:
         return step.complete(*args)
 
 
-def compile_ahead(config: Explain, devices: str) -> tuple[Any, Any]:
-    """The completion, and its figures beside those of the step compiled for devices that aren't there."""
+def compile_ahead(config: Explain, devices: str) -> tuple[Any, tuple[Verification, Fit]]:
+    """The completion, its figures beside those of the step compiled for devices that aren't there, and whether it fits.
+
+    XLA:TPU refuses a step that doesn't fit its chip, XLA:GPU compiles it all the same.
+    """
     over = sharding.mesh(parse_mesh(config.mesh), devices=cost.compile_only(devices))
     step, args = _step(config, over.mesh)  # before the mesh is in force: what is computed here can't run there
     with over:
         completion = step.complete(*args)
         try:
-            return completion, completion.verify(step.lower(*args).compile())
+            found = completion.verify(step.lower(*args).compile())
         except jax.errors.JaxRuntimeError as error:
             raise ShardingError(
                 f"{completion.name} compiled for {devices}",
@@ -69,6 +73,8 @@ def compile_ahead(config: Explain, devices: str) -> tuple[Any, Any]:
                 must="the compiler takes the step, and a device's memory holds it",
                 fix=["--memory, without --aot, to see what fills it", "--remat", "a larger mesh"],
             ) from error
+    chip = hardware.parse(devices).chip.name
+    return completion, (found, Fit(chip=chip, peak_bytes=found.compiled_peak_bytes, memory_bytes=memory_bytes(chip)))
 
 
 def _step(config: Explain, mesh: Any) -> tuple[Any, tuple[Any, Any]]:

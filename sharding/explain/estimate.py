@@ -103,7 +103,7 @@ class _Tasks:
         self.assignment, self.graph, self.on = assignment, assignment.graph, on
         self.walk = Walk(assignment)
         self.inline = _inline(self.graph)
-        self.links = DEVICE if on.chip.shares_cores else LINKS
+        self.links = LINKS if on.chip.sends_while_computing else DEVICE
         self.ready: dict[int, tuple[str, ...]] = {}  # value -> the tasks behind which it is there
         self.number = 0
 

@@ -128,6 +128,8 @@ class Chip:
     shares_cores: bool = False
     """Whether the devices of a host are threads over the same cores. The rates are then those with a core per device;
     a measured table has the rates per device while all run."""
+    sends_while_computing: bool = True
+    """Whether links work by themselves; cores do one after the other, also those of a measured table."""
     collectives: tuple[MeasuredCollective, ...] = ()
     """Measured ones, which go before the model of the links."""
 

@@ -223,6 +223,7 @@ _CPU = Chip(
     op_seconds=2 * _US,
     collective_seconds=50 * _US,
     shares_cores=True,
+    sends_while_computing=False,
 )
 
 CHIPS: Mapping[str, Chip] = MappingProxyType(

@@ -1,5 +1,7 @@
 """Seconds of a step against what a chip's numbers give by hand."""
 
+import dataclasses
+
 import jax
 import pytest
 
@@ -48,6 +50,20 @@ def test_a_gather_that_nothing_waits_for_yet_is_hidden():
     assert estimate.seconds == pytest.approx(estimate.compute_seconds)
 
 
+def test_cores_compute_and_send_one_after_the_other():
+    def fn(x, u, w):
+        return (x @ u) @ w
+
+    specs = (P("a"), None, P("a"))
+    args = [floats(4096, 512), floats(512, 512), floats(512, 512)]
+    found = completed(fn, args, {"a": 4}, in_shardings=specs)
+    measured = dataclasses.replace(hardware.chip("cpu"), shares_cores=False)  # as of a calibration
+    for chip in (hardware.chip("cpu"), measured):
+        estimate = found.estimate(chip)
+        assert estimate.communication_seconds > 0
+        assert estimate.exposed_seconds == pytest.approx(estimate.communication_seconds)
+
+
 def test_loops_count_each_time():
     def fn(x, w):
         return jax.lax.scan(lambda c, _: (c @ w, None), x, length=7)[0]
@@ -80,5 +96,8 @@ def test_devices_that_do_not_fit():
     found = completed(lambda x: x * 2, [floats(8, 8)], {"a": 4})
     with pytest.raises(ShardingError, match="4"):
         found.estimate("v5p:4x4x4")
+    assert found.estimate().chip == "v5p:2x2x1"
+    with sharding.mesh({"a": 4}, devices=4):
+        of_no_kind = sharding.jit(lambda x: x * 2).complete(floats(8, 8))
     with pytest.raises(ShardingError, match="something says what the devices are"):
-        found.estimate()
+        of_no_kind.estimate()

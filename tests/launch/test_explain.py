@@ -67,7 +67,7 @@ def test_a_compiler_that_is_not_installed(capsys):
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
 def test_compiled_for_devices_that_are_not_there(capsys):
     shown = explain(capsys, "--mesh", "data=-1,tensor=4", "--aot", "v5p:2x2x2")
-    assert "predicted" in shown and "all-reduce" in shown and "peak" in shown
+    assert "predicted" in shown and "all-reduce" in shown and "peak" in shown and "fits v5p" in shown
 
 
 def test_mistakes(capsys):
