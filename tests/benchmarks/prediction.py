@@ -7,19 +7,23 @@
 Per program: the collectives by kind (how many run, and their bytes), those that the ledger said; the peak of one
 device's memory, argument + temp + output - alias bytes of `memory_analysis()`, and the predicted one; and the bytes of
 all collectives over those of the same step completed by XLA (`engine="xla"`), whose partitioner then chooses how
-arrays move. On eight virtual CPU devices; the figures depend on the release of JAX, not on the machine.
+arrays move. Both are run in turns, and the ratio of their medians is the last figure. On eight virtual CPU devices; all
+figures but that one depend on the release of JAX, not on the machine.
 """
 
 from __future__ import annotations
 
 import json
+import statistics
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import tyro
 
 import sharding
@@ -55,6 +59,8 @@ class Options:
     """Numbers of the meshes."""
     styles: tuple[str, ...] = STYLES
     """What is annotated: the batch alone, or the weights too."""
+    repeats: int = 7
+    """How often each program is run, and run as left to XLA."""
     json: Path | None = None
     """Where to write the figures."""
     table: Path | None = None
@@ -74,6 +80,8 @@ class Program:
     compiled_peak: int
     left_bytes: int
     """Of all collectives, where moving is left to XLA's partitioner."""
+    time_ratio: float
+    """The time of a step over that where moving is left to XLA's partitioner, medians; 0 if not measured."""
 
     @property
     def counts_agree(self) -> bool:
@@ -98,7 +106,7 @@ class Program:
         return sum(size for _, size in self.compiled.values()) / max(1, self.left_bytes)
 
 
-def program(name: str, style: str, sizes: dict[str, int]) -> Program:
+def program(name: str, style: str, sizes: dict[str, int], repeats: int) -> Program:
     """The figures of a train step with donated state on one mesh."""
     step = (STEPS | HALF)[name](style, sizes)
 
@@ -108,8 +116,8 @@ def program(name: str, style: str, sizes: dict[str, int]) -> Program:
     with sharding.mesh(sizes):
         ours = jitted("sharding")
         completion = ours.complete(*step.args)
-        facts = cost.read_compiled(ours.lower(*step.args).compile())
-        left = cost.read_compiled(jitted("xla").lower(*step.args).compile())
+        decided, left_alone = ours.lower(*step.args).compile(), jitted("xla").lower(*step.args).compile()
+        facts, left = cost.read_compiled(decided), cost.read_compiled(left_alone)
         found = Program(
             name=name,
             mesh=", ".join(f"{k}={v}" for k, v in sizes.items()),
@@ -119,21 +127,43 @@ def program(name: str, style: str, sizes: dict[str, int]) -> Program:
             predicted_peak=completion.memory().peak_bytes,
             compiled_peak=facts.peak_bytes,
             left_bytes=left.total_bytes,
+            time_ratio=ratio(decided, left_alone, step.args, repeats),
         )
     jax.clear_caches()
     return found
 
 
+def ratio(one: Any, other: Any, args: Sequence[Any], repeats: int) -> float:
+    """The time of one compiled program over that of another, medians of so many runs in turns."""
+    seconds: tuple[list[float], list[float]] = ([], [])
+    for k in range(repeats + 1):
+        for found, compiled in zip(seconds, (one, other), strict=True):
+            given = jax.block_until_ready(jax.tree.map(zeros, tuple(args), compiled.input_shardings[0]))
+            start = time.perf_counter()
+            jax.block_until_ready(compiled(*given))
+            if k:  # the first run is warm-up
+                found.append(time.perf_counter() - start)
+    return statistics.median(seconds[0]) / statistics.median(seconds[1]) if repeats else 0.0
+
+
+def zeros(shape: jax.ShapeDtypeStruct, sharding: Any) -> jax.Array:
+    """An array of nothing but zeros, keys of one seed."""
+    if jnp.issubdtype(shape.dtype, jax.dtypes.prng_key):
+        return jax.device_put(jnp.broadcast_to(jax.random.key(0), shape.shape), sharding)
+    return jax.device_put(jnp.zeros(shape.shape, shape.dtype), sharding)
+
+
 def summary(programs: Sequence[Program]) -> list[str]:
     """How many programs agree in what."""
-    n = len(programs)
+    n, moved = len(programs), sorted(p.moved_ratio for p in programs)
     return [
         f"{sum(p.counts_agree for p in programs)} of {n}: kinds and counts of collectives as predicted",
         f"{sum(p.bytes_agree for p in programs)} of {n}: bytes of each kind within {CLOSE:.0%}",
         f"{sum(abs(p.peak_ratio - 1) <= NEAR for p in programs)} of {n}: peak within {NEAR:.0%}",
-        f"{sum(p.moved_ratio <= 1 for p in programs)} of {n}: no more bytes moved than when left to the partitioner; "
-        f"the worst {max(p.moved_ratio for p in programs):.2f}, the median "
-        f"{sorted(p.moved_ratio for p in programs)[n // 2]:.2f}, the best {min(p.moved_ratio for p in programs):.2f}",
+        f"{sum(ratio <= 1 for ratio in moved)} of {n}: no more bytes moved than when left to the partitioner; "
+        f"the worst {moved[-1]:.2f}, the median {statistics.median(moved):.2f}, the best {moved[0]:.2f}",
+        "time of a step over that when left to the partitioner: the median "
+        f"{statistics.median(p.time_ratio for p in programs):.2f}",
     ]
 
 
@@ -143,18 +173,20 @@ def table(programs: Sequence[Program]) -> str:
         "# Predicted and compiled",
         "",
         f"JAX {jax.__version__}, eight virtual CPU devices; `python -m tests.benchmarks.prediction` writes this.",
+        "Peak is predicted over compiled; bytes and time are those over what they are when moving is left to XLA.",
         "",
         *(f"- {line}" for line in summary(programs)),
         "",
-        "| program | mesh | annotated | predicted | compiled | peak, predicted / compiled | bytes / left to XLA |",
-        "|---|---|---|---|---|---|---|",
+        "| program | mesh | annotated | predicted | compiled | peak | bytes | time |",
+        "|---|---|---|---|---|---|---|---|",
     ]
-    rows = [
-        f"| {p.name} | {p.mesh} | {p.style} | {_text(p.predicted)} | "
-        f"{'the same' if p.predicted == p.compiled else _text(p.compiled)} | {p.peak_ratio:.2f} | {p.moved_ratio:.2f} |"
-        for p in programs
-    ]
-    return "\n".join([*head, *rows]) + "\n"
+    return "\n".join([*head, *map(_row, programs)]) + "\n"
+
+
+def _row(p: Program) -> str:
+    found = "the same" if p.predicted == p.compiled else _text(p.compiled)
+    ratios = " | ".join(f"{ratio:.2f}" for ratio in (p.peak_ratio, p.moved_ratio, p.time_ratio))
+    return f"| {p.name} | {p.mesh} | {p.style} | {_text(p.predicted)} | {found} | {ratios} |"
 
 
 def _text(found: dict[str, tuple[int, int]]) -> str:
@@ -169,11 +201,14 @@ def main(options: Options) -> None:
     for name in options.steps:
         for number in options.meshes:
             for style in options.styles:
-                p = program(name, style, dict(MESHES[number]))
+                p = program(name, style, dict(MESHES[number]), options.repeats)
                 found.append(p)
                 agree = "as predicted" if p.predicted == p.compiled else "otherwise"
                 label = f"{p.name}; {p.mesh}; {p.style}"
-                print(f"{label:60} {agree:14} peak {p.peak_ratio:5.2f}  moved {p.moved_ratio:5.2f}", flush=True)
+                print(
+                    f"{label:60} {agree:14} peak {p.peak_ratio:5.2f}  moved {p.moved_ratio:5.2f}  time {p.time_ratio:5.2f}",
+                    flush=True,
+                )
     print("\n".join(summary(found)))
     if options.table is not None:
         options.table.write_text(table(found))
