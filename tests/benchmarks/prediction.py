@@ -205,10 +205,8 @@ def main(options: Options) -> None:
                 found.append(p)
                 agree = "as predicted" if p.predicted == p.compiled else "otherwise"
                 label = f"{p.name}; {p.mesh}; {p.style}"
-                print(
-                    f"{label:60} {agree:14} peak {p.peak_ratio:5.2f}  moved {p.moved_ratio:5.2f}  time {p.time_ratio:5.2f}",
-                    flush=True,
-                )
+                ratios = f"peak {p.peak_ratio:5.2f}  moved {p.moved_ratio:5.2f}  time {p.time_ratio:5.2f}"
+                print(f"{label:60} {agree:14} {ratios}", flush=True)
     print("\n".join(summary(found)))
     if options.table is not None:
         options.table.write_text(table(found))
