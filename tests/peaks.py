@@ -9,7 +9,8 @@ import sharding
 from sharding.memory import usage
 
 NEWEST = pytest.mark.skipif(
-    jax.__version_info__ < (0, 12), reason="JAX 0.10.2 undoes remat, orders, fuses and partitions otherwise: only listed"
+    jax.__version_info__ < (0, 12),
+    reason="JAX 0.10.2 undoes remat, orders, fuses and partitions otherwise: only listed",
 )
 
 

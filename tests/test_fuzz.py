@@ -1,11 +1,13 @@
 """Random programs on random meshes give the numbers of one device; and the net that catches those that do not."""
 
 import dataclasses
+import json
 import random
 
 import jax
 import numpy as np
 import pytest
+from fuzz import results
 from fuzz.builder import Builder, Facts
 from fuzz.case import Argument, Case, Record, Type, program_text, walk
 from fuzz.check import Mismatch, check, ops_of
@@ -174,3 +176,12 @@ def test_prints_a_program_that_runs_by_itself(tmp_path):
     done = subprocess.run([sys.executable, path], capture_output=True, text=True, timeout=300, check=True)
     assert "result 0: float32[8, 4]" in done.stdout
     assert "off by 0.707" in done.stdout.splitlines()[-1]
+
+
+def test_counts_of_runs_add_up(tmp_path):
+    run = {"seed": "0", "first": 0, "jax": "1", "programs": 2, "ops": {"add": 1}, "meshes": {}, "rejected_by_jax": {}}
+    for one in (run, run | {"first": 2, "programs": 3, "ops": {"add": 2, "mul": 1}}, run | {"failures": 1}):
+        results.add(tmp_path / "found.json", one)
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert (found["programs"], found["failures"], found["ops"]) == (5, 1, {"add": 3, "mul": 1})
+    assert [r["first"] for r in found["runs"]] == [0, 2]

@@ -32,7 +32,7 @@ def main() -> int:
     parser.add_argument("--replay", type=Path, default=None, help="a failing program's JSON")
     parser.add_argument("--keep-going", action="store_true", help="list failures and go on, without making them small")
     parser.add_argument("--out", type=Path, default=Path("."), help="folder for failing programs")
-    parser.add_argument("--results", type=Path, default=None, help="file for the counts of a run without failure")
+    parser.add_argument("--results", type=Path, default=None, help="file to which the counts are added")
     args = parser.parse_args()
     os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *QUICK]).strip()
     jax.config.update("jax_platforms", "cpu")

@@ -17,6 +17,7 @@ import jaxlib
 from .case import Case, program_text
 from .check import Mismatch, Rejected, check, ops_of
 from .generate import numbered
+from .results import add, revision
 from .shrink import shrink
 
 EVERY = 100
@@ -62,9 +63,10 @@ def run(args: Namespace) -> int:
         "jax": jax.__version__,
         "jaxlib": jaxlib.__version__,
         "python": platform.python_version(),
+        "revision": revision(),
     }
     if args.results is not None:
-        args.results.write_text(json.dumps(found, indent=1) + "\n")
+        add(args.results, found)
     print(json.dumps({k: v for k, v in found.items() if k not in ("ops", "meshes")}, indent=1))
     for number, text in failures:
         print(f"  {number}: {text}")
