@@ -10,7 +10,7 @@ from sharding.memory import usage
 
 NEWEST = pytest.mark.skipif(
     jax.__version_info__ < (0, 12),
-    reason="JAX 0.10.2 undoes remat, orders, fuses and partitions otherwise: only listed",
+    reason="JAX 0.10.2 undoes remat and orders, fuses and partitions otherwise",
 )
 
 
