@@ -234,7 +234,8 @@ class _Body:
         if op is None or len(op.operands) != len(eqn.invars):
             return None
         decision = self.rewriter.decisions.of(op)
-        return decision if any(step.kind != "slice" for step in decision.steps) else None
+        is_read = op.name in limits.READ and any(decision.operands)
+        return decision if is_read or any(step.kind != "slice" for step in decision.steps) else None
 
     def decided(
         self, eqn: Any, decision: Decision, invars: list[Any], found: list[Spec | None]

@@ -187,5 +187,8 @@ LIMITS: dict[str, Callable[[Use], Whole]] = {
 
 NAMES = LIMITS.keys() | STARTS.keys()
 
+READ = frozenset({"gather"})
+"""Primitives whose operand has to be split already as the result takes it over; cutting the result ends in an error."""
+
 LAID_OUT = frozenset({"fft"})
 """Primitives that XLA:CPU runs in one layout alone: beside collectives it may choose another and ends in an error."""

@@ -130,6 +130,19 @@ def test_a_scatter_of_rows_in_parts_of_unequal_length(method, start):
 SIZES = {"a": 3, "b": 2, "c": 2}
 
 
+@pytest.mark.parametrize("length", [1, 3])
+def test_a_gather_of_which_other_axes_split_operand_and_result(length):
+    rng = np.random.default_rng(0)
+    x, rows = rng.normal(size=(4, 4, length)).astype("float32"), rng.integers(0, length, (4,)).astype("int32")
+
+    def f(x, rows):
+        return jnp.take(x, rows, 2, mode="clip")
+
+    with sharding.mesh(a=2, b=2, c=2):
+        step = sharding.jit(f, in_shardings=(P("c"), None), out_shardings=P(None, "b", "a"))
+        np.testing.assert_array_equal(step(x, rows), f(x, rows))
+
+
 def spec(*dims):
     return Spec(dims=tuple(Dim(axes=(d,) if d else ()) for d in dims))
 
