@@ -183,10 +183,19 @@ def test_a_damaged_checkpoint(capsys, half_run: Path, whole_run: Path):
     assert "the checkpoint of step 3, which is whole" in shown
 
 
+@pytest.fixture
+def one_at_a_time() -> Iterator[None]:
+    """No thread takes another's turn: Python 3.11 can't parse in two, and does so to show where Orbax's failed."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(60)
+    yield
+    sys.setswitchinterval(interval)
+
+
 @pytest.mark.parametrize(
     ("num_bytes", "asked"), [(400, "write to --out"), pytest.param(1 << 16, "save step 6", marks=pytest.mark.slow)]
 )
-def test_a_full_disk(num_bytes: int, asked: str, capsys, half_run: Path, whole_run: Path):
+def test_a_full_disk(num_bytes: int, asked: str, capsys, one_at_a_time, half_run: Path, whole_run: Path):
     with no_room(num_bytes):
         shown = refused(capsys, "--resume", "--mesh", MESH, "--sample", "0", "--out", str(half_run))
     assert asked in shown and "whole: steps 3" in shown

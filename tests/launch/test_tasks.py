@@ -69,7 +69,7 @@ def test_every_mesh_learns_the_same(name: str):
     source, first = task.source(BATCH, 0), task.heldout[0].name
     losses, program, state = curve(task, source, {"data": 1}, steps=20)
     heldout = score(program, state, source)
-    assert losses[-1] < losses[0]
+    assert np.mean(losses[10:]) < losses[0]  # one batch of clicks says little
     for sizes in MESHES:
         others, program, other = curve(task, source, sizes, steps=20)
         np.testing.assert_allclose(others, losses, rtol=1e-4, err_msg=str(sizes))
