@@ -9,7 +9,7 @@ import sharding
 from sharding import cost, hardware
 from sharding.errors import ShardingError
 from sharding.explain import Fit, Verification
-from sharding.explain.capacity import memory_bytes
+from sharding.explain.capacity import fit
 
 from ..models import layouts
 from . import tasks
@@ -74,7 +74,7 @@ def compile_ahead(config: Explain, devices: str) -> tuple[Any, tuple[Verificatio
                 fix=["--memory, without --aot, to see what fills it", "--remat", "a larger mesh"],
             ) from error
     chip = hardware.parse(devices).chip.name
-    return completion, (found, Fit(chip=chip, peak_bytes=found.compiled_peak_bytes, memory_bytes=memory_bytes(chip)))
+    return completion, (found, fit(found.compiled_peak_bytes, chip))
 
 
 def _step(config: Explain, mesh: Any) -> tuple[Any, tuple[Any, Any]]:

@@ -23,7 +23,7 @@ from .graph import Pin, joined
 from .hardware import Chip, Devices, Platform
 from .mesh import current
 from .propagation import Assignment, PendingSum, pending
-from .spec import Spec, axis_name, divisible, indivisible, to_partition_spec
+from .spec import Spec, axis_name, divisible, indivisible, sizes_text, to_partition_spec
 from .why import Conflicts, Why, way
 
 LONG = 10_000
@@ -97,14 +97,10 @@ class Completion:
         """Primitives that have no rule, with the number of ops: nothing flowed through those."""
         return self._graph.unknown
 
-    @cached_property
+    @property
     def uneven(self) -> tuple[str, ...]:
         """Named values whose inferred split doesn't divide them: cut at arguments and results, padded elsewhere."""
-        lines = []
-        for name, v in self._graph.names.items():
-            for line in indivisible(self.assignment.specs[v], self._graph.shapes[v], self.assignment.sizes):
-                lines.append(f"{name}: {line}")
-        return tuple(lines)
+        return self.assignment.uneven
 
     def value(self, name: str) -> int:
         """The index of a value by path, end of path or annotated name."""
@@ -289,6 +285,10 @@ class Completion:
             ends.append(ends[-1] + tree.num_leaves)
         return [leaf for i in self._donated for leaf in range(ends[i], ends[i + 1])]
 
+    @cached_property
+    def _wholes(self) -> Wholes:
+        return Wholes(self.assignment)
+
     def why(self, name: str, dim: int | None = None) -> Why:
         """The way of each axis on a value (on one dim of it) from the annotation that it came from.
 
@@ -302,11 +302,10 @@ class Completion:
             raise ShardingError(
                 f"why({name!r}, dim={dim})", there=f"{ndim} dims: {self._graph.shapes[v]}", must=f"0 <= dim < {ndim}"
             )
-        wholes = Wholes(self.assignment)
         lines = [] if ndim else [f"{name} is a scalar"]
         for d in range(ndim) if dim is None else [dim % ndim]:
             if not spec.dims[d].axes:
-                lines.append(f"{name} dim {d} is whole: {wholes.why(v, d)}")
+                lines.append(f"{name} dim {d} is whole: {self._wholes.why(v, d)}")
             for axis in spec.dims[d].axes:
                 lines.append(f"{name} dim {d} is split by {axis_name(axis)}:")
                 lines += [f"  {line}" for line in way(self._graph, self.assignment.chain(v, d, axis))]
@@ -335,7 +334,7 @@ class Completion:
         return sum(v in arguments for v in self._graph.outputs)
 
     def __str__(self) -> str:
-        mesh = ", ".join(f"{k}={v}" for k, v in self.assignment.sizes.items())
+        mesh = sizes_text(self.assignment.sizes)
         head = f"{self.name} on mesh {mesh}: {len(self._graph.shapes)} values, {len(self._graph.ops)} ops"
         table = [("value", "shape", "spec", "reason"), *self.rows()]
         return "\n".join([head, *ruled(table), *self._notes()])

@@ -149,7 +149,7 @@ class _Body:
             for var in source.invars:
                 self.argument(var, first)
         for var in source.invars if self.scope is not self.rewriter.program else ():
-            if self.scope.env[var] in self.scope.exits and var in self.moving:  # a loop carries it
+            if var in self.moving and self.scope.env[var] in self.scope.exits:  # a loop carries it
                 self.argument(var, first)
         for var, stack in zip(source.invars, self.scope.read, strict=False):
             self.sliced(var, stack, first)
@@ -186,7 +186,7 @@ class _Body:
 
     def part(self, stack: Atom) -> Spec | None:
         """How one step's part of a stack lies."""
-        return None if stack is None else Spec(dims=self.rewriter.specs[stack].dims[1:])
+        return None if stack is None else self.rewriter.specs[stack].row
 
     def read(self, atom: Any) -> Any:
         return atom if compat.is_literal(atom) else self.swapped.get(atom, atom)

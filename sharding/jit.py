@@ -22,8 +22,8 @@ from .hardware import Devices, Platform
 from .mesh import current, described
 from .program import OtherArguments, Program
 from .propagation import Assignment, shardy
+from .refusal import refuse_gathers, refuse_uneven
 from .repeat import Repeat
-from .spec import axis_name, indivisible, to_partition_spec
 
 Engine = Literal["sharding", "shardy", "xla"]
 ENGINES = ("sharding", "shardy", "xla")
@@ -283,7 +283,7 @@ class Jitted:
             ties=tracing.ties(traced, avals, call.tree, donated, [pin is not None for pin in out_pins]),
         )
         if self._strict:
-            _refuse_uneven(built, dict(mesh.shape), function)
+            refuse_uneven(built, dict(mesh.shape), function)
         assignment = self._assignment(built, traced, mesh)
         completion = Completion(
             assignment,
@@ -295,7 +295,7 @@ class Jitted:
             devices=_devices(mesh),
         )
         if self._max_implicit_bytes is not None:
-            _refuse_gathers(completion, self._max_implicit_bytes, function)
+            refuse_gathers(completion.communication(), self._max_implicit_bytes, function)
         program = Program(
             function=function,
             mesh=mesh,
@@ -375,31 +375,3 @@ def _hashable(x: Any) -> bool:
     except TypeError:
         return False
     return True
-
-
-def _refuse_uneven(built: graph.Graph, sizes: dict[str, int], function: str) -> None:
-    failures = [
-        ShardingError(
-            f"{pin.origin}: {to_partition_spec(pin.spec)}",
-            there=[f"an array of shape {built.shapes[v]}", *faults],
-            must="under strict=True the axes' sizes divide the dim",
-            fix="a size that divides, fewer axes, or strict=False to have it padded",
-        )
-        for v, pin in built.pins.items()
-        if (faults := indivisible(pin.spec, built.shapes[v], sizes))
-    ]
-    raise_together(function, failures)
-
-
-def _refuse_gathers(completion: Completion, limit: int, function: str) -> None:
-    failures = [
-        ShardingError(
-            f"{c.op} at {c.source}" if c.source else c.op,
-            there=f"{c.cause}: an all-gather over {', '.join(map(axis_name, c.axes))}, {c.result_bytes} bytes a device",
-            must=f"no array is gathered unasked to more than max_implicit_bytes={limit}",
-            fix=c.hint,
-        )
-        for c in completion.communication()
-        if c.is_move and c.kind == "all-gather" and c.result_bytes > limit
-    ]
-    raise_together(function, failures)

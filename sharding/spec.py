@@ -66,6 +66,11 @@ class Spec:
         """Whether some dim is split by a part of a mesh axis, which a `PartitionSpec` can't say."""
         return any(not isinstance(a, str) for d in self.dims for a in d.axes)
 
+    @property
+    def row(self) -> Spec:
+        """The spec of one row of a stack of arrays."""
+        return Spec(dims=self.dims[1:])
+
     def num_shards(self, sizes: Mapping[str, int]) -> int:
         """Into how many pieces the array is cut."""
         return math.prod(num_parts(d.axes, sizes) for d in self.dims)

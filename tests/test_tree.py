@@ -38,7 +38,7 @@ FLOORS = [
     ["optim"],
     ["planner"],
     ["explain"],
-    ["why"],
+    ["why", "refusal"],
     ["completion"],
     ["comparison"],
     ["placement"],

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .. import hardware
 from ..errors import ShardingError
-from ..hardware import chip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,13 +30,22 @@ class Fit:
         return f"{verb} {self.chip}: {self.peak_bytes:,} of {self.memory_bytes:,} bytes per device ({share:.1%})"
 
 
+def fit(peak_bytes: int, chip: str) -> Fit:
+    """Whether so many bytes per device fit a chip.
+
+    Raises:
+        ShardingError: an unknown chip, or one whose memory is the host's own.
+    """
+    return Fit(chip=chip, peak_bytes=peak_bytes, memory_bytes=memory_bytes(chip))
+
+
 def memory_bytes(name: str) -> int:
     """The memory of one device of a chip, in bytes.
 
     Raises:
         ShardingError: an unknown chip, or one whose memory is the host's own.
     """
-    known = chip(name)
+    known = hardware.chip(name)
     if known.memory_bytes is None:
         raise ShardingError(
             f"the memory of {name!r}",

@@ -21,7 +21,7 @@ from ..memory.liveness import Buffer, Lifetimes
 from ..propagation import Assignment
 from ..spec import axis_name, sizes_text
 from . import kinds
-from .capacity import Fit, memory_bytes
+from .capacity import Fit, fit
 from .kinds import Kind
 
 ARGUMENTS = "(arguments)"
@@ -151,7 +151,7 @@ class MemoryReport:
         Raises:
             ShardingError: an unknown chip, or one whose memory is the host's own.
         """
-        return Fit(chip=chip, peak_bytes=self.peak_bytes, memory_bytes=memory_bytes(chip))
+        return fit(self.peak_bytes, chip)
 
     def __str__(self) -> str:
         return "\n".join(_lines(self))

@@ -7,7 +7,6 @@ from typing import Any
 
 from .. import compat
 from ..graph import Scope
-from ..spec import Spec
 from .emitter import Emitter
 from .instruction import Instruction
 from .lowering import Env, Lowering
@@ -22,11 +21,6 @@ def moved_into(
     if x is None:
         return to.constant(to.local(shape, spec), width)
     return to.resplit(x, shape, width, low.spec_of(atom, scope), spec)
-
-
-def behind(stack: Spec) -> Spec:
-    """How one step's part of a stack lies."""
-    return Spec(dims=stack.dims[1:])
 
 
 def separate(operands: Sequence[Instruction], carried: Sequence[int], to: Emitter) -> list[Instruction]:
@@ -61,7 +55,7 @@ def scan(low: Lowering, i: int, eqn: Any, scope: Scope | None, env: Env, to: Emi
             sliced = inner.emit(
                 "dynamic_slice", "loop", [own], x.shape[1:], width, value=low.value(var, child), eqn=eqn
             )
-            have = behind(low.spec_of(eqn.invars[k], scope))
+            have = low.spec_of(eqn.invars[k], scope).row
             own = inner.resplit(sliced, var.aval.shape, width, have, low.spec_of(var, child))
         names[var] = own
     low.equations(body, child, names, inner)
@@ -83,7 +77,7 @@ def scan(low: Lowering, i: int, eqn: Any, scope: Scope | None, env: Env, to: Emi
         stacks.append((k, stack))
         own = inner.argument(shape, width, low.value(var, scope))
         made[k] = x.eqn if x is not None and x.eqn is not None else eqn
-        row = [] if x is None else [inner.resplit(x, atom.aval.shape, width, low.spec_of(atom, child), behind(want))]
+        row = [] if x is None else [inner.resplit(x, atom.aval.shape, width, low.spec_of(atom, child), want.row)]
         results.append(
             inner.emit("dynamic_update_slice", "loop", [own, *row], shape, width, value=low.value(var, scope), eqn=eqn,
                        in_place=((0, 0),))

@@ -176,13 +176,13 @@ class Lowering:
             needs, made = list(decision.needs), list(decision.runs_as)
         elif op is not None:  # nothing is known of it: on whole arrays
             whole = [closed_spec(len(v.aval.shape)) for v in (*eqn.invars, *eqn.outvars)]
-            operands, needs = self.resplit(eqn.invars, operands, needs, whole[: len(needs)], to)
-            made = whole[len(needs) :]
+            operands = self.resplit(eqn.invars, operands, needs, whole[: len(needs)], to)
+            needs, made = whole[: len(needs)], whole[len(needs) :]
         if name in limits.NAMES:
             needed, lying = self.limited(eqn, needs, made)
-            operands, needs = self.resplit(eqn.invars, operands, needs, needed, to)
+            operands = self.resplit(eqn.invars, operands, needs, needed, to)
             steps = [() if a.axes != b.axes else way for a, b, way in zip(made, lying, steps, strict=True)]
-            made = lying
+            needs, made = needed, lying
         for k, (atom, x, need) in enumerate(zip(eqn.invars, operands, needs, strict=True)):
             if x is None and atom.aval.shape and not primitives.takes_constants(name):
                 operands[k] = to.constant(to.local(atom.aval.shape, need), self.width(atom.aval))
@@ -201,13 +201,12 @@ class Lowering:
         haves: Sequence[Spec],
         needs: Sequence[Spec],
         to: Emitter,
-    ) -> tuple[list[Instruction | None], list[Spec]]:
+    ) -> list[Instruction | None]:
         """Operands split otherwise."""
-        found = [
+        return [
             None if x is None else to.resplit(x, a.aval.shape, self.width(a.aval), have, need)
             for a, x, have, need in zip(atoms, operands, haves, needs, strict=True)
         ]
-        return found, list(needs)
 
     def limited(self, eqn: Any, needs: Sequence[Spec], made: Sequence[Spec]) -> tuple[list[Spec], list[Spec]]:
         """The splits of an op's arrays while it runs, where XLA computes it wrongly as they are."""

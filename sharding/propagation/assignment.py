@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ..graph import Graph, Op, Pin, Site, line
-from ..spec import Axis, Spec, axis_name
+from ..spec import Axis, Spec, axis_name, indivisible
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +117,16 @@ class Assignment:
     def conflicts(self) -> tuple[Conflict, ...]:
         """Where two claims met that one op can't have both, in program order."""
         return self.find_conflicts()
+
+    @cached_property
+    def uneven(self) -> tuple[str, ...]:
+        """Named values whose split doesn't divide them, a line for each dim."""
+        graph = self.graph
+        return tuple(
+            f"{name}: {line}"
+            for name, v in graph.names.items()
+            for line in indivisible(self.specs[v], graph.shapes[v], self.sizes)
+        )
 
     def chain(self, value: int, dim: int, axis: Axis) -> list[tuple[int, int, Reason]]:
         """The steps by which an axis reached a dim, back to the annotation: (value, dim, reason) each."""

@@ -28,6 +28,7 @@ import tyro
 
 import sharding
 from sharding import cost
+from sharding.spec import sizes_text
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # as pytest has it: steps are top-level there
 
@@ -120,7 +121,7 @@ def program(name: str, style: str, sizes: dict[str, int], repeats: int) -> Progr
         facts, left = cost.read_compiled(decided), cost.read_compiled(left_alone)
         found = Program(
             name=name,
-            mesh=", ".join(f"{k}={v}" for k, v in sizes.items()),
+            mesh=sizes_text(sizes),
             style=style,
             predicted={str(k): v for k, v in completion.communication().lowered("cpu").by_kind().items()},
             compiled={str(k): v for k, v in facts.by_kind().items()},

@@ -13,8 +13,6 @@ compares the two orders. All variants run in turns, so that a machine that gets 
 from __future__ import annotations
 
 import json
-import os
-import platform
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -34,6 +32,9 @@ from sharding.launch.config import Optimization
 from sharding.launch.training import trained
 from sharding.models import gpt, layouts
 from sharding.models.layouts import Layout, Rule, U
+from sharding.spec import sizes_text
+
+from .step import machine
 
 
 @dataclass(frozen=True)
@@ -167,7 +168,7 @@ def measured(options: Options) -> list[Row]:
     rows = [
         Row(
             name=name,
-            mesh=", ".join(f"{axis}={size}" for axis, size in VARIANTS[name].sizes.items()),
+            mesh=sizes_text(VARIANTS[name].sizes),
             estimated_seconds=case.estimate.seconds,
             measured_seconds=statistics.median(found[name]),
         )
@@ -182,19 +183,16 @@ def spearman(rows: Sequence[Row]) -> float:
     return float(pairs.statistic)
 
 
-def machine() -> str:
-    """Where the figures come from."""
-    return f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, JAX {jax.__version__}"
-
-
 def table(rows: Sequence[Row], options: Options) -> str:
     """All figures as a Markdown table."""
+    where = machine()
     order = {r.name: k for k, r in enumerate(sorted(rows, key=lambda row: row.estimated_seconds), 1)}
     head = [
         "# Estimated and measured steps",
         "",
-        f"{machine()}; eight virtual CPU devices; a GPT of {options.layers} layers, {options.features} features, batch "
-        f"{options.batch} x {options.context}. `python -m tests.benchmarks.ranking` writes this.",
+        f"{where['processor']}, {where['cores']} cores, JAX {where['jax']}; eight virtual CPU devices; a GPT of "
+        f"{options.layers} layers, {options.features} features, batch {options.batch} x {options.context}. "
+        "`python -m tests.benchmarks.ranking` writes this.",
         "",
         f"Spearman's rank correlation of {len(rows)} variants: {spearman(rows):.3f}",
         "",

@@ -18,6 +18,8 @@ from pathlib import Path
 import jax
 import tyro
 
+from sharding.spec import sizes_text
+
 sys.path.insert(0, str(Path(__file__).parent.parent))  # as pytest has it
 
 from rematerialized import PROGRAMS, Moved, moved
@@ -76,7 +78,7 @@ def main(options: Options) -> None:
     jax.config.update("jax_num_cpu_devices", 8)
     rows = []
     for name, program in PROGRAMS.items():
-        mesh = ", ".join(f"{axis}={size}" for axis, size in program.sizes.items())
+        mesh = sizes_text(program.sizes)
         rows.append(Row(name, mesh, moved(program, "xla"), moved(program, "sharding")))
     text = table(rows)
     print(text)

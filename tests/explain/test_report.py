@@ -232,6 +232,12 @@ def open_all(page):
     page.execute_script(f"for (let rows; (rows = {closed}).length;) rows.forEach(row => row.click())")
 
 
+def open_all_at(page, value):
+    """Everything unfolded, and one value chosen."""
+    open_all(page)
+    page.execute_script("arguments[0].click()", one(page, f'[data-value="{value}"] > .row'))
+
+
 def told(page):
     """The panel's lines, as `why` writes them."""
     texts = "return [...document.querySelectorAll('#why li, #why section > p, #why > p')].map(e => e.textContent)"
@@ -392,8 +398,7 @@ def test_the_memory_cursor_shows_what_is_alive(page, data):
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_a_phone_does_not_scroll_sideways(page, c, scheme):
     browser.shape(page, 360, 740, scheme=scheme)
-    open_all(page)
-    page.execute_script("arguments[0].click()", one(page, f'[data-value="{c.value("params/layers/0/w2")}"] > .row'))
+    open_all_at(page, c.value("params/layers/0/w2"))
     assert page.execute_script("return document.documentElement.scrollWidth") <= 360
     assert one(page, "#why").is_displayed()
     one(page, "#why .close").click()
@@ -407,8 +412,7 @@ CONTRAST = Path(__file__).with_name("contrast.js").read_text()
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_texts_stand_out(page, c, scheme):
     browser.shape(page, 1280, 900, scheme=scheme)
-    open_all(page)
-    page.execute_script("arguments[0].click()", one(page, f'[data-value="{c.value("params/layers/0/w2")}"] > .row'))
+    open_all_at(page, c.value("params/layers/0/w2"))
     assert page.execute_script(CONTRAST) == []
 
 

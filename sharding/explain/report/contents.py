@@ -19,7 +19,7 @@ from ... import paths
 from ...cost import Topology, collective_seconds
 from ...memory import Usage, usage
 from ...propagation import Assignment
-from ...spec import axis_name, indivisible
+from ...spec import axis_name
 from ..communication import communication
 from ..estimate import Part, estimate
 from ..history import history
@@ -63,7 +63,7 @@ def contents(
         "time": None,
         "with_costs": with_costs,
         "conflicts": _conflicts(assignment),
-        "uneven": list(_uneven(assignment)),
+        "uneven": list(assignment.uneven),
         "unknown": sorted(graph.unknown.items()),
     }
     if with_costs:
@@ -148,10 +148,3 @@ def _conflicts(assignment: Assignment) -> list[Row]:
         row[1] += c.bytes_lost
         row[2] += 1
     return list(rows.values())
-
-
-def _uneven(assignment: Assignment) -> Iterator[str]:
-    graph = assignment.graph
-    for name, v in graph.names.items():
-        for line in indivisible(assignment.specs[v], graph.shapes[v], assignment.sizes):
-            yield f"{name}: {line}"
