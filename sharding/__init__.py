@@ -31,7 +31,7 @@ from .placement import put
 # isort: on
 
 if TYPE_CHECKING:
-    from . import checkpoint
+    from . import checkpoint, pipeline
 
 __all__ = [
     "Comparison",
@@ -48,13 +48,14 @@ __all__ = [
     "explain",
     "jit",
     "mesh",
+    "pipeline",
     "put",
     "rules",
     "same",
     "topology",
 ]
 
-_LAZY = ("checkpoint",)
+_LAZY = ("checkpoint", "pipeline")
 
 
 def __getattr__(name: str) -> Any:

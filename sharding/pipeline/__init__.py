@@ -1,0 +1,36 @@
+"""Pipelines: a schedule is a table of who does what when, to be checked, timed and drawn before anything runs.
+
+Example:
+    >>> from sharding import pipeline
+    >>> s = pipeline.schedules.one_f_one_b(stages=3, microbatches=4)
+    >>> print(s)
+    device 0:  F0  F1  F2  B0  F3  B1  B2  B3
+    device 1:  F0  F1  B0  F2  B1  F3  B2  B3
+    device 2:  F0  B0  F1  B1  F2  B2  F3  B3
+    >>> s.check()
+    >>> t = s.simulate(forward=1.0, backward=2.0)
+    >>> t.makespan, t.peak_activations
+    (18.0, (3.0, 2.0, 1.0))
+    >>> pipeline.schedules.zb_v(stages=3, microbatches=4).simulate(forward=1.0, backward=2.0).makespan
+    13.0
+"""
+
+from . import schedules
+from .chart import Chart
+from .schedule import Schedule
+from .simulation import Duration, Simulation
+from .slicing import TokenSlices, token_slices
+from .table import KINDS, Kind, Task
+
+__all__ = [
+    "KINDS",
+    "Chart",
+    "Duration",
+    "Kind",
+    "Schedule",
+    "Simulation",
+    "Task",
+    "TokenSlices",
+    "schedules",
+    "token_slices",
+]

@@ -1,0 +1,23 @@
+"""The trace: what the Trace Event Format asks for, and no two tasks of a device at a time."""
+
+import json
+
+import pytest
+from pipelines import GRID, made
+
+
+@pytest.mark.parametrize("case", GRID[::7], ids=str)
+def test_events(case, tmp_path):
+    schedule = made(*case)
+    simulation = schedule.simulate(send=0.5)
+    simulation.trace(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert names == {device: f"device {device}" for device in range(schedule.devices)}
+    for device, order in enumerate(schedule.orders):
+        found = [event for event in events if event["ph"] == "X" and event["tid"] == device]
+        assert [event["args"] for event in found] == [task._asdict() for task in order]
+        assert [event["ts"] for event in found] == pytest.approx([1000 * start for start in simulation.starts[device]])
+        assert all(event["dur"] > 0 and event["pid"] == 0 and event["cat"] and event["name"] for event in found)
+        for before, after in zip(found, found[1:], strict=False):
+            assert before["ts"] + before["dur"] <= after["ts"] + 1e-6
