@@ -17,20 +17,25 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
 from .cost import Kind, wire_bytes
 from .propagation.atoms import AtomTable
-from .spec import Axis, Dim, Spec, cuts, local_shape, num_parts
+from .spec import Axis, Dim, Spec, axis_size, cuts, local_shape, num_parts
 
 Split = tuple[tuple[Axis, ...], ...]
 """Per dim its axes, major to minor."""
 
+_Move = tuple[Kind | Literal["slice"], tuple[Axis, ...], Split]
+"""The kind of a step, the axes that its groups of devices run along, the split after it."""
+
 STEP_BYTES = 2**8
 """The least that a step costs, so that of ways on which devices send alike the shorter is taken."""
+MOST_PIECES = 4
+"""How many axes and pieces of axes are searched for a way: their splits grow faster than factorials."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,8 +67,34 @@ def chain(have: Spec, want: Spec, shape: tuple[int, ...], itemsize: int, sizes: 
     that can be met on the way; with the three or four axes of a mesh there are few).
     """
     pieces = cuts(itertools.chain.from_iterable((*have.axes, *want.axes)), sizes)
-    start, goal = _cut(have.axes, pieces), _cut(want.axes, pieces)
-    return _chain(start, goal, shape, itemsize, tuple(sizes.items())) if start != goal else ()
+    start, goal = _cut(have.axes, pieces, sizes), _cut(want.axes, pieces, sizes)
+    if start == goal:
+        return ()
+    named = tuple(sizes.items())
+    steps = _chain(start, goal, shape, itemsize, named)
+    pieces = _halves(start, goal, sizes)
+    if not pieces or sum(step.num_bytes for step in steps if step.kind != "slice") <= steps[-1].num_bytes:
+        return steps
+    finer = _chain(_cut(start, pieces, sizes), _cut(goal, pieces, sizes), shape, itemsize, named)
+    return min(steps, finer, key=_cost)
+
+
+def _cost(steps: Iterable[Step]) -> int:
+    return sum(step.wire_bytes + (STEP_BYTES if step.kind != "slice" else 0) for step in steps)
+
+
+def _halves(start: Split, goal: Split, sizes: Mapping[str, int]) -> dict[str, list[int]]:
+    """Where to cut the axes that change places, so that a long one can take the place of a short one.
+
+    None where there is nothing to gain, or more pieces than ways between their splits can be searched.
+    """
+    moving = dict.fromkeys(a for x, y in zip(start, goal, strict=True) if x != y for a in (*x, *y))
+    lengths = {axis_size(a, sizes) for a in moving}
+    parts = [_part(a, sizes) for a in moving]
+    shorter = [(name, pre, n) for name, pre, size in parts for n in lengths if n < size and size % n == 0]
+    if not shorter or len(parts) + len(shorter) > MOST_PIECES:
+        return {}
+    return cuts((*parts, *shorter), sizes)
 
 
 @lru_cache(maxsize=4096)
@@ -74,27 +105,26 @@ def _chain(
     number = itertools.count()  # of equal costs the first found
     waiting: list[tuple[int, int, Split]] = [(0, next(number), start)]
     best: dict[Split, int] = {start: 0}
-    came: dict[Split, tuple[Split, Step]] = {}
+    came: dict[Split, tuple[Split, _Move]] = {}
     while waiting:
         spent, _, split = heapq.heappop(waiting)
         if split == goal:
-            return _walked(came, start, goal)
+            break
         if spent > best[split]:
             continue
-        for kind, axes, after in _moves(split, goal, sizes):
-            step = _step(kind, axes, after, shape, itemsize, sizes)
-            cost = spent + step.wire_bytes + (STEP_BYTES if kind != "slice" else 0)
-            if cost < best.get(after, cost + 1):
-                best[after], came[after] = cost, (split, step)
+        for move in _moves(split, goal, sizes):
+            kind, axes, after = move
+            cost = spent
+            if kind != "slice":
+                held = local_bytes(after, shape, itemsize, sizes)
+                cost += wire_bytes(kind, held, num_parts(axes, sizes)) + STEP_BYTES
+            if cost < best.get(after, cost + 1) and cost < best.get(goal, cost + 1):
+                best[after], came[after] = cost, (split, move)
                 heapq.heappush(waiting, (cost, next(number), after))
-    raise AssertionError("everything can be gathered and sliced")
-
-
-def _walked(came: Mapping[Split, tuple[Split, Step]], start: Split, goal: Split) -> tuple[Step, ...]:
     steps: list[Step] = []
     while goal != start:
-        goal, step = came[goal]
-        steps.append(step)
+        goal, move = came[goal]
+        steps.append(_step(*move, shape, itemsize, sizes))
     return tuple(reversed(steps))
 
 
@@ -118,14 +148,15 @@ def local_bytes(split: Split, shape: tuple[int, ...], itemsize: int, sizes: Mapp
     return itemsize * math.prod(local_shape(split, shape, sizes))
 
 
-def _moves(
-    split: Split, goal: Split, sizes: Mapping[str, int]
-) -> Iterator[tuple[Kind | Literal["slice"], tuple[Axis, ...], Split]]:
-    """(kind, axes, the split after it) of every step that may be on a cheapest way."""
-    used = {a for axes in split for a in axes}
+def _moves(split: Split, goal: Split, sizes: Mapping[str, int]) -> Iterator[_Move]:
+    """Every step that may be on a cheapest way."""
+    used = tuple(a for axes in split for a in axes)
+    idle = [a for axes in goal for a in axes if a not in used]
+    lengths, wanted = _lengths(split, sizes), _lengths(goal, sizes)
     for d, axes in enumerate(split):
-        for a in goal[d][len(axes) : len(axes) + 1]:
-            if a not in used and goal[d][: len(axes)] == axes:
+        for a in idle:
+            in_place = goal[d][: len(axes) + 1] == (*axes, a)
+            if in_place or wanted[d] % (lengths[d] * axis_size(a, sizes)) == 0:
                 yield "slice", (a,), _with(split, d, (*axes, a))
         for k in range(1, len(axes) + 1):
             kept, moved = axes[:-k], axes[-k:]
@@ -136,9 +167,22 @@ def _moves(
         for other in itertools.permutations(axes):
             if other != axes:
                 yield "collective-permute", axes, _with(split, d, other)
-    if _lengths(split, sizes) == _lengths(goal, sizes):
-        changed = dict.fromkeys(a for x, y in zip(split, goal, strict=True) if x != y for a in (*x, *y))
-        yield "collective-permute", tuple(changed), goal
+    for after in _filled(goal, lengths, [a for a in used if not any(a in axes for axes in goal)], sizes):
+        changed = dict.fromkeys(a for x, y in zip(split, after, strict=True) if x != y for a in (*x, *y))
+        if changed:
+            yield "collective-permute", tuple(changed), after
+
+
+def _filled(goal: Split, lengths: Sequence[int], others: Sequence[Axis], sizes: Mapping[str, int]) -> Iterator[Split]:
+    """Every split into as many parts that the minor axes need only be gathered from to come to the goal."""
+    d = next((d for d, n in enumerate(_lengths(goal, sizes)) if n != lengths[d]), None)
+    if d is None:
+        yield goal
+        return
+    for a in others:
+        more = (*goal[d], a)
+        if lengths[d] % num_parts(more, sizes) == 0:
+            yield from _filled(_with(goal, d, more), lengths, [b for b in others if b != a], sizes)
 
 
 def _lengths(split: Split, sizes: Mapping[str, int]) -> list[int]:
@@ -149,15 +193,20 @@ def _with(split: Split, dim: int, axes: tuple[Axis, ...]) -> Split:
     return (*split[:dim], axes, *split[dim + 1 :])
 
 
-def _cut(split: Split, pieces: Mapping[str, list[int]]) -> Split:
+def _cut(split: Split, pieces: Mapping[str, list[int]], sizes: Mapping[str, int]) -> Split:
     """The same split in axes and pieces of them that are the same or have nothing in common."""
 
     def cut(axis: Axis) -> Iterator[Axis]:
-        name, first, size = (axis, 1, 0) if isinstance(axis, str) else axis
+        name, first, size = _part(axis, sizes)
         if name not in pieces:
             yield axis
             return
-        last = first * size or pieces[name][-1]
-        yield from ((name, pre, end // pre) for pre, end in itertools.pairwise(pieces[name]) if first <= pre < last)
+        ends = itertools.pairwise(pieces[name])
+        found = [(name, pre, end // pre) for pre, end in ends if first <= pre < first * size]
+        yield from found if len(pieces[name]) > 2 else [name]
 
     return tuple(tuple(piece for axis in axes for piece in cut(axis)) for axes in split)
+
+
+def _part(axis: Axis, sizes: Mapping[str, int]) -> tuple[str, int, int]:
+    return (axis, 1, sizes[axis]) if isinstance(axis, str) else axis

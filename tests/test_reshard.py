@@ -166,6 +166,36 @@ def test_xla_takes_each_step_as_it_is(sizes, shape):
         assert compiled_kinds(mesh, shape, before, after) == expected, (before, after)
 
 
+def moved_by(program, arg):
+    """The bytes that a device sends in a compiled program, and in what kinds of collectives."""
+    facts = cost.read_compiled(program.lower(arg).compile())
+    return facts.sent_bytes, sorted(str(c.kind) for c in facts.collectives)
+
+
+LONG_AND_SHORT = {"a": 2, "b": 4}
+
+
+@pytest.mark.parametrize(
+    "pairs",
+    [
+        [((("a",), ("b",)), (("b",), ("a",))), ((("a",), ()), (("b",), ())), ((("b",), ()), (("a",), ()))],
+        pytest.param(list(itertools.permutations(splits(LONG_AND_SHORT, 2), 2)), marks=pytest.mark.slow),
+    ],
+    ids=["some", "all"],
+)
+def test_xla_in_one_piece_sends_no_less(pairs):
+    mesh, arg = mesh_of(LONG_AND_SHORT), jax.ShapeDtypeStruct((512, 512), "float32")
+    for before, after in pairs:
+        old, new = (to_partition_spec(spec(split)) for split in (before, after))
+        to = {"in_shardings": NamedSharding(mesh, old), "out_shardings": NamedSharding(mesh, new)}
+        sent, _ = moved_by(jax.jit(lambda x: x * 2 + 1, **to), arg)
+        steps = [s for s in reshard.chain(spec(before), spec(after), arg.shape, 4, LONG_AND_SHORT) if s.kind != "slice"]
+        with sharding.mesh(LONG_AND_SHORT):
+            ours, kinds = moved_by(sharding.jit(lambda x: x * 2 + 1, in_shardings=old, out_shardings=new), arg)
+        assert kinds == sorted(s.kind for s in steps), (before, after)
+        assert ours == sum(s.wire_bytes for s in steps) <= sent, (before, after)
+
+
 def test_a_reshard_that_xla_can_not_do_in_one_piece():
     """In one piece it ends the process, in a failed check of XLA's partitioner."""
 

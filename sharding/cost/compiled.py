@@ -83,6 +83,11 @@ class CompiledFacts:
         return sum(c.bytes for c in self.collectives)
 
     @property
+    def sent_bytes(self) -> int:
+        """What each device sends in all collectives, as `wire_bytes` counts it."""
+        return sum(c.wire_bytes for c in self.collectives)
+
+    @property
     def peak_bytes(self) -> int:
         """Memory of one device. Raises ShardingError where the backend does not say."""
         if self.memory is None:

@@ -87,7 +87,7 @@ def test_collectives_in_loops_count_each_time(mesh):
     assert found.by_axes()["all-reduce", ("tensor",)] == (15, 15 * 128)
     assert found.by_axes()["collective-permute", ("data",)] == (5, 5 * 128)
     assert found.total_bytes == (5 * 4 + 15 + 5 * 4 + 5) * 128
-    assert sum(c.wire_bytes for c in found.collectives) == 15 * 192 + 5 * (384 + 384 + 128)
+    assert found.sent_bytes == 15 * 192 + 5 * (384 + 384 + 128)
     assert all(c.is_counted and not c.is_conditional for c in found.collectives)
 
 
