@@ -151,6 +151,31 @@ def most_held(schedule: Schedule, simulation):
     return [count / (schedule.chunks * schedule.slices) for count in held]
 
 
+def most_versions(schedule: Schedule):
+    """Per device the most versions of a stage's weights that are newest or still to be used, after any task."""
+    found = []
+    for order in schedule.orders:
+        counts = []
+        for place in range(len(order)):
+            past, future = order[: place + 1], order[place + 1 :]
+            for stage in {task.stage for task in order}:
+                left = [
+                    t.microbatch // schedule.microbatches_per_update for t in future if t.stage == stage and frees(t)
+                ]
+                made = [t.microbatch // schedule.microbatches_per_update for t in past if t.stage == stage and frees(t)]
+                newest = next(v for v in itertools.count() if v not in made or v in left)
+                begun = {t[1:4] for t in past if t.kind == "forward"}
+                used = {t.version for t in future if t.stage == stage and frees(t) and t[1:4] in begun}
+                if any(t.stage == stage for t in past):
+                    counts.append(len(used | {newest}))
+        found.append(max(counts))
+    return found
+
+
+def frees(task: Task):
+    return task.kind in ("backward", "backward-weight")
+
+
 @st.composite
 def random_schedules(draw):
     """Tasks over devices by chance, each device's in an order that some run of all of them has."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -12,6 +13,8 @@ from .table import KINDS, LETTERS, Kind, Table, Task
 
 ROW, BOX, LEFT, TOP, MARGIN = 34, 28, 76, 30, 12
 """Height of a row and of a box in it, and what is left free at the sides, in pixels."""
+STEP = 60
+"""Pixels between two times on the axis, at least."""
 CHARACTER = 7.2
 """Width of a character of a label, in pixels."""
 WIDEST = 20_000
@@ -65,6 +68,7 @@ def chart(table: Table, starts: Sequence[Sequence[float]], ends: Sequence[Sequen
         f"<title>{escape(title)}</title>",
         f"<desc>{escape(_in_words(table, starts, ends, makespan))}</desc>",
         f'<rect width="{width:.0f}" height="{bottom + 2 * ROW}" fill="#fff"/>',
+        _text(MARGIN, TOP - 12, f"{title}; all ends at {makespan:g}"),
         *(_text(MARGIN, TOP + ROW * device + 19, f"device {device}") for device in range(table.devices)),
         *(_box(span, scale, several[span.device]) for span in spans),
         *_axis(makespan, scale, bottom + 12),
@@ -100,12 +104,16 @@ def _box(span: Span, scale: float, several: bool) -> str:
 
 
 def _axis(makespan: float, scale: float, y: float) -> Iterator[str]:
-    """The times at both ends, and about every hundred pixels between."""
-    pieces = max(1, int(makespan * scale // 100))
-    for piece in range(pieces + 1):
-        anchor = "end" if piece == pieces else "middle"
-        moment = makespan * piece / pieces
-        yield _text(LEFT + moment * scale, y, f"{moment:.4g}", f'text-anchor="{anchor}" font-size="10"')
+    """The times from 0 in round steps."""
+    step = _round_step(STEP / scale)
+    for number in range(int(makespan / step + 1e-9) + 1):
+        yield _text(LEFT + number * step * scale, y, f"{number * step:g}", 'text-anchor="middle" font-size="10"')
+
+
+def _round_step(least: float) -> float:
+    """The first of ... 0.5, 1, 2, 5, 10 ... that is not less."""
+    power = 10.0 ** math.floor(math.log10(least))
+    return next(step * power for step in (1, 2, 5, 10) if step * power >= least)
 
 
 def _legend(table: Table, y: float) -> Iterator[str]:

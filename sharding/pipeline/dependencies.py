@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import graphlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 from .table import Located, Table, Task
 
@@ -33,15 +34,16 @@ class Dependencies:
     before: tuple[int | None, ...]
     """Per task the one before it on its device."""
 
-    def sorted(self) -> Iterable[int]:
-        """Every task after all that it waits for.
+    @cached_property
+    def order(self) -> tuple[int, ...]:
+        """All tasks, each after those that it waits for.
 
         Raises:
             graphlib.CycleError: tasks wait for each other.
         """
         edges = zip(self.needs, self.before, strict=True)
         graph = {task: (*needs, *(() if last is None else (last,))) for task, (needs, last) in enumerate(edges)}
-        return graphlib.TopologicalSorter(graph).static_order()
+        return tuple(graphlib.TopologicalSorter(graph).static_order())
 
 
 def dependencies(table: Table) -> Dependencies:

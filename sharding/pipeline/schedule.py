@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 
@@ -74,6 +74,13 @@ class Schedule(Table):
         for one, number in zip(found.located, tick, strict=True):
             rows[number][one.device] = one.task
         return tuple(map(tuple, rows))
+
+    def split_backward(self) -> Schedule:
+        """The same with each whole backward as its two parts, one right after the other.
+
+        In lockstep all tasks then take about as long, so that no device waits in a tick for another's whole backward.
+        """
+        return replace(self, orders=[[part for task in order for part in task.parts()] for order in self.orders])
 
     def __str__(self) -> str:
         """A line per device with its tasks' labels in their order: F forward, B backward, or its parts I and W."""

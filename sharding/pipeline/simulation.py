@@ -106,7 +106,7 @@ def simulate(
 def ticks(found: Dependencies) -> list[int]:
     """Per task its earliest tick: a device does at most one task in a tick, and results arrive after it."""
     tick = [0] * len(found.located)
-    for task in found.sorted():
+    for task in found.order:
         last = found.before[task]
         earlier = (*found.needs[task], *(() if last is None else (last,)))
         tick[task] = max((tick[one] + 1 for one in earlier), default=0)
@@ -117,7 +117,7 @@ def _starts(found: Dependencies, durations: Sequence[float], send: float) -> lis
     """A task begins once the one before it on its device has ended and all that it needs has arrived."""
     starts = [0.0] * len(found.located)
     ends = [0.0] * len(found.located)
-    for task in found.sorted():
+    for task in found.order:
         here, last = found.located[task].device, found.before[task]
         arrivals = [ends[one] + (send if found.located[one].device != here else 0.0) for one in found.needs[task]]
         starts[task] = max([0.0 if last is None else ends[last], *arrivals])

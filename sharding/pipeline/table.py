@@ -46,6 +46,12 @@ class Task(NamedTuple):
         """Whether nothing of this microbatch at this stage is needed after it."""
         return self.kind in ("backward", "backward-weight")
 
+    def parts(self) -> tuple[Task, ...]:
+        """A whole backward's two parts; any other task alone."""
+        if self.kind != "backward":
+            return (self,)
+        return (self._replace(kind="backward-input"), self._replace(kind="backward-weight"))
+
 
 class Located(NamedTuple):
     """A task and where it stands."""

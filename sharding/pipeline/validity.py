@@ -30,7 +30,7 @@ def check(table: Table) -> Dependencies:
         _raise(table, list(islice(rule(table), MOST)))
     found = dependencies(table)
     try:
-        list(found.sorted())
+        found.order  # noqa: B018 - sorted here, for all who use it
     except graphlib.CycleError as error:
         raise _deadlock(table, found, error.args[1]) from None
     return found

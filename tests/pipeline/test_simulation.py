@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipelines import GRID, clock, lockstep_clock, made, most_held, random_schedules
+from pipelines import GRID, clock, lockstep_clock, made, most_held, most_versions, random_schedules
 
 from sharding.errors import ShardingError
 from sharding.pipeline import schedules
@@ -49,6 +49,7 @@ def test_times_of_random_schedules(schedule, kinds, send):
     assert simulation.starts == clock(schedule, whole(schedule, kinds), send)
     assert schedule.ticks() == lockstep_clock(schedule)
     assert list(simulation.peak_activations) == pytest.approx(most_held(schedule, simulation))
+    assert list(simulation.weight_versions) == most_versions(schedule)
 
 
 @pytest.mark.parametrize("case", GRID[::2], ids=str)
@@ -103,6 +104,27 @@ def test_a_slow_tick_holds_up_all():
         table = schedule(stages=4, microbatches=16)
         assert len(table.ticks()) == ticks
         assert 1 - table.simulate(**parts).bubble_fraction == pytest.approx(busy, abs=5e-4)
+
+
+@pytest.mark.parametrize("case", GRID, ids=str)
+def test_split_backwards(case):
+    """Takes as long as before, or less where the stage before waits for the first part only; in lockstep not longer."""
+    whole_ones = made(*case)
+    parts = whole_ones.split_backward()
+    parts.check()
+    assert not any(one.task.kind == "backward" for one in parts.located())
+    before, after = whole_ones.simulate(), parts.simulate()
+    assert after.busy == pytest.approx(before.busy)
+    assert after.makespan <= before.makespan + 1e-9
+    assert after.peak_activations == before.peak_activations
+    assert parts.split_backward() == parts
+
+
+def test_split_backwards_in_lockstep():
+    schedule = schedules.one_f_one_b(stages=4, microbatches=16)
+    whole_ones, parts = (each.simulate(lockstep=True) for each in (schedule, schedule.split_backward()))
+    assert parts.makespan < whole_ones.makespan
+    assert parts.bubble_fraction < 1 / 6 < whole_ones.bubble_fraction
 
 
 def test_times_per_stage_and_by_task():

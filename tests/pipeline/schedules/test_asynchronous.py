@@ -118,23 +118,24 @@ def test_versions_are_what_is_sure(concurrent, distance):
 
 
 def raced(concurrent, distance, microbatches, chance):
-    """(minibatch, minibatches of the slowest worker in its weights) for the first of two workers at each admission.
+    """(minibatch, the other's minibatches in its weights) for the first of two workers, each time that it admits one.
 
-    A worker admits minibatch p once p - concurrent is done, pushes whole waves, and may begin a wave only once the
-    others' pushes of all but the last ``distance + 1`` waves before its clock are there, which it then pulls.
+    A worker admits minibatch p once p - concurrent is done, and pushes whole waves. Its weights must have all waves but
+    the last ``distance`` before its own clock: where they don't it pulls what the other has pushed, or waits for it.
     """
-    begun, done, pulled = [0, 0], [0, 0], [0, 0]
+    begun, done, pulled_waves = [0, 0], [0, 0], [0, 0]
     speeds = [chance.random(), chance.random()]
     while done[0] < microbatches:
         worker = chance.choices((0, 1), weights=speeds)[0]
-        other_waves = done[1 - worker] // concurrent
-        clock = done[worker] // concurrent
-        if begun[worker] < done[worker] + concurrent and begun[worker] < microbatches and chance.random() < 0.7:
-            if other_waves < clock - distance:
-                continue
-            pulled[worker] = max(pulled[worker], max(0, clock - distance) * concurrent)
-            if worker == 0:
-                yield begun[0], pulled[0]
+        if begun[worker] < done[worker] + concurrent and chance.random() < 0.7:
+            needed = done[worker] // concurrent - distance
+            pushed = done[1 - worker] // concurrent
+            if pulled_waves[worker] < needed:
+                if pushed < needed:
+                    continue
+                pulled_waves[worker] = pushed
+            if worker == 0 and begun[0] < microbatches:
+                yield begun[0], pulled_waves[0] * concurrent
             begun[worker] += 1
         elif done[worker] < begun[worker]:
             done[worker] += 1
