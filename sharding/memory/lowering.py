@@ -184,7 +184,7 @@ class Lowering:
             steps = [() if a.axes != b.axes else way for a, b, way in zip(made, lying, steps, strict=True)]
             needs, made = needed, lying
         for k, (atom, x, need) in enumerate(zip(eqn.invars, operands, needs, strict=True)):
-            if x is None and atom.aval.shape and not primitives.takes_constants(name):
+            if x is None and primitives.is_stored_for(name, atom.aval.shape):
                 operands[k] = to.constant(to.local(atom.aval.shape, need), self.width(atom.aval))
         shapes = [to.local(v.aval.shape, spec) for v, spec in zip(eqn.outvars, made, strict=True)]
         results = self.instructions(eqn, operands, shapes, scope, to)
@@ -271,7 +271,12 @@ class Lowering:
             and arithmetic.is_half(eqn)
         ):
             return [arithmetic.in_single(eqn, operands, shapes[0], values[0], to)]
-        if name == "convert_element_type" and widths[0] == 4 and (wide := arithmetic.single(there[0])) is not there[0]:
+        if (
+            name == "convert_element_type"
+            and there
+            and widths[0] == 4
+            and (wide := arithmetic.single(there[0])) is not there[0]
+        ):
             return [wide]
         if primitives.is_loop(name):
             facts = {

@@ -60,9 +60,10 @@ def is_loop(name: str) -> bool:
     return name in ELEMENTWISE or name in SHAPES or name in REDUCTIONS or name in RESHAPES
 
 
-def takes_constants(name: str) -> bool:
-    """Whether a constant operand is made inside it, and never stored."""
-    return is_loop(name) and name not in REDUCTIONS and name not in RESHAPES
+def is_stored_for(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether a constant operand of some shape is stored for an op; else it is made inside it."""
+    one_array = name in REDUCTIONS or name in RESHAPES
+    return one_array or (bool(shape) and not is_loop(name))
 
 
 def is_expensive(name: str, eqn: Any) -> bool:

@@ -200,3 +200,6 @@ def test_largest_batch_may_be_none_or_all():
 def test_reductions_of_constants():
     report = report_of(lambda x: x + jnp.sum(jnp.zeros((3, 2))), peaks.floats(64, 32), in_shardings=(P("data"),))
     assert report.argument_bytes == report.result_bytes == 64 * 32 * 4 // 2
+    for alone in (lambda x: x + jnp.sum(jnp.zeros(())), lambda x: (x, jnp.sum(jnp.zeros(())))):
+        report = report_of(alone, peaks.floats(64, 32), in_shardings=(P("data"),))
+        assert report.argument_bytes == 64 * 32 * 4 // 2
