@@ -45,7 +45,7 @@ def token_slices(
     best = TokenSlices((), math.inf)
     tried = -math.inf
     for longest in sorted({time for row in times for time in row}):
-        if (stages - 1) * longest >= best.makespan:
+        if stages * longest >= best.makespan:  # the sum has the longest one too
             break
         if longest < tried + tolerance:
             continue

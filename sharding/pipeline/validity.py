@@ -22,12 +22,12 @@ def check(table: Table) -> Dependencies:
     """What each task of a valid table waits for.
 
     Raises:
-        ShardingError: a task that is not one of this schedule, is missing or is there twice; a microbatch whose tasks
-        at
-            a stage are on several devices or use several versions of the weights; tasks that wait for each other.
+        ShardingError: a task that is not one of this schedule, is missing or is there twice; a microbatch whose
+            tasks at a stage are on several devices or use several versions of the weights; tasks that wait for each
+            other.
     """
     for rule in (_unknown, _not_once, _scattered, _reweighted):
-        _raise(table, list(islice(rule(table), MOST)))
+        _raise(table, list(islice(rule(table), MOST + 1)))
     found = dependencies(table)
     try:
         found.order  # noqa: B018 - sorted here, for all who use it
@@ -41,7 +41,8 @@ def _raise(table: Table, failures: Sequence[ShardingError]) -> None:
     asked = f"schedule {table.name!r}"
     if len(failures) == 1:
         raise ShardingError(f"{asked}: {failures[0].asked}", there=failures[0].there, must=failures[0].must)
-    raise_together(asked, failures)
+    more = ", where more is wrong than is listed" if len(failures) > MOST else ""
+    raise_together(asked + more, failures[:MOST])
 
 
 def _unknown(table: Table) -> Iterator[ShardingError]:

@@ -16,7 +16,7 @@ def gpipe(*, stages: int, microbatches: int) -> Schedule:
     Idle (stages - 1) / (microbatches + stages - 1) of the time; every device holds all microbatches' activations.
 
     References:
-        Huang et al., GPipe, NeurIPS 2019 (1811.06965), section 2.3.
+        Huang et al., GPipe, NeurIPS 2019 (1811.06965), section 2.
     """
     at_least_one("schedules.gpipe", stages=stages, microbatches=microbatches)
     numbers = range(microbatches)

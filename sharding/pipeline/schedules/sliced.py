@@ -16,9 +16,8 @@ def terapipe(*, stages: int, microbatches: int, slices: int | None = None) -> Sc
     Args:
         stages: one per device.
         microbatches: each of one or more whole sequences.
-        slices: per microbatch; ``stages`` where it is not given. Equal ones, as far as numbers given to ``simulate``
-        go;
-            the times of others are told to it as a function of the task.
+        slices: per microbatch; ``stages`` where it is not given. ``simulate`` takes them as equal where times are
+            numbers; the times of others are told to it as a function of the task.
 
     References:
         Li et al., TeraPipe, ICML 2021 (2102.07988), section 3.2.

@@ -16,7 +16,7 @@ def zb_h1(*, stages: int, microbatches: int) -> Schedule:
     (stages - 1)(F + I - W), of a forward and the two parts of a backward, against (stages - 1)(F + I + W).
 
     References:
-        Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024 (2401.10241), section 2.2.
+        Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024 (2401.10241), section 2.1.
     """
     at_least_one("schedules.zb_h1", stages=stages, microbatches=microbatches)
     ahead = [stages - stage for stage in range(stages)]
@@ -31,7 +31,7 @@ def zb_h2(*, stages: int, microbatches: int) -> Schedule:
     device is (stages - 1)(F + I - 2 W).
 
     References:
-        Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024 (2401.10241), sections 2.3 and 4.
+        Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024 (2401.10241), sections 2.2 and 4.
     """
     at_least_one("schedules.zb_h2", stages=stages, microbatches=microbatches)
     ahead = [2 * (stages - stage) - 1 for stage in range(stages)]

@@ -157,6 +157,15 @@ def test_one_minibatch_at_a_time_is_serial():
     assert simulation.weight_versions == (1, 1, 1)
 
 
+@pytest.mark.parametrize("stages", [2, 4, 5])
+def test_as_many_minibatches_as_stages_fill_the_pipeline(stages):
+    """As fast as PipeDream on even stages, and with more no slower."""
+    expected = schedules.pipedream(stages=stages, microbatches=24).simulate().makespan
+    for concurrent in range(stages, 2 * stages):
+        schedule = schedules.hetpipe(stages=stages, microbatches=24, concurrent=concurrent)
+        assert schedule.simulate().makespan == expected
+
+
 def test_more_minibatches_at_a_time_are_faster():
     spans = [
         schedules.hetpipe(stages=4, microbatches=24, concurrent=count).simulate(

@@ -41,6 +41,14 @@ def test_peaks(stages):
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 6, 8])
+def test_peaks_of_few_microbatches(stages):
+    for microbatches in range(1, 2 * stages):
+        sizes = {"stages": stages, "microbatches": microbatches}
+        assert schedules.zb_h1(**sizes).simulate().peak_activations == (min(stages, microbatches),) * stages
+        assert schedules.zb_h2(**sizes).simulate().peak_activations == (min(2 * stages - 1, microbatches),) * stages
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4, 6, 8])
 def test_no_bubble_in_the_v(stages):
     """With F = I = W no device waits between its first and last task; they begin half a unit after each other."""
     for microbatches in (2 * stages - 1, 2 * stages, 3 * stages, 4 * stages + 1):
