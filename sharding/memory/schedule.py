@@ -8,7 +8,7 @@ devices that don't wait for one another into one (`service/cpu/cpu_all_reduce_co
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from .fusion import Kernel
@@ -26,6 +26,9 @@ class Step:
         """What the kernels read."""
         return list(dict.fromkeys(x for k in self.kernels for x in k.operands))
 
+
+Reads = Mapping[int, list[int]]
+"""Kernel -> those that it reads, by number."""
 
 Order = Callable[[Sequence[Kernel], Sequence[Instruction]], list[Step]]
 """Kernels in the order of the program, and results -> steps in the order in which they run."""
@@ -45,36 +48,65 @@ def as_ready(kernels: Sequence[Kernel], results: Sequence[Instruction]) -> list[
 def combined(kernels: Sequence[Kernel], results: Sequence[Instruction]) -> list[Step]:
     """The kernels as steps; all-reduces of one group that don't wait for one another are one step.
 
-    They are found in the order of a walk from the results, what the first one needs first. The time grows with the
-    number of all-reduces times the number of kernels.
+    They are found in the order of a walk from the results, what the first one needs first; only all-reduces are walked
+    to, so that the time grows with the square of their number, and with that of the other kernels hardly.
     """
     place = {kernel.root: k for k, kernel in enumerate(kernels)}
     reads = [[place[x] for x in kernel.operands if x is not kernel.root] for kernel in kernels]
     ends = list(dict.fromkeys([place[x] for x in results] + list(range(len(kernels)))))
     members = [[k] for k in range(len(kernels))]
     home = list(range(len(kernels)))
-    order = _walk(ends, reads, home)
-    waiting = {k for k, kernel in enumerate(kernels) if kernel.root.group is not None}
+    nearest = _Nearest([kernel.root.group is not None for kernel in kernels], reads)
+    sums = nearest.behind(ends)
+    before = {k: nearest.behind(reads[k]) for k in sums}
+    order = _walk(sums, before, home)
+    waiting = set(order)
     start = 0
     while waiting:
         while order[start] not in waiting:
             start += 1
-        joined = _joined(order[start:], reads, home, waiting, kernels)
+        joined = _joined(order[start:], before, home, waiting, kernels)
         waiting -= {*joined}
         first = joined[0]
         for k in joined[1:]:
             home[k] = first
             members[first] += members[k]
             reads[first] += reads[k]
+            before[first] = list(dict.fromkeys(home[r] for r in before[first] + before[k]))
         if len(joined) > 1:
-            order, start = _walk([home[k] for k in ends], reads, home), 0
+            order = _walk([home[k] for k in sums], before, home, order[:start])
     merged = sorted((min(members[k]), k) for k in range(len(kernels)) if home[k] == k)
-    order = _walk([k for _, k in merged], reads, home)
+    order = _walk([k for _, k in merged], dict(enumerate(reads)), home)
     return [Step([kernels[m] for m in members[k]]) for k in order]
 
 
+class _Nearest:
+    """Finds the all-reduces that kernels wait for with no other one between."""
+
+    def __init__(self, is_sum: Sequence[bool], reads: Sequence[Sequence[int]]):
+        self.is_sum, self.reads = is_sum, reads
+        self.waits = list(is_sum)
+        """Per kernel whether it is one, or waits for any."""
+        for k, sources in enumerate(reads):
+            self.waits[k] = is_sum[k] or any(self.waits[r] for r in sources)
+
+    def behind(self, kernels: Sequence[int]) -> list[int]:
+        """Those that some kernels are or wait for, in the order of a walk."""
+        found: dict[int, None] = {}
+        seen: set[int] = set()
+        waiting = [*reversed(kernels)]
+        while waiting:
+            k = waiting.pop()
+            if self.is_sum[k]:
+                found[k] = None
+            elif self.waits[k] and k not in seen:
+                seen.add(k)
+                waiting += reversed(self.reads[k])
+        return list(found)
+
+
 def _joined(
-    order: Sequence[int], reads: list[list[int]], home: list[int], waiting: set[int], kernels: Sequence[Kernel]
+    order: Sequence[int], reads: Reads, home: list[int], waiting: set[int], kernels: Sequence[Kernel]
 ) -> list[int]:
     """The first of some kernels with those of its group that wait for none of them."""
     first = order[0]
@@ -88,18 +120,19 @@ def _joined(
     return joined
 
 
-def _walk(ends: Sequence[int], reads: list[list[int]], home: list[int]) -> list[int]:
-    """All that some kernels need and they themselves, each behind what it reads."""
-    order: dict[int, None] = {}
+def _walk(ends: Sequence[int], reads: Reads, home: list[int], done: Sequence[int] = ()) -> list[int]:
+    """All that some kernels need and they themselves, each behind what it reads; first what was walked to before."""
+    order = dict.fromkeys(done)
     for end in ends:
-        waiting = [end]
-        while waiting:
-            k = waiting[-1]
-            missing = [] if k in order else [h for r in reads[k] if (h := home[r]) not in order and h != k]
-            if missing:
-                waiting += missing[::-1]
+        path = [] if end in order else [(end, iter(reads[end]))]
+        while path:
+            k, rest = path[-1]
+            missing = next((h for r in rest if (h := home[r]) not in order and h != k), None)
+            if missing is None:
+                order[k] = None
+                path.pop()
             else:
-                order[waiting.pop()] = None
+                path.append((missing, iter(reads[missing])))
     return list(order)
 
 

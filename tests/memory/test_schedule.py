@@ -1,4 +1,8 @@
-"""Orders of kernels by hand."""
+"""Orders of kernels by hand, and all-reduces combined in the obvious way."""
+
+import random
+
+import pytest
 
 from sharding.memory.fusion import Kernel
 from sharding.memory.instruction import Instruction
@@ -51,3 +55,55 @@ def test_combining_never_makes_a_circle():
         assert {r for k in step.kernels for r in k.operands} <= done
         done |= {k.root for k in step.kernels}
     assert len(steps) == 5
+
+
+def all_in_order(kernels, results, partner):
+    """Kernels behind what they read, by a walk from the results; those with a `partner` are one with it."""
+    maker = {k.root: k for k in kernels}
+    order = {}
+
+    def visit(group):
+        if group in order:
+            return
+        reads = [partner[maker[x]] for k in group for x in k.operands if x is not k.root]
+        for other in reads:
+            if other != group:
+                visit(other)
+        order[group] = None
+
+    for k in [*(maker[x] for x in results), *kernels]:
+        visit(partner[k])
+    return list(order)
+
+
+def slowly_combined(kernels, results):
+    """The groups of kernels that are one step, every kernel being walked to anew after each."""
+    partner = {k: (k,) for k in kernels}
+    done = set()
+    while True:
+        order = all_in_order(kernels, results, partner)
+        first = next((g for g in order if g[0].root.group is not None and not done & {*g}), None)
+        if first is None:
+            return {frozenset(g) for g in order}
+        joined, behind = list(first), {first}
+        for group in order[order.index(first) + 1 :]:
+            reads = {partner[k] for one in group for k in kernels if k.root in one.operands}
+            if reads & behind:
+                behind.add(group)
+            elif group[0].root.group == first[0].root.group and not done & {*group}:
+                joined += group
+                behind.add(group)
+        done |= {*joined}
+        partner |= dict.fromkeys(joined, tuple(joined))
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_sums_are_combined_as_by_walking_to_every_kernel(seed):
+    rng = random.Random(seed)
+    kernels = []
+    for i in range(rng.randint(5, 30)):
+        reads = rng.sample(kernels, min(len(kernels), rng.randint(0, 3)))
+        kernels.append(kernel(f"k{i}", *reads, group=rng.choice([None, None, "data", "tensor"]) if reads else None))
+    results = [k.root for k in rng.sample(kernels, 2)]
+    expected = slowly_combined(kernels, results)
+    assert {frozenset(step.kernels) for step in as_ready(kernels, results)} == expected
