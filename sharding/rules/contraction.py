@@ -124,14 +124,16 @@ def conv_general_dilated(ins: Sequence[Shape], outs: Sequence[Shape], params: Pa
         rule.factor([batch, out_feature], [out_channel], batch_groups)
     rule.factor([batch, None], [out_batch], out[out_batch])
     for i, k, o in zip(space, kernel, out_space, strict=True):
-        left = lhs[i]
+        left, has_own = lhs[i], True
         windows = (out[o], [i, None], [o], Kind.PERMUTE)
         within = (rhs[k], [i, k], [None], Kind.REDUCE)
         for size, at, to, kind in sorted((windows, within), key=lambda part: -part[0]):
             if min(left, size) > 1:
                 rule.factor(at, to, min(left, size), kind)
                 left //= min(left, size)
-        rule.factor([None, k], [None], 1)  # a kernel's own dim counts as 1 where claims are weighed
+                has_own = has_own and at[1] is None
+        if has_own:
+            rule.factor([None, k], [None], rhs[k], Kind.REPLICATE)
     if groups > 1:
         rule.factor([feature, out_feature], [out_channel], groups)
     rule.factor([feature, in_feature], [None], rhs[in_feature], Kind.REDUCE)

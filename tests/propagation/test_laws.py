@@ -163,6 +163,13 @@ def test_where_no_claims_meet_the_order_of_equations_makes_no_difference(numbers
 # One more annotation on what is completed
 
 
+def completed_or_refused(complete, *args):
+    try:
+        return complete(*args)
+    except sharding.ShardingError as e:
+        return str(e)
+
+
 @each_batch
 def test_one_more_annotation_gives_what_comes_from_scratch(numbers):
     """Several in a row; specs, reasons and conflicts."""
@@ -175,7 +182,11 @@ def test_one_more_annotation_gives_what_comes_from_scratch(numbers):
             if both is None:
                 continue
             before, reasons = axes_of(a), dict(a.reasons)
-            more, fresh = a.with_pins({v: both}), complete(a.graph.with_pins({v: both}), sizes)
+            more = completed_or_refused(a.with_pins, {v: both})
+            fresh = completed_or_refused(complete, a.graph.with_pins({v: both}), sizes)
+            if isinstance(fresh, str):  # it contradicts that of another member of a group
+                assert more == fresh and (axes_of(a), a.reasons) == (before, reasons)
+                continue
             assert more.specs == fresh.specs
             assert more.reasons == fresh.reasons
             assert more.conflicts == fresh.conflicts
