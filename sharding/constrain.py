@@ -17,9 +17,10 @@ from jax.sharding import AbstractMesh, AxisType
 
 from . import annotation, compat, limits
 from .barrier import barrier_p
-from .decision import Decision, Decisions, rotation
+from .decision import Decision, Decisions
 from .graph import CALLS, Atom, Op, Scope
 from .group import same_p
+from .halo import rotation
 from .propagation import Assignment
 from .refined import refine
 from .reshard import Step, chain

@@ -250,22 +250,3 @@ class _Op:
         if Kind.REDUCE in rule.kinds and self.form.num_operands > 1:
             return PRODUCT_BYTES * math.prod(lengths)
         return ELEMENT_BYTES * max(math.prod(lengths[f] for dim in dims for f in dim) for dims in self.form.arrays)
-
-
-def rotation(op: Op, makers: Mapping[int, Op]) -> int | None:
-    """By how many places a concatenation turns the array of which its two operands are all the slices; else None."""
-    parts = [makers.get(v) for v in op.operands] if op.name == "concatenate" else []
-    if len(parts) != 2 or None in parts:
-        return None
-    last, first = parts
-    assert last is not None and first is not None
-    if last.name != "slice" or first.name != "slice" or last.operands != first.operands:
-        return None
-    d, (p, q) = op.site[0].params["dimension"], (part.site[0].params for part in (last, first))
-    starts, ends = p["start_indices"], q["limit_indices"]
-    others = [k for k in range(len(starts)) if k != d]
-    alike = all(p[key][k] == q[key][k] for key in ("start_indices", "limit_indices") for k in others)
-    steps = {*(p["strides"] or ()), *(q["strides"] or ())}
-    if not alike or steps - {1} or q["start_indices"][d] or ends[d] != starts[d]:
-        return None
-    return (p["limit_indices"][d] - starts[d]) % p["limit_indices"][d]

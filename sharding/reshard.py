@@ -116,27 +116,38 @@ def _chain(
             kind, axes, after = move
             cost = spent
             if kind != "slice":
-                held = local_bytes(after, shape, itemsize, sizes)
+                held = _held(kind, axes, split, after, shape, itemsize, sizes)
                 cost += wire_bytes(kind, held, num_parts(axes, sizes)) + STEP_BYTES
             if cost < best.get(after, cost + 1) and cost < best.get(goal, cost + 1):
                 best[after], came[after] = cost, (split, move)
                 heapq.heappush(waiting, (cost, next(number), after))
     steps: list[Step] = []
     while goal != start:
-        goal, move = came[goal]
-        steps.append(_step(*move, shape, itemsize, sizes))
+        before, (kind, axes, after) = came[goal]
+        num_bytes = _held(kind, axes, before, after, shape, itemsize, sizes)
+        steps.append(_step(kind, axes, after, num_bytes, sizes))
+        goal = before
     return tuple(reversed(steps))
 
 
-def _step(
+def _held(
     kind: Kind | Literal["slice"],
     axes: tuple[Axis, ...],
+    before: Split,
     after: Split,
     shape: tuple[int, ...],
     itemsize: int,
     sizes: Mapping[str, int],
+) -> int:
+    """Bytes that one device has after a step; a gather brings what fills up parts of unequal length too."""
+    if kind == "all-gather":
+        return local_bytes(before, shape, itemsize, sizes) * num_parts(axes, sizes)
+    return local_bytes(after, shape, itemsize, sizes)
+
+
+def _step(
+    kind: Kind | Literal["slice"], axes: tuple[Axis, ...], after: Split, num_bytes: int, sizes: Mapping[str, int]
 ) -> Step:
-    num_bytes = local_bytes(after, shape, itemsize, sizes)
     sent = 0 if kind == "slice" else wire_bytes(kind, num_bytes, num_parts(axes, sizes))
     table = AtomTable.of(sizes)
     spec = Spec(dims=tuple(Dim(axes=table.join(table.split(dim))) for dim in after))

@@ -10,9 +10,10 @@ from jax import lax
 
 import sharding
 from sharding import P, cost
-from sharding.decision import Decisions, rotation
+from sharding.decision import Decisions
 from sharding.explain.communication import communication
 from sharding.graph import Graph, Op
+from sharding.halo import rotation
 from sharding.propagation import Assignment
 from sharding.rules import identity
 from sharding.spec import Dim, Spec

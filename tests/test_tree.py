@@ -28,7 +28,7 @@ FLOORS = [
     ["propagation"],
     ["cost"],
     ["settled", "reshard"],
-    ["limits", "refined", "decision"],
+    ["limits", "refined", "decision", "halo"],
     ["memory"],
     ["constrain"],
     ["collectives"],

@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from .. import compat
+from .. import compat, limits
 from ..cost import SUMS, Kind
-from ..decision import Decision, Decisions, rotation
+from ..decision import Decision, Decisions
 from ..graph import Graph, Op, Scope, line
+from ..halo import halos, rotation
 from ..propagation import Assignment
 from ..reshard import Step, chain, local_bytes
-from ..spec import Axis, Spec, axis_name, num_parts
+from ..spec import Axis, Spec, axis_name, divisible, num_parts
 from .advice import Advice
 from .ledger import Collective, Ledger
 
@@ -65,6 +66,8 @@ class Walk:
         self.entered = _entered(self.graph)
         self.branches = _branches(self.graph.scope)
         self.moved: set[tuple] = set()
+        makers = self.graph.makers
+        self.turned_slices = {v for op in self.graph.ops if rotation(op, makers) is not None for v in op.operands}
 
     def ops(self) -> Iterator[tuple[Op, tuple[Transfer, ...]]]:
         """(op, its collectives) in program order."""
@@ -94,30 +97,71 @@ class Walk:
         """A value that enters or leaves a loop, a branch or the program lies there as was decided."""
         (target,) = op.results
         for v in op.operands:
-            if v in self.times and self.specs[v].axes != self.specs[target].axes:
-                shape, itemsize = self.graph.shapes[v], self.graph.itemsize(v)
-                steps = chain(self.specs[v], self.specs[target], shape, itemsize, self.sizes)
+            want = self.specs[target] if op.site else self.leaves(target)
+            if v in self.times and self.specs[v].axes != want.axes:
+                steps = self.chain(v, self.specs[v], want)
                 what = f"{self.graph.label(target)}, {'where a loop has it' if op.site else 'a result'}"
                 advise = partial(self.advice.edge, v, target)
                 for c in self.moves(op, v, self.specs[v], steps, self.times[v], what, advise):
                     yield Transfer(c, v, True)
 
+    def leaves(self, target: int) -> Spec:
+        """How a result leaves the program: only what divides evenly can."""
+        return divisible(self.specs[target], self.graph.shapes[target], self.sizes)
+
+    def chain(self, v: int, have: Spec, want: Spec) -> tuple[Step, ...]:
+        return chain(have, want, self.graph.shapes[v], self.graph.itemsize(v), self.sizes)
+
     def op(self, op: Op) -> Iterator[Transfer]:
         decision = self.decisions.of(op)
-        if not any(decision.steps):
-            return
+        needs, runs_as = self.limited(op, decision)
         for k, (v, steps) in enumerate(zip(op.operands, decision.operands, strict=True)):
             times, what = self.entered.get(v, op.times), f"operand {k} of {op.name}, {self.graph.label(v)}"
-            advise = partial(self.advice.operand, op, v, decision.needs[k])
+            advise = partial(self.advice.operand, op, v, needs[k])
+            if v in self.times and needs[k].axes != decision.needs[k].axes:
+                steps = (*steps, *self.chain(v, decision.needs[k], needs[k]))
             for c in self.moves(op, v, self.specs[v], steps, times, what, advise):
                 yield Transfer(c, v, True)
-        for v, spec, steps in zip(op.results, decision.runs_as, decision.results, strict=True):
+        yield from self.exchanged(op, (*needs, *runs_as))
+        for v, made, spec, steps in zip(op.results, decision.runs_as, runs_as, decision.results, strict=True):
             sums = [step for step in steps if step.kind in SUMS]
+            rest = steps[len(sums) :]
+            if spec.axes != made.axes:
+                sums, rest = self.of_limited(v, sums, needs, spec), self.chain(v, spec, self.specs[v])
             for c in self.sums(op, v, sums, decision):
                 yield Transfer(c, v, False)
             what, advise = f"result of {op.name}, {self.graph.label(v)}", partial(self.advice.result, v, spec)
-            for c in self.moves(op, v, spec, steps[len(sums) :], op.times, what, advise):
+            for c in self.moves(op, v, spec, rest, op.times, what, advise):
                 yield Transfer(c, v, False)
+
+    def limited(self, op: Op, decision: Decision) -> tuple[Sequence[Spec], Sequence[Spec]]:
+        """How operands and results lie where XLA would compute an op wrongly as it was decided."""
+        found = (*decision.needs, *decision.runs_as)
+        if op.name in limits.LIMITS:
+            shapes = [self.graph.shapes[v] for v in (*op.operands, *op.results)]
+            lying = limits.specs(op.name, op.site[0].params, shapes, found, self.sizes)
+            found = tuple(b or a for a, b in zip(found, lying, strict=True))
+        return found[: len(op.operands)], found[len(op.operands) :]
+
+    def of_limited(self, v: int, sums: Sequence[Step], needs: Sequence[Spec], spec: Spec) -> list[Step]:
+        """The sums of a result that lies otherwise than decided, over axes that still split an operand."""
+        held = local_bytes(spec.axes, self.graph.shapes[v], self.graph.itemsize(v), self.sizes)
+        split = {a for need in needs for axes in need.axes for a in axes}
+        kept = [step for step in sums if not split.isdisjoint(step.axes)]
+        return [dataclasses.replace(step, kind="all-reduce", spec=spec, num_bytes=held) for step in kept]
+
+    def exchanged(self, op: Op, splits: Sequence[Spec]) -> Iterator[Transfer]:
+        """What neighbours pass on along dims that an op slides over."""
+        if op.results[0] in self.turned_slices:
+            return
+        shapes = [self.graph.shapes[v] for v in (*op.operands, *op.results)]
+        v = op.operands[0]
+        held = local_bytes(splits[0].axes, shapes[0], self.graph.itemsize(v), self.sizes)
+        for halo in halos(op, shapes, splits, self.sizes):
+            cause = f"{op.name} reaches over the parts of dim {halo.dim}, which {_names(halo.axes)} splits"
+            for share in halo.shares:
+                size = int(held * share)
+                yield Transfer(self.collective("collective-permute", halo.axes, size, op, v, op.times, cause), v, True)
 
     def turned(self, op: Op, turn: int) -> Iterator[Collective]:
         """A rotation along a split dim: what each device passes on."""
@@ -130,7 +174,7 @@ class Walk:
         held = local_bytes(spec.axes, self.graph.shapes[v], self.graph.itemsize(v), self.sizes)
         passed = [rows] if turn % rows == 0 else [turn % rows] if turn < rows else [rows, turn % rows]
         for part in passed:
-            cause = f"turns dim {dim} by {turn}, which {', '.join(map(axis_name, axes))} splits"
+            cause = f"turns dim {dim} by {turn}, which {_names(axes)} splits"
             yield self.collective("collective-permute", axes, held * part // rows, op, v, op.times, cause)
 
     def manual(self, op: Op) -> Iterator[Collective]:
@@ -171,7 +215,7 @@ class Walk:
     def sums(self, op: Op, v: int, steps: Sequence[Step], decision: Decision) -> Iterator[Collective]:
         """The sums with which a decision begins."""
         for step in steps:
-            cause = f"{op.name} sums over a dim that {', '.join(map(axis_name, step.axes))} splits"
+            cause = f"{op.name} sums over a dim that {_names(step.axes)} splits"
             found = self.collective(step.kind, step.axes, step.num_bytes, op, v, op.times, cause)
             yield dataclasses.replace(found, advise=partial(self.advice.sum, op, decision, step.axes))
 
@@ -214,6 +258,10 @@ class Walk:
             source=op.source or self.graph.source(v),
             cause=cause,
         )
+
+
+def _names(axes: Sequence[Axis]) -> str:
+    return ", ".join(map(axis_name, axes))
 
 
 def _length(eqn: Any) -> int:
