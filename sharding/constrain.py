@@ -20,7 +20,7 @@ from .barrier import barrier_p
 from .decision import Decision, Decisions
 from .graph import CALLS, Atom, Op, Scope
 from .group import same_p
-from .halo import rotation
+from .halo import of_rotation, rotation, rotation_back
 from .propagation import Assignment
 from .refined import refine
 from .reshard import Step, chain
@@ -50,6 +50,7 @@ class _Rewriter:
         self.program = assignment.graph.scope
         self.mesh = mesh
         self.makers = assignment.graph.makers
+        self.turning = {v for op in assignment.graph.ops for part in of_rotation(op, self.makers) for v in part.results}
         self.decisions = Decisions(assignment)
         self.done: dict[Any, Any] = {}
 
@@ -116,8 +117,10 @@ class _Body:
         self.settled = settled(self.scope, self.rewriter.makers, self.exact, known=known, loose=loose)
         for eqn in source.eqns:
             op = self.rewriter.maker(self.scope, eqn)
-            if op is not None and rotation(op, self.rewriter.makers) is not None:
-                self.settled.update(eqn.invars)  # XLA knows a turn by its slices alone
+            if op is not None and op.results[0] in self.rewriter.turning:
+                self.settled.update(eqn.outvars)
+                op = None
+            elif op is not None and rotation(op, self.rewriter.makers) is not None:
                 op = None
             decision = self.decision(op, eqn)
             self.decisions.append(decision)
@@ -192,7 +195,21 @@ class _Body:
     def read(self, atom: Any) -> Any:
         return atom if compat.is_literal(atom) else self.swapped.get(atom, atom)
 
+    def turned(self, eqn: Any) -> Any:
+        """A sum that is the derivative of a rotation as the rotation that it is, which XLA knows."""
+        op = self.rewriter.maker(self.scope, eqn)
+        back = None if op is None else rotation_back(op, self.rewriter.makers)
+        if op is None or back is None:
+            return eqn
+        pads = [self.rewriter.makers[v].site[0] for v in op.operands]
+        if not all(v in self.scope.env for pad in pads for v in pad.invars[:1]):
+            return eqn
+        dim, _ = back
+        parts = [pad.invars[0] for pad in sorted(pads, key=lambda pad: pad.params["padding_config"][dim][0])]
+        return compat.new_eqn(eqn, parts, eqn.outvars, jax.lax.concatenate_p, {"dimension": dim})
+
     def equation(self, i: int, eqn: Any) -> None:
+        eqn = self.turned(eqn)
         invars = [self.read(v) for v in eqn.invars]
         if eqn.primitive is annotation.annotate_p:
             self.annotated(eqn, invars[0])

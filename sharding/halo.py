@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+from . import compat
 from .graph import Op
 from .spec import Axis, Spec, num_parts
 
@@ -64,6 +65,8 @@ def halos(op: Op, shapes: Sequence[Sequence[int]], splits: Sequence[Spec], sizes
 
 def _shares(reach: _Reach, length: int, result_length: int, parts: int) -> list[Fraction]:
     """The collective-permutes along one dim, each as a part of the rows that a device has."""
+    if not length:
+        return []
     rows, result_rows = -(-length // parts), -(-result_length // parts)
     before = after = 0
     for k in range(parts):
@@ -134,3 +137,46 @@ def rotation(op: Op, makers: Mapping[int, Op]) -> int | None:
     if not alike or steps - {1} or q["start_indices"][d] or ends[d] != starts[d]:
         return None
     return (p["limit_indices"][d] - starts[d]) % p["limit_indices"][d]
+
+
+def rotation_back(op: Op, makers: Mapping[int, Op]) -> tuple[int, int] | None:
+    """(dim, places) by which a sum turns the array of which its operands are the two parts, each padded; else None.
+
+    The derivative of a rotation is such a sum.
+    """
+    pads = [makers[v] for v in op.operands if v in makers] if op.name in ("add", "add_any") else []
+    if len(pads) != 2 or any(pad.name != "pad" or not _is_zero(pad.site[0].invars[1]) for pad in pads):
+        return None
+    cuts = [makers.get(pad.operands[0]) for pad in pads]
+    if (
+        any(cut is None or cut.name not in ("slice", "split") for cut in cuts)
+        or len({_source(c) for c in cuts if c}) > 1
+    ):
+        return None
+    first, last = ([tuple(map(int, widths)) for widths in pad.site[0].params["padding_config"]] for pad in pads)
+    turned = [d for d, pair in enumerate(zip(first, last, strict=True)) if pair != ((0, 0, 0), (0, 0, 0))]
+    if len(turned) != 1:
+        return None
+    (d,) = turned
+    (low, high, inside), (other_low, other_high, other_inside) = first[d], last[d]
+    length = op.site[0].outvars[0].aval.shape[d]
+    one_sided = not inside and not other_inside and low * high == other_low * other_high == 0
+    fit = one_sided and low + high + other_low + other_high == length and bool(low) != bool(other_low)
+    return (d, max(low, other_low)) if fit else None
+
+
+def _is_zero(atom: Any) -> bool:
+    return compat.is_literal(atom) and not atom.val
+
+
+def _source(op: Op) -> int:
+    return op.operands[0]
+
+
+def of_rotation(op: Op, makers: Mapping[int, Op]) -> Iterator[Op]:
+    """The ops whose results alone a rotation is made of: XLA knows it by them, if nothing is said of these."""
+    if rotation(op, makers) is not None:
+        yield from (makers[v] for v in op.operands)
+    elif rotation_back(op, makers) is not None:
+        for pad in (makers[v] for v in op.operands):
+            yield from (pad, makers[pad.operands[0]])

@@ -53,6 +53,9 @@ PROGRAMS = {
     "padding": lambda x: jnp.pad(x, ((0, 0), (1, 1), (0, 0), (0, 0))),
     "reversed": lambda x: x[:, ::-1],
     "rotated": lambda x: jnp.roll(x, 3, 1),
+    "rotated back": lambda x: jnp.roll(x, -3, 1),
+    "rotated by parts": lambda x: jnp.roll(x, 16, 1),
+    "rotated by more than a part": lambda x: jnp.roll(x, 13, 1),
     "two layers": lambda x: conv(3)(jax.nn.relu(conv(5)(x))),
 }
 
@@ -81,6 +84,10 @@ def test_rows_do_not_divide():
     check(conv(3), P(None, "b"), images(rows=30))
 
 
+def test_no_rows_at_all():
+    assert not check(lambda x: jnp.pad(x, ((0, 0), (2, 2), (0, 0), (0, 0))), P(None, "a"), images(rows=0))
+
+
 def test_cause_names_the_dim():
     (one, _) = check(conv(3), P(None, "a"))
     assert "reaches over the parts of dim 1, which a splits" in one.cause and "test_halo.py" in one.source
@@ -91,3 +98,23 @@ def test_the_gradient_of_what_windows_cover():
         return jax.grad(lambda x: (conv(3)(x) ** 2).sum())(x)
 
     check(fn, P(None, "a"))
+
+
+def gradient_of_turn(turn):
+    return jax.grad(lambda x: (jnp.roll(x, turn, 1) ** 3).sum())
+
+
+@pytest.mark.parametrize("turn", [1, 3, -2, 8, 11])
+def test_the_gradient_of_a_rotation_is_one(turn):
+    ledger = check(gradient_of_turn(turn), P(None, "a"))
+    assert {c.kind for c in ledger} == {"collective-permute"}
+
+
+@pytest.mark.filterwarnings("ignore:.*XLA pads it")
+@pytest.mark.parametrize("rows", [32, 30])
+def test_a_gradient_of_a_rotation_is_right(rows):
+    x = jnp.arange(2.0 * rows * 8 * 4).reshape(2, rows, 8, 4)
+    fn = gradient_of_turn(5)
+    with sharding.mesh(a=4, b=2):
+        ours = jax.block_until_ready(sharding.jit(lambda x: fn(sharding.annotate(x, P(None, "a"))))(x))
+    assert (ours == fn(x)).all()

@@ -17,7 +17,7 @@ from .. import compat, limits
 from ..cost import SUMS, Kind
 from ..decision import Decision, Decisions
 from ..graph import Graph, Op, Scope, line
-from ..halo import halos, rotation
+from ..halo import halos, of_rotation, rotation, rotation_back
 from ..propagation import Assignment
 from ..reshard import Step, chain, local_bytes
 from ..spec import Axis, Spec, axis_name, divisible, num_parts
@@ -66,8 +66,9 @@ class Walk:
         self.entered = _entered(self.graph)
         self.branches = _branches(self.graph.scope)
         self.moved: set[tuple] = set()
+        self.turns = {op.results[0]: turn for op in self.graph.ops if (turn := _turn(op, self.graph)) is not None}
         makers = self.graph.makers
-        self.turned_slices = {v for op in self.graph.ops if rotation(op, makers) is not None for v in op.operands}
+        self.turning = {v for result in self.turns for op in of_rotation(makers[result], makers) for v in op.results}
 
     def ops(self) -> Iterator[tuple[Op, tuple[Transfer, ...]]]:
         """(op, its collectives) in program order."""
@@ -88,8 +89,10 @@ class Walk:
             yield from self.edge(op)
         elif op.name in MANUAL:
             yield from (Transfer(c, op.results[0], False) for c in self.manual(op))
-        elif (turn := rotation(op, self.graph.makers)) is not None:
-            yield from (Transfer(c, op.operands[0], True) for c in self.turned(op, turn))
+        elif op.results[0] in self.turning:
+            return
+        elif op.results[0] in self.turns:
+            yield from (Transfer(c, op.operands[0], True) for c in self.turned(op))
         else:
             yield from self.op(op)
 
@@ -108,6 +111,10 @@ class Walk:
     def leaves(self, target: int) -> Spec:
         """How a result leaves the program: only what divides evenly can."""
         return divisible(self.specs[target], self.graph.shapes[target], self.sizes)
+
+    def held(self, v: int) -> int:
+        """Bytes of a value that one device has."""
+        return local_bytes(self.specs[v].axes, self.graph.shapes[v], self.graph.itemsize(v), self.sizes)
 
     def chain(self, v: int, have: Spec, want: Spec) -> tuple[Step, ...]:
         return chain(have, want, self.graph.shapes[v], self.graph.itemsize(v), self.sizes)
@@ -152,8 +159,6 @@ class Walk:
 
     def exchanged(self, op: Op, splits: Sequence[Spec]) -> Iterator[Transfer]:
         """What neighbours pass on along dims that an op slides over."""
-        if op.results[0] in self.turned_slices:
-            return
         shapes = [self.graph.shapes[v] for v in (*op.operands, *op.results)]
         v = op.operands[0]
         held = local_bytes(splits[0].axes, shapes[0], self.graph.itemsize(v), self.sizes)
@@ -163,16 +168,17 @@ class Walk:
                 size = int(held * share)
                 yield Transfer(self.collective("collective-permute", halo.axes, size, op, v, op.times, cause), v, True)
 
-    def turned(self, op: Op, turn: int) -> Iterator[Collective]:
+    def turned(self, op: Op) -> Iterator[Collective]:
         """A rotation along a split dim: what each device passes on."""
-        (v,), params = op.results, op.site[0].params
-        dim, spec = params["dimension"], self.specs[op.results[0]]
+        (v,) = op.results
+        (dim, turn), spec = self.turns[v], self.specs[v]
         axes = spec.dims[dim].axes
         if not axes or not turn:
             return
-        rows = -(-self.graph.shapes[v][dim] // num_parts(axes, self.sizes))
-        held = local_bytes(spec.axes, self.graph.shapes[v], self.graph.itemsize(v), self.sizes)
-        passed = [rows] if turn % rows == 0 else [turn % rows] if turn < rows else [rows, turn % rows]
+        held, parts = self.held(v), num_parts(axes, self.sizes)
+        rows = -(-self.graph.shapes[v][dim] // parts)
+        far, rest = divmod(turn, rows)
+        passed = [n for n, away in ((rows - rest, far), (rest, far + 1)) if n and away % parts]
         for part in passed:
             cause = f"turns dim {dim} by {turn}, which {_names(axes)} splits"
             yield self.collective("collective-permute", axes, held * part // rows, op, v, op.times, cause)
@@ -181,8 +187,7 @@ class Walk:
         """What the body of a `shard_map` says itself."""
         eqn = op.site[0]
         for v in op.results:
-            out = local_bytes(self.specs[v].axes, self.graph.shapes[v], self.graph.itemsize(v), self.sizes)
-            yield from self.said(eqn, out, str(self.graph.dtypes[v]), op.times, op.source)
+            yield from self.said(eqn, self.held(v), str(self.graph.dtypes[v]), op.times, op.source)
 
     def bodies(self, scope: Scope, times: int = 1) -> Iterator[Collective]:
         """The `shard_map`s over the whole mesh, whose bodies are in no graph."""
@@ -258,6 +263,12 @@ class Walk:
             source=op.source or self.graph.source(v),
             cause=cause,
         )
+
+
+def _turn(op: Op, graph: Graph) -> tuple[int, int] | None:
+    """(dim, places) by which an op turns an array, or None."""
+    turn = rotation(op, graph.makers)
+    return rotation_back(op, graph.makers) if turn is None else (op.site[0].params["dimension"], turn)
 
 
 def _names(axes: Sequence[Axis]) -> str:

@@ -16,16 +16,12 @@ from sharding import P, ShardingError, cost
 STEPS = models.STEPS | written.STEPS
 
 PARTS = "parts of one axis go their own ways"
-TURN = "the derivative of a turn is two slices, of which the ledger knows nothing"
 ENTERS = "what enters a shard_map is moved by XLA on its own way"
 INSIDE = "XLA moves what a loop carries once more"
 KNOWN = {
     ("graph net", 3, "weights"): (0.24, PARTS),
     ("lstm", 1, "weights"): (0.02, INSIDE),
     ("lstm", 3, "weights"): (0.12, PARTS),
-    ("ring attention", 0, "weights"): (0.23, TURN),
-    ("ring attention", 2, "weights"): (0.18, TURN),
-    ("ring attention", 3, "weights"): (0.15, TURN),
     ("ring attention by hand", 0, "batch"): (0.03, ENTERS),
     ("ring attention by hand", 1, "batch"): (0.03, ENTERS),
     ("ring attention by hand", 1, "weights"): (0.09, ENTERS),
