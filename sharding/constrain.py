@@ -103,6 +103,7 @@ class _Body:
         self.settled: set[Any] = set()
         self.moving: set[Any] = set()
         """What is told first how it lies: XLA takes the only thing that it is told for how a value is made."""
+        self.sources: list[Any] = []
         self.decisions: list[Decision | None] = []
         self.exactly: dict[Any, Spec | None] = {}
         self.mesh = rewriter.mesh_in(scope)
@@ -117,6 +118,7 @@ class _Body:
         self.settled = settled(self.scope, self.rewriter.makers, self.exact, known=known, loose=loose)
         for eqn in source.eqns:
             op = self.rewriter.maker(self.scope, eqn)
+            self.sources.append(eqn if op is None else self.turned(op, eqn))
             if op is not None and op.results[0] in self.rewriter.turning:
                 self.settled.update(eqn.outvars)
                 op = None
@@ -157,7 +159,7 @@ class _Body:
                 self.argument(var, first)
         for var, stack in zip(source.invars, self.scope.read, strict=False):
             self.sliced(var, stack, first)
-        for i, eqn in enumerate(source.eqns):
+        for i, eqn in enumerate(self.sources):
             self.equation(i, eqn)
         outvars = [self.read(v) for v in source.outvars]
         if self.scope.exits:
@@ -195,11 +197,10 @@ class _Body:
     def read(self, atom: Any) -> Any:
         return atom if compat.is_literal(atom) else self.swapped.get(atom, atom)
 
-    def turned(self, eqn: Any) -> Any:
+    def turned(self, op: Op, eqn: Any) -> Any:
         """A sum that is the derivative of a rotation as the rotation that it is, which XLA knows."""
-        op = self.rewriter.maker(self.scope, eqn)
-        back = None if op is None else rotation_back(op, self.rewriter.makers)
-        if op is None or back is None:
+        back = rotation_back(op, self.rewriter.makers)
+        if back is None:
             return eqn
         pads = [self.rewriter.makers[v].site[0] for v in op.operands]
         if not all(v in self.scope.env for pad in pads for v in pad.invars[:1]):
@@ -209,7 +210,6 @@ class _Body:
         return compat.new_eqn(eqn, parts, eqn.outvars, jax.lax.concatenate_p, {"dimension": dim})
 
     def equation(self, i: int, eqn: Any) -> None:
-        eqn = self.turned(eqn)
         invars = [self.read(v) for v in eqn.invars]
         if eqn.primitive is annotation.annotate_p:
             self.annotated(eqn, invars[0])

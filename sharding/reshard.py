@@ -86,7 +86,7 @@ def _cost(steps: Iterable[Step]) -> int:
 def _halves(start: Split, goal: Split, sizes: Mapping[str, int]) -> dict[str, list[int]]:
     """Where to cut the axes that change places, so that a long one can take the place of a short one.
 
-    None where there is nothing to gain, or more pieces than ways between their splits can be searched.
+    Empty where there is nothing to gain, or more pieces than ways between their splits can be searched.
     """
     moving = dict.fromkeys(a for x, y in zip(start, goal, strict=True) if x != y for a in (*x, *y))
     lengths = {axis_size(a, sizes) for a in moving}
@@ -116,38 +116,28 @@ def _chain(
             kind, axes, after = move
             cost = spent
             if kind != "slice":
-                held = _held(kind, axes, split, after, shape, itemsize, sizes)
+                held = _held(split, move, shape, itemsize, sizes)
                 cost += wire_bytes(kind, held, num_parts(axes, sizes)) + STEP_BYTES
             if cost < best.get(after, cost + 1) and cost < best.get(goal, cost + 1):
                 best[after], came[after] = cost, (split, move)
                 heapq.heappush(waiting, (cost, next(number), after))
     steps: list[Step] = []
     while goal != start:
-        before, (kind, axes, after) = came[goal]
-        num_bytes = _held(kind, axes, before, after, shape, itemsize, sizes)
-        steps.append(_step(kind, axes, after, num_bytes, sizes))
-        goal = before
+        goal, move = came[goal]
+        steps.append(_step(move, _held(goal, move, shape, itemsize, sizes), sizes))
     return tuple(reversed(steps))
 
 
-def _held(
-    kind: Kind | Literal["slice"],
-    axes: tuple[Axis, ...],
-    before: Split,
-    after: Split,
-    shape: tuple[int, ...],
-    itemsize: int,
-    sizes: Mapping[str, int],
-) -> int:
+def _held(before: Split, move: _Move, shape: tuple[int, ...], itemsize: int, sizes: Mapping[str, int]) -> int:
     """Bytes that one device has after a step; a gather brings what fills up parts of unequal length too."""
+    kind, axes, after = move
     if kind == "all-gather":
         return local_bytes(before, shape, itemsize, sizes) * num_parts(axes, sizes)
     return local_bytes(after, shape, itemsize, sizes)
 
 
-def _step(
-    kind: Kind | Literal["slice"], axes: tuple[Axis, ...], after: Split, num_bytes: int, sizes: Mapping[str, int]
-) -> Step:
+def _step(move: _Move, num_bytes: int, sizes: Mapping[str, int]) -> Step:
+    kind, axes, after = move
     sent = 0 if kind == "slice" else wire_bytes(kind, num_bytes, num_parts(axes, sizes))
     table = AtomTable.of(sizes)
     spec = Spec(dims=tuple(Dim(axes=table.join(table.split(dim))) for dim in after))

@@ -137,6 +137,17 @@ def at_least_one(asked: str, **numbers: int) -> None:
         )
 
 
+def whole_units(asked: str, microbatches: int, unit: int, *, must: str) -> None:
+    """Returns None where the microbatches make whole units; raises a ShardingError with the next number that does."""
+    if rest := microbatches % unit:
+        raise ShardingError(
+            f"{asked}(microbatches)",
+            there=f"{microbatches} % {unit} = {rest}",
+            must=must,
+            fix=f"microbatches={microbatches + unit - rest}",
+        )
+
+
 def is_count(value: object) -> bool:
     """Whether it is a whole number."""
     return isinstance(value, int) and not isinstance(value, bool)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from ...errors import ShardingError
 from ..schedule import Schedule
-from ..table import at_least_one, is_count
+from ..table import at_least_one, is_count, whole_units
 from .order import one_forward_one_backward
 
 
@@ -60,13 +60,8 @@ def pipedream_2bw(*, stages: int, microbatches: int, accumulate: int | None = No
             must="at least as many as stages: else a third version of the weights is needed",
             fix=f"accumulate={stages}",
         )
-    if microbatches % per_update:
-        raise ShardingError(
-            "schedules.pipedream_2bw(microbatches)",
-            there=f"{microbatches} % {per_update} = {microbatches % per_update}",
-            must="a multiple of accumulate, so that all gradients are used",
-            fix=f"microbatches={microbatches + -microbatches % per_update}",
-        )
+    must = "a multiple of accumulate, so that all gradients are used"
+    whole_units("schedules.pipedream_2bw", microbatches, per_update, must=must)
 
     def version(stage: int, microbatch: int) -> int:
         return max(0, microbatch // per_update - 1)

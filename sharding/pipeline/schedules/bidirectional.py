@@ -6,7 +6,7 @@ from typing import Literal
 
 from ...errors import ShardingError
 from ..schedule import Schedule
-from ..table import Kind, Task, at_least_one
+from ..table import Kind, Task, at_least_one, whole_units
 
 Concatenation = Literal["direct", "doubling"]
 
@@ -73,10 +73,5 @@ def _valid(stages: int, microbatches: int, concatenation: str) -> None:
             fix=f"stages={stages + 1}",
         )
     unit = stages if concatenation == "direct" else 2 * stages
-    if microbatches % unit:
-        raise ShardingError(
-            "schedules.chimera(microbatches)",
-            there=f"{microbatches} % {unit} = {microbatches % unit}",
-            must=f"a multiple of {unit}, the microbatches of a unit of {stages} stages ({concatenation})",
-            fix=f"microbatches={microbatches + -microbatches % unit}",
-        )
+    must = f"a multiple of {unit}, the microbatches of a unit of {stages} stages ({concatenation})"
+    whole_units("schedules.chimera", microbatches, unit, must=must)

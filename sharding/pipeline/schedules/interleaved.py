@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from ...errors import ShardingError
 from ..schedule import Schedule
-from ..table import Kind, Task, at_least_one
+from ..table import Kind, Task, at_least_one, whole_units
 from .order import alternating
 
 
@@ -23,13 +22,8 @@ def interleaved(*, stages: int, microbatches: int, chunks: int = 2) -> Schedule:
         2.2.
     """
     at_least_one("schedules.interleaved", stages=stages, microbatches=microbatches, chunks=chunks)
-    if microbatches % stages:
-        raise ShardingError(
-            "schedules.interleaved(microbatches)",
-            there=f"{microbatches} % {stages} = {microbatches % stages}",
-            must="microbatches is a multiple of stages: devices take turns over groups of so many",
-            fix=f"microbatches={microbatches + -microbatches % stages}",
-        )
+    must = "microbatches is a multiple of stages: devices take turns over groups of so many"
+    whole_units("schedules.interleaved", microbatches, stages, must=must)
 
     def task(kind: Kind, device: int, number: int) -> Task:
         """The device's task of this number: groups of microbatches, in each the chunks, in each the microbatches."""
