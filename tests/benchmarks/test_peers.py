@@ -1,0 +1,94 @@
+"""What is measured against gives our losses: the same model from the same weights and tokens, elsewhere."""
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from benchmarks import pipeline_data
+from benchmarks.peers import environment
+from flax import nnx
+
+from sharding.models import gpt
+
+ROOT = Path(__file__).parent.parent.parent
+SCRIPT = Path(__file__).parent / "peers" / "torch_pipeline.py"
+SMALL = gpt.Config(vocab=96, context=32, layers=4, features=64, heads=4, kv_heads=4, mlp_features=128, tied=False)
+STEPS = 4  # the loss of the fourth has seen three updates
+SCHEDULES = ["single", "gpipe", "1f1b", "interleaved", "zbv"]
+
+
+def test_the_file_holds_every_parameter_and_the_tokens(tmp_path: Path):
+    pipeline_data.export(tmp_path / "gpt.npz", SMALL, steps=2, batch=4)
+    with np.load(tmp_path / "gpt.npz") as arrays:
+        found = dict(arrays)
+    tokens = found.pop("tokens")
+    assert tokens.shape == (2, 4, 33) and tokens.dtype == np.int32 and tokens.max() < SMALL.vocab
+    assert not np.array_equal(tokens[0], tokens[1])
+    model = pipeline_data.model(SMALL)
+    assert sum(value.size for value in found.values()) == gpt.num_params(model)
+    assert {value.dtype for value in found.values()} == {np.dtype(np.float32)}
+    np.testing.assert_array_equal(found["blocks/3/attention/qkv"], model.blocks[3].attention.qkv[...])
+    np.testing.assert_array_equal(found["head/table"], model.head.table[...])
+
+
+def test_the_model_is_the_size_that_is_said():
+    assert gpt.num_params(nnx.eval_shape(pipeline_data.model)) == 6_820_096
+
+
+def test_without_its_python_there_is_one_sentence_and_no_environment(tmp_path: Path):
+    said: list[str] = []
+    assert environment.torch_python(tmp_path, pythons=["no-such-python"], say=said.append) is None
+    assert said == ["There is no no-such-python on this machine to make an environment for PyTorch with."]
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "need, cuda",
+    [
+        ('nvidia-cublas==13.0.0.19; platform_system == "Linux"', True),
+        ("cuda-bindings<14,>=13.0.3", True),
+        ("triton==3.5.0", True),
+        ("networkx>=2.5.1", False),
+        ('nvidia-ml-py; extra == "monitor"', False),
+    ],
+)
+def test_builds_for_cuda_are_told_by_what_they_ask_for(need: str, cuda: bool):
+    assert bool(environment.CUDA.match(need)) == cuda
+
+
+@pytest.fixture(scope="module")
+def torch_python() -> Path:
+    said: list[str] = []
+    python = environment.torch_python(ROOT / ".venv-peers", say=said.append)
+    if python is None:
+        pytest.skip(said[0])
+    return python
+
+
+@pytest.fixture(scope="module")
+def torch_lines(torch_python: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """Schedule -> what the script prints of it."""
+    path = tmp_path_factory.mktemp("peers") / "gpt.npz"
+    pipeline_data.export(path, SMALL, steps=STEPS)
+    options = ["--processes", "2", "--threads", "1", "--schedules", *SCHEDULES]
+    done = subprocess.run([torch_python, SCRIPT, path, *options], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    return {line["name"]: line for line in map(json.loads, done.stdout.splitlines())}
+
+
+@pytest.fixture(scope="module")
+def losses() -> list[float]:
+    return pipeline_data.losses(SMALL, steps=STEPS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_pytorch_gives_our_losses(name: str, torch_lines: dict[str, dict[str, Any]], losses: list[float]):
+    found = torch_lines[name]
+    np.testing.assert_allclose(found["losses"][0], losses[0], rtol=1e-5)
+    np.testing.assert_allclose(found["losses"], losses, rtol=1e-4)
+    assert losses[-1] < losses[0]
+    assert found["processes"] == (1 if name == "single" else 2) and len(found["step_seconds"]) == STEPS
