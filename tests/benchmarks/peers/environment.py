@@ -10,9 +10,9 @@ from pathlib import Path
 
 PYTHONS = (*([sys.executable] if sys.version_info[:2] == (3, 11) else []), "python3.11")
 TORCH = "2.13.0"
-# What PyTorch imports, all of it small. Where pip finds a CPU build, plain `pip install torch` would come to the same. On
-# Linux most indexes have by default a build for CUDA: it asks for several GB of packages besides, and does not import
-# without them. So PyTorch is installed without what it asks for, and these after it.
+# What PyTorch imports, all of it small. Where pip finds a CPU build, `pip install torch` would come to the same. Most
+# indexes have a build for CUDA on Linux: it asks for several GB of packages besides, and does not import without them.
+# So PyTorch is installed without what it asks for, and these after it.
 TORCH_NEEDS = ("filelock", "typing-extensions", "sympy", "networkx", "jinja2", "fsspec", "setuptools", "numpy")
 CUDA = re.compile(r"(nvidia|cuda|triton)\b(?!.*extra ==)")
 LONG_SECONDS = 1800
