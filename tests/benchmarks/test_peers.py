@@ -1,6 +1,7 @@
 """What is measured against gives our losses: the same model from the same weights and tokens, elsewhere."""
 
 import json
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ ROOT = Path(__file__).parent.parent.parent
 SCRIPT = Path(__file__).parent / "peers" / "torch_pipeline.py"
 SMALL = gpt.Config(vocab=96, context=32, layers=4, features=64, heads=4, kv_heads=4, mlp_features=128, tied=False)
 STEPS = 4  # the loss of the fourth has seen three updates
+Lines = dict[str, dict[str, Any]]
+"""Schedule -> what the script prints of it."""
 SCHEDULES = ["single", "gpipe", "1f1b", "interleaved", "zbv"]
 
 
@@ -68,15 +71,17 @@ def torch_python() -> Path:
     return python
 
 
-@pytest.fixture(scope="module")
-def torch_lines(torch_python: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """Schedule -> what the script prints of it."""
-    path = tmp_path_factory.mktemp("peers") / "gpt.npz"
-    pipeline_data.export(path, SMALL, steps=STEPS)
-    options = ["--processes", "2", "--threads", "1", "--schedules", *SCHEDULES]
-    done = subprocess.run([torch_python, SCRIPT, path, *options], capture_output=True, text=True, timeout=600)
+def measured(python: Path, folder: Path, *options: str) -> Lines:
+    pipeline_data.export(folder / "gpt.npz", SMALL, steps=STEPS)
+    command = [python, SCRIPT, folder / "gpt.npz", "--processes", "2", "--threads", "1", *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     return {line["name"]: line for line in map(json.loads, done.stdout.splitlines())}
+
+
+@pytest.fixture(scope="module")
+def torch_lines(torch_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Lines:
+    return measured(torch_python, tmp_path_factory.mktemp("peers"), "--schedules", *SCHEDULES)
 
 
 @pytest.fixture(scope="module")
@@ -86,9 +91,18 @@ def losses() -> list[float]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_pytorch_gives_our_losses(name: str, torch_lines: dict[str, dict[str, Any]], losses: list[float]):
+def test_pytorch_gives_our_losses(name: str, torch_lines: Lines, losses: list[float]):
     found = torch_lines[name]
     np.testing.assert_allclose(found["losses"][0], losses[0], rtol=1e-5)
     np.testing.assert_allclose(found["losses"], losses, rtol=1e-4)
     assert losses[-1] < losses[0]
     assert found["processes"] == (1 if name == "single" else 2) and len(found["step_seconds"]) == STEPS
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("c++") is None, reason="compiling PyTorch's blocks needs a C++ compiler")
+def test_compiled_blocks_give_our_losses(torch_python: Path, tmp_path: Path, losses: list[float]):
+    lines = measured(torch_python, tmp_path, "--schedules", "1f1b", "zbv", "--compile")
+    assert {name: line["compiled"] for name, line in lines.items()} == {"1f1b": True, "zbv": False}
+    for line in lines.values():
+        np.testing.assert_allclose(line["losses"], losses, rtol=1e-4)
