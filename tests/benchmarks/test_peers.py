@@ -17,6 +17,8 @@ from sharding.models import gpt
 ROOT = Path(__file__).parent.parent.parent
 SCRIPT = Path(__file__).parent / "peers" / "torch_pipeline.py"
 SMALL = gpt.Config(vocab=96, context=32, layers=4, features=64, heads=4, kv_heads=4, mlp_features=128, tied=False)
+# Ten times what is there. The exact GELU, another epsilon in the norms or another beta of Adam are all 2e-5 apart.
+TOLERANCE = 5e-6
 STEPS = 4  # the loss of the fourth has seen three updates
 Lines = dict[str, dict[str, Any]]
 """Schedule -> what the script prints of it."""
@@ -93,8 +95,7 @@ def losses() -> list[float]:
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_pytorch_gives_our_losses(name: str, torch_lines: Lines, losses: list[float]):
     found = torch_lines[name]
-    np.testing.assert_allclose(found["losses"][0], losses[0], rtol=1e-5)
-    np.testing.assert_allclose(found["losses"], losses, rtol=1e-4)
+    np.testing.assert_allclose(found["losses"], losses, rtol=TOLERANCE)
     assert losses[-1] < losses[0]
     assert found["processes"] == (1 if name == "single" else 2) and len(found["step_seconds"]) == STEPS
 
@@ -105,4 +106,4 @@ def test_compiled_blocks_give_our_losses(torch_python: Path, tmp_path: Path, los
     lines = measured(torch_python, tmp_path, "--schedules", "1f1b", "zbv", "--compile")
     assert {name: line["compiled"] for name, line in lines.items()} == {"1f1b": True, "zbv": False}
     for line in lines.values():
-        np.testing.assert_allclose(line["losses"], losses, rtol=1e-4)
+        np.testing.assert_allclose(line["losses"], losses, rtol=TOLERANCE)
