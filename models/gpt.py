@@ -170,8 +170,16 @@ class GPT(nnx.Module):
         if tokens_BS.shape[1] > self.config.context:
             raise ValueError(f"GPT: {tokens_BS.shape[1]} tokens in a sequence, the context is {self.config.context}")
         keys = (None, None) if key is None else jax.random.split(key)
-        x_BSM = dropout(self.embed(tokens_BS), self.config.dropout, keys[0])
-        x_BSM = self.final_norm(run(self.blocks, x_BSM, keys[1], self.config))
+        x_BSM = dropout(self.before_blocks(tokens_BS), self.config.dropout, keys[0])
+        return self.after_blocks(run(self.blocks, x_BSM, keys[1], self.config))
+
+    def before_blocks(self, tokens_BS: jax.Array) -> jax.Array:
+        """What the first block gets, x_BSM."""
+        return self.embed(tokens_BS)
+
+    def after_blocks(self, x_BSM: jax.Array) -> jax.Array:
+        """The logits [B, S, V] of what the last block made."""
+        x_BSM = self.final_norm(x_BSM)
         table_VM = (self.embed if self.head is None else self.head).table[...]
         return jnp.einsum("BSM,VM->BSV", x_BSM, table_VM.astype(x_BSM.dtype))
 

@@ -79,9 +79,23 @@ def rebuild(jaxpr: Any, *, eqns: Sequence[Any], outvars: Sequence[Any]) -> Any:
     return new
 
 
+def constants(jaxpr: Any) -> Sequence[Any]:
+    """The values of a closed jaxpr's `constvars`; an open one has none."""
+    return jaxpr.consts if is_closed(jaxpr) else ()
+
+
 def jaxpr_fun(closed: Any) -> Any:
     """A function of flat arrays that evaluates a closed jaxpr."""
     return jex.jaxpr_as_fun(closed)
+
+
+def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
+    """An equation's results for other operands, traced as its own source line."""
+    stack = _source.current_name_stack() + eqn.source_info.name_stack
+    params = eqn.primitive.get_bind_params(eqn.params)
+    with _source.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
+        results = eqn.primitive.bind(*values, **params)
+    return list(results) if eqn.primitive.multiple_results else [results]
 
 
 def scan_parts(params: dict[str, Any]) -> tuple[int, int]:
@@ -167,6 +181,11 @@ _ARRAYS = frozenset((_array.ArrayImpl, _prng.PRNGKeyArray))
 def is_extended(dtype: Any) -> bool:
     """Whether a dtype is one of JAX's own, like that of random keys."""
     return jax.numpy.issubdtype(dtype, jax.dtypes.extended)
+
+
+def wrapped_key(numbers: Any, dtype: Any) -> Any:
+    """Random keys of this dtype from their numbers."""
+    return jax.random.wrap_key_data(numbers, impl=dtype._impl)
 
 
 def mlir_passes() -> tuple[Any, Any]:

@@ -17,9 +17,11 @@ Example:
 
 from . import schedules
 from .chart import Chart
+from .gradient import place, value_and_grad
 from .schedule import Schedule
 from .simulation import Duration, Simulation
 from .slicing import TokenSlices, token_slices
+from .split import Split, split
 from .table import KINDS, Kind, Task
 
 __all__ = [
@@ -29,8 +31,12 @@ __all__ = [
     "Kind",
     "Schedule",
     "Simulation",
+    "Split",
     "Task",
     "TokenSlices",
+    "place",
     "schedules",
+    "split",
     "token_slices",
+    "value_and_grad",
 ]
