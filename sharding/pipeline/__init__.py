@@ -13,10 +13,13 @@ Example:
     (18.0, (3.0, 2.0, 1.0))
     >>> pipeline.schedules.zb_v(stages=3, microbatches=4).simulate(forward=1.0, backward=2.0).makespan
     13.0
+    >>> pipeline.cut([1, 1, 1, 1, 2, 2], stages=4).sizes
+    (2, 2, 1, 1)
 """
 
-from . import schedules
+from . import cutting, schedules
 from .chart import Chart
+from .cutting import Cut, cut
 from .gradient import place, value_and_grad
 from .schedule import Schedule
 from .simulation import Duration, Simulation
@@ -27,6 +30,7 @@ from .table import KINDS, Kind, Task
 __all__ = [
     "KINDS",
     "Chart",
+    "Cut",
     "Duration",
     "Kind",
     "Schedule",
@@ -34,6 +38,8 @@ __all__ = [
     "Split",
     "Task",
     "TokenSlices",
+    "cut",
+    "cutting",
     "place",
     "schedules",
     "split",

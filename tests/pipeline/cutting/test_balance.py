@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sharding import pipeline
 from sharding.errors import ShardingError
 from sharding.pipeline import schedules
 from sharding.pipeline.cutting import cut
@@ -47,6 +48,11 @@ def test_equal_layers(cost, layers, stages):
     """Also where sums of the costs are not exact numbers: equal stages stay equal, and longer ones come first."""
     expected = [len(part) for part in np.array_split(range(layers), stages)]
     assert cut([cost] * layers, stages=stages).sizes == tuple(expected)
+
+
+def test_the_face():
+    assert pipeline.cut is cut
+    assert pipeline.cut([1, 1, 2], stages=2).sizes == (2, 1)
 
 
 def test_a_head_that_costs_four_layers():
