@@ -164,8 +164,7 @@ def most_versions(schedule: Schedule):
                 ]
                 made = [t.microbatch // schedule.microbatches_per_update for t in past if t.stage == stage and frees(t)]
                 newest = next(v for v in itertools.count() if v not in made or v in left)
-                begun = {t[1:4] for t in past if t.kind == "forward"}
-                used = {t.version for t in future if t.stage == stage and frees(t) and t[1:4] in begun}
+                used = {t.version for t in future if t.stage == stage and t.version <= newest}
                 if any(t.stage == stage for t in past):
                     counts.append(len(used | {newest}))
         found.append(max(counts))

@@ -191,17 +191,16 @@ def _most_held(order: Iterable[Task]) -> int:
 
 
 def _most_versions(tasks: Sequence[Task], per_update: int) -> int:
-    """The most versions of one stage's weights: the newest, and those with which microbatches under way began."""
+    """The most versions of one stage's weights: the newest, and those made before that a task is still to use."""
     left = Counter(task.microbatch // per_update for task in tasks if task.frees_activation)
-    under_way: Counter[int] = Counter()
+    uses = Counter(task.version for task in tasks)
     newest = most = 0
     for task in tasks:
-        if task.kind == "forward":
-            under_way[task.version] += 1
+        uses[task.version] -= 1
         if task.frees_activation:
-            under_way[task.version] -= 1
             left[task.microbatch // per_update] -= 1
         while left.get(newest) == 0:
             newest += 1
-        most = max(most, len({newest} | {version for version, count in under_way.items() if count}))
+        uses = +uses
+        most = max(most, len({newest, *(version for version in uses if version < newest)}))
     return most

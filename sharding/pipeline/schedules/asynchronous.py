@@ -24,7 +24,7 @@ def pipedream(*, stages: int, microbatches: int, vertical_sync: bool = False) ->
         stages: one per device.
         microbatches: the paper's minibatches.
         vertical_sync: whether a microbatch meets the same version at all stages, the newest at the first one: all then
-            miss stages - 1 updates.
+            miss stages - 1 updates, and keep ``stages`` versions.
 
     References:
         Narayanan et al., PipeDream, SOSP 2019, sections 3.2 and 3.3. Stages are not replicated here: replicate the

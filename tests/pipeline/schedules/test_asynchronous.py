@@ -41,9 +41,10 @@ def test_pipedream_uses_the_newest_weights_that_there_are(stages):
 
 @pytest.mark.parametrize("stages", STAGES)
 def test_vertical_sync(stages):
-    """All stages meet the version that the first one has: all miss n - 1."""
+    """All stages meet the version that the first one has: all miss n - 1, and keep what later microbatches will meet."""
     schedule = schedules.pipedream(stages=stages, microbatches=3 * stages, vertical_sync=True)
     assert schedule.simulate().staleness == (stages - 1,) * stages
+    assert schedule.simulate().weight_versions == (stages,) * stages
     for microbatch in range(3 * stages):
         found = {task.version for order in schedule.orders for task in order if task.microbatch == microbatch}
         assert found == {max(0, microbatch - stages + 1)}
