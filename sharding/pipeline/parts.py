@@ -50,6 +50,11 @@ class Parts:
         """The device that has a microbatch at a stage."""
         return self.homes[stage, microbatch]
 
+    @property
+    def places(self) -> list[At]:
+        """Every stage on every device that has it."""
+        return [(device, stage) for device, own in enumerate(self.schedule.placement) for stage in own]
+
     def where(self, stage: int) -> tuple[int, ...]:
         """The devices that have a stage."""
         return tuple(device for device, own in enumerate(self.schedule.placement) if stage in own)
@@ -59,11 +64,10 @@ class Parts:
         leaves, tree_def = jax.tree.flatten(tree)
         cut = [self._rows(leaf) for leaf in leaves]
         found = {}
-        for device, own in enumerate(self.schedule.placement):
-            for stage in own:
-                source = self._row(stage, device)
-                rows = [self.moved(rows[source], device, source // self._per_device) for rows in cut]
-                found[device, stage] = jax.tree.unflatten(tree_def, rows)
+        for device, stage in self.places:
+            source = self._row(stage, device)
+            rows = [self.moved(rows[source], device, source // self._per_device) for rows in cut]
+            found[device, stage] = jax.tree.unflatten(tree_def, rows)
         return found
 
     def stage_shardings(self, tree: Any) -> list[Any]:

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -115,51 +115,51 @@ class Step:
     def __init__(self, model: Model, schedule: Schedule, parts: Parts, stages: Any, ends: Ends, inputs: Any):
         self.model, self.schedule, self.parts = model, schedule, parts
         self.order = dispatch_order(schedule)
-        x = jax.eval_shape(lambda ends, inputs: model.enter(ends, _at(inputs, 0)), ends, inputs)
-        weights = jax.eval_shape(lambda stages: _at(stages, 0), stages)
-        shardings = parts.stage_shardings(stages)
-        self.workers = []
-        for device, mesh in enumerate(parts.meshes):
-            with jax.set_mesh(mesh):
-                stage = traced(model.stage, weights, x)
-            self.workers.append(
-                Worker(
-                    model=model,
-                    microbatches=schedule.microbatches,
-                    mesh=mesh,
-                    stage=stage,
-                    weight_shardings=shardings[device],
-                )
-            )
+        self.workers = workers(model, parts, stages, ends, inputs, microbatches=schedule.microbatches)
 
     def __call__(self, stages: Any, ends: Ends, inputs: Any, targets: Any) -> tuple[jax.Array, Any, Ends]:
         """The loss, and the gradients as the stages' parameters and the ends came."""
-        run = _Run(self, stages, ends, inputs, targets)
+        run = _Whole(self.model, self.parts, self.workers, inputs, targets)
+        run.begin(stages, ends)
         for located in self.order:
             run.task(located)
         return run.results()
 
 
-class _Run:
-    """What lies where during a step; dropped as soon as nothing needs it any more."""
+class Keys(NamedTuple):
+    """Under which names a task finds what other tasks use too."""
 
-    def __init__(self, step: Step, stages: Any, ends: Ends, inputs: Any, targets: Any):
-        self.step, self.parts = step, step.parts
-        self.last = step.schedule.stages - 1
-        self.weights = self.parts.stages(stages)
-        self.sums = {at: self.worker(at[0]).zeros(w) for at, w in self.weights.items()}
-        outer = {device for device, own in enumerate(step.schedule.placement) if {0, self.last} & set(own)}
-        self.ends = {device: self.parts.replica(ends, device) for device in outer}
-        self.end_sums = {device: self.worker(device).zeros(e) for device, e in self.ends.items()}
-        at = self.parts.where(0), self.parts.where(self.last)
-        self.inputs = {device: self.parts.microbatches(inputs, device) for device in at[0]}
-        self.targets = {device: self.parts.microbatches(targets, device) for device in at[1]}
-        self.losses = {device: self.parts.zero(device) for device in at[1]}
+    weights: Any
+    ends: Any
+    sums: Any
+    end_sums: Any
+    loss: Any
+
+
+class Run:
+    """What lies where while tasks run; dropped as soon as nothing needs it any more.
+
+    What tasks share, weights and sums of gradients, a kind of run fills in, under the names that its `keys` give.
+    """
+
+    def __init__(self, model: Model, parts: Parts, workers: list[Worker], inputs: Any, targets: Any):
+        self.model, self.parts, self.workers = model, parts, workers
+        self.last = parts.schedule.stages - 1
+        self.inputs = {device: parts.microbatches(inputs, device) for device in parts.where(0)}
+        self.targets = {device: parts.microbatches(targets, device) for device in parts.where(self.last)}
         self.held: dict[tuple[str, int, int], Any] = {}
-        self.stages_like, self.ends_like = stages, ends
+        self.weights: dict[Any, Any] = {}
+        self.ends: dict[Any, Ends] = {}
+        self.sums: dict[Any, Any] = {}
+        self.end_sums: dict[Any, Ends] = {}
+        self.losses: dict[Any, jax.Array] = {}
+
+    def keys(self, task: Task, device: int) -> Keys:
+        """Under which names a task finds what other tasks use too."""
+        raise NotImplementedError
 
     def worker(self, device: int) -> Worker:
-        return self.step.workers[device]
+        return self.workers[device]
 
     def task(self, located: Located) -> None:
         """Starts a task and sends on what it makes."""
@@ -174,39 +174,41 @@ class _Run:
 
     def forward(self, task: Task, device: int, worker: Worker) -> None:
         _, stage, m, *_ = task
+        keys = self.keys(task, device)
         if stage == 0:
-            x = worker.run(worker.enter, self.ends[device], self.inputs[device][m])
+            x = worker.run(worker.enter, self.ends[keys.ends], self.inputs[device][m])
         else:
             x = self.held.pop(("input", stage, m))
-        y, self.held["residual", stage, m] = worker.run(worker.forward, self.weights[device, stage], x)
+        y, self.held["residual", stage, m] = worker.run(worker.forward, self.weights[keys.weights], x)
         if stage < self.last:
             self.held["input", stage + 1, m] = self.parts.moved(y, self.parts.home(stage + 1, m), device)
             return
-        args = self.ends[device], y, self.targets[device][m], self.losses[device], self.end_sums[device]
-        found = worker.run(worker.loss, *args)
-        self.losses[device], self.end_sums[device], self.held["gradient", stage, m] = found
+        sums = self.losses[keys.loss], self.end_sums[keys.end_sums]
+        found = worker.run(worker.loss, self.ends[keys.ends], y, self.targets[device][m], *sums)
+        self.losses[keys.loss], self.end_sums[keys.end_sums], self.held["gradient", stage, m] = found
 
     def backward(self, task: Task, device: int, worker: Worker) -> None:
         _, stage, m, *_ = task
-        at = device, stage
-        args = self.weights[at], *self.needed(stage, m), self.sums[at]
-        if stage == 0 and self.step.model.first_fn is None:
-            self.sums[at] = worker.run(worker.backward_end, *args)
+        keys = self.keys(task, device)
+        args = self.weights[keys.weights], *self.needed(stage, m), self.sums[keys.sums]
+        if stage == 0 and self.model.first_fn is None:
+            self.sums[keys.sums] = worker.run(worker.backward_end, *args)
             return
-        self.sums[at], dx = worker.run(worker.backward, *args)
+        self.sums[keys.sums], dx = worker.run(worker.backward, *args)
         self.sent_back(task, device, worker, dx)
 
     def backward_input(self, task: Task, device: int, worker: Worker) -> None:
         _, stage, m, *_ = task
-        args = self.weights[device, stage], *self.needed(stage, m)
+        args = self.weights[self.keys(task, device).weights], *self.needed(stage, m)
         dx, self.held["saved", stage, m] = worker.run(worker.backward_input, *args)
         self.sent_back(task, device, worker, dx)
 
     def backward_weight(self, task: Task, device: int, worker: Worker) -> None:
         _, stage, m, *_ = task
-        at = device, stage
+        keys = self.keys(task, device)
         saved = self.held.pop(("saved", stage, m))
-        self.sums[at] = worker.run(worker.backward_weight, self.weights[at], saved, self.sums[at])
+        sums = self.sums[keys.sums]
+        self.sums[keys.sums] = worker.run(worker.backward_weight, self.weights[keys.weights], saved, sums)
 
     def needed(self, stage: int, microbatch: int) -> tuple[Arrays, Arrays]:
         """The residuals, and the gradient of the output."""
@@ -216,15 +218,51 @@ class _Run:
         _, stage, m, *_ = task
         if stage > 0:
             self.held["gradient", stage - 1, m] = self.parts.moved(dx, self.parts.home(stage - 1, m), device)
-        elif self.step.model.first_fn is not None:
-            args = self.ends[device], self.inputs[device][m], dx, self.end_sums[device]
-            self.end_sums[device] = worker.run(worker.entered, *args)
+        elif self.model.first_fn is not None:
+            keys = self.keys(task, device)
+            args = self.ends[keys.ends], self.inputs[device][m], dx, self.end_sums[keys.end_sums]
+            self.end_sums[keys.end_sums] = worker.run(worker.entered, *args)
+
+
+class _Whole(Run):
+    """All tasks with the same weights, all gradients added up."""
+
+    def begin(self, stages: Any, ends: Ends) -> None:
+        """Puts weights, ends and empty sums where they are needed."""
+        self.stages_like, self.ends_like = stages, ends
+        self.weights.update(self.parts.stages(stages))
+        outer = {*self.parts.where(0), *self.parts.where(self.last)}
+        self.ends.update({device: self.parts.replica(ends, device) for device in outer})
+        for device, stage in self.parts.places:
+            self.sums[device, stage] = self.worker(device).zeros(self.weights[device, stage])
+        self.end_sums.update({device: self.worker(device).zeros(self.ends[device]) for device in outer})
+        self.losses.update({device: self.parts.zero(device) for device in self.parts.where(self.last)})
+
+    def keys(self, task: Task, device: int) -> Keys:
+        """By stage and device."""
+        at = device, task.stage
+        return Keys(weights=at, ends=device, sums=at, end_sums=device, loss=device)
 
     def results(self) -> tuple[jax.Array, Any, Ends]:
         """All gradients, put together again."""
         loss = self.parts.total(self.losses)
         stages = self.parts.joined(self.sums, self.stages_like)
         return loss, stages, self.parts.ends_total(self.end_sums, self.ends_like)
+
+
+def workers(model: Model, parts: Parts, stages: Any, ends: Ends, inputs: Any, *, microbatches: int) -> list[Worker]:
+    """One for each place on the pipeline's axis, whose gradients are of the loss's share of so many microbatches."""
+    x = jax.eval_shape(lambda ends, inputs: model.enter(ends, _at(inputs, 0)), ends, inputs)
+    weights = jax.eval_shape(lambda stages: _at(stages, 0), stages)
+    shardings = parts.stage_shardings(stages)
+    found = []
+    for device, mesh in enumerate(parts.meshes):
+        with jax.set_mesh(mesh):
+            stage = traced(model.stage, weights, x)
+        found.append(
+            Worker(model=model, microbatches=microbatches, mesh=mesh, stage=stage, weight_shardings=shardings[device])
+        )
+    return found
 
 
 def dispatch_order(schedule: Schedule) -> tuple[Located, ...]:

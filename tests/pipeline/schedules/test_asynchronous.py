@@ -41,7 +41,7 @@ def test_pipedream_uses_the_newest_weights_that_there_are(stages):
 
 @pytest.mark.parametrize("stages", STAGES)
 def test_vertical_sync(stages):
-    """All stages meet the version that the first one has: all miss n - 1, and keep what later microbatches will meet."""
+    """All stages meet the version that the first one has: all miss n - 1, and keep what others will meet."""
     schedule = schedules.pipedream(stages=stages, microbatches=3 * stages, vertical_sync=True)
     assert schedule.simulate().staleness == (stages - 1,) * stages
     assert schedule.simulate().weight_versions == (stages,) * stages
