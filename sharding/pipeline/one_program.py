@@ -20,22 +20,22 @@ from .model import Ends, Model
 from .schedule import Schedule
 from .stage import Arrays, Flow, Stage, traced
 
+Row = dict[str, Any]
+"""A device's line of the tables for a tick."""
+
 
 class Carry(NamedTuple):
     """What a device holds between ticks."""
 
     slots: dict[Thing, Any]
+    output: Flow
+    """What its last forward made, and ..."""
+    input_gradient: Arrays
+    """... its last backward: these it sends, in every tick; who doesn't wait for them throws them away."""
     stages: Any
     """The gradients of its stages' parameters so far, [chunks, ...]."""
     ends: Ends
     loss: jax.Array
-
-
-class Sent(NamedTuple):
-    """What a task has for other devices."""
-
-    input: Flow
-    gradient: Arrays
 
 
 def one_program(
@@ -92,7 +92,6 @@ class _Device:
         x = jax.eval_shape(lambda: model.enter(ends, _at(inputs, 0)))
         weights = jax.eval_shape(lambda: _at(stages, 0))
         self.stage: Stage = traced(model.stage, weights, x)
-        self.nothing = Sent(*jax.tree.map(_zeros, (self.stage.flow_shapes, self.stage.flow_shapes.floats)))
 
     def run(self) -> tuple[jax.Array, Any, Ends]:
         me = lax.axis_index(self.axis)
@@ -124,32 +123,42 @@ class _Device:
             for thing in THINGS
             if used[thing]
         }
-        return Carry(slots, *jax.tree.map(jnp.zeros_like, (self.stages, self.ends)), loss=jnp.zeros((), jnp.float32))
+        output, input_gradient = jax.tree.map(_zeros, (self.stage.flow_shapes, self.stage.flow_shapes.floats))
+        stages, ends = jax.tree.map(jnp.zeros_like, (self.stages, self.ends))
+        return Carry(slots, output, input_gradient, stages, ends, jnp.zeros((), jnp.float32))
 
-    def tick(self, carry: Carry, row: dict[str, Any]) -> tuple[Carry, None]:
+    def tick(self, carry: Carry, row: Row) -> tuple[Carry, None]:
         """One task, or none, and then what all exchange."""
-        tasks = {
-            None: lambda carry, row: (carry, self.nothing),
-            "forward": self.forward,
-            "backward": self.backward,
-            "backward-input": self.backward_input,
-            "backward-weight": self.backward_weight,
-        }
-        ops = self.tables.ops
-        number = jnp.asarray([ops.index(op) if op in ops else 0 for op in range(len(OPS))])
-        carry, sent = lax.switch(number[row["op"]], [tasks[OPS[op]] for op in ops], carry, row)
+        is_op = {OPS[op]: row["op"] == op for op in self.tables.ops}
+        never = jnp.zeros((), bool)
+        for kind, task in (
+            ("forward", self.forward),
+            ("backward", self.backward),
+            ("backward-input", self.backward_input),
+            ("backward-weight", self.backward_weight),
+        ):
+            if kind in is_op:
+                carry = _when(is_op[kind], task, carry, row)
+        carry = _when(is_op["forward"] & row["is_last"], self.loss, carry, row)
+        if self.model.first_fn is not None:
+            goes_back = is_op.get("backward", never) | is_op.get("backward-input", never)
+            carry = _when(goes_back & row["is_first"], self.entered, carry, row)
+        return self.exchanged(carry, row), None
+
+    def exchanged(self, carry: Carry, row: Row) -> Carry:
+        """With what the other devices have sent."""
         num = self.schedule.devices
         slots = dict(carry.slots)
         for k, (thing, shift) in enumerate(self.tables.lanes):
-            goes = sent.input if thing == "input" else sent.gradient
+            goes = carry.output if thing == "input" else carry.input_gradient
             if shift:
                 pairs = [(i, (i + shift) % num) for i in range(num)]
                 goes = jax.tree.map(lambda leaf, pairs=pairs: lax.ppermute(leaf, self.axis, pairs), goes)
             slots[thing] = _put(slots[thing], row["arrivals"][k], goes)
-        return carry._replace(slots=slots), None
+        return carry._replace(slots=slots)
 
-    def forward(self, carry: Carry, row: dict[str, Any]) -> tuple[Carry, Sent]:
-        """A stage's output; on the last stage also the loss and its gradients."""
+    def forward(self, carry: Carry, row: Row) -> Carry:
+        """A stage's output."""
 
         def first() -> Flow:
             return self.stage.passing.flow(self.model.enter(self.ends, _at(self.inputs, row["microbatch"])))
@@ -159,40 +168,40 @@ class _Device:
 
         x = lax.cond(row["is_first"], first, later) if "input" in carry.slots else first()
         y, residuals = self.stage.forward(_at(self.stages, row["chunk"]), x)
-        slots = carry.slots | {"residual": _put(carry.slots["residual"], row["slot"]["residual"], residuals)}
-        held = slots["gradient"], carry.ends, carry.loss
+        return self.kept(carry, row, "residual", residuals)._replace(output=y)
 
-        def last(y: Flow, held: Any) -> Any:
-            gradients, ends, loss = held
-            target = _at(self.targets, row["microbatch"])
-            share = self.model.share(self.stage.passing, self.ends, y, target, self.schedule.microbatches)
-            value, (dends, dy) = share
-            gradients = _put(gradients, row["slot"]["gradient"], dy)
-            return gradients, jax.tree.map(jnp.add, ends, dends), loss + value.astype(loss.dtype)
+    def loss(self, carry: Carry, row: Row) -> Carry:
+        """The loss of what the last stage has made, and at once its gradients."""
+        target, num = _at(self.targets, row["microbatch"]), self.schedule.microbatches
+        value, (more, dy) = self.model.share(self.stage.passing, self.ends, carry.output, target, num)
+        carry = self.kept(carry, row, "gradient", dy)
+        # Nobody waits for the last stage's output; changed, it is no invariant that XLA takes out of the loop.
+        spent = carry.output._replace(floats=dy)
+        return carry._replace(output=spent, ends=_sum(carry.ends, more), loss=carry.loss + value.astype(jnp.float32))
 
-        slots["gradient"], ends, loss = lax.cond(row["is_last"], last, lambda y, held: held, y, held)
-        return carry._replace(slots=slots, ends=ends, loss=loss), self.nothing._replace(input=y)
-
-    def backward(self, carry: Carry, row: dict[str, Any]) -> tuple[Carry, Sent]:
+    def backward(self, carry: Carry, row: Row) -> Carry:
         """Both gradients of a stage."""
-        weights, residuals, gradient = self.held(carry, row)
-        dw, dx = self.stage.backward(weights, residuals, gradient)
-        return self.entered(self.added(carry, row, dw), row, dx), self.nothing._replace(gradient=dx)
+        dw, dx = self.stage.backward(*self.needed(carry, row))
+        return self.added(carry, row, dw)._replace(input_gradient=dx)
 
-    def backward_input(self, carry: Carry, row: dict[str, Any]) -> tuple[Carry, Sent]:
+    def backward_input(self, carry: Carry, row: Row) -> Carry:
         """The gradient of a stage's input; what its weights' needs is kept."""
-        weights, residuals, gradient = self.held(carry, row)
-        dx, saved = self.stage.backward_input(weights, residuals, gradient)
-        slots = carry.slots | {"saved": _put(carry.slots["saved"], row["slot"]["saved"], saved)}
-        return self.entered(carry._replace(slots=slots), row, dx), self.nothing._replace(gradient=dx)
+        dx, saved = self.stage.backward_input(*self.needed(carry, row))
+        return self.kept(carry, row, "saved", saved)._replace(input_gradient=dx)
 
-    def backward_weight(self, carry: Carry, row: dict[str, Any]) -> tuple[Carry, Sent]:
+    def backward_weight(self, carry: Carry, row: Row) -> Carry:
         """The gradient of a stage's weights."""
         saved = _at(carry.slots["saved"], row["slot"]["saved"])
-        dw = self.stage.backward_weight(_at(self.stages, row["chunk"]), saved)
-        return self.added(carry, row, dw), self.nothing
+        return self.added(carry, row, self.stage.backward_weight(_at(self.stages, row["chunk"]), saved))
 
-    def held(self, carry: Carry, row: dict[str, Any]) -> tuple[Any, Arrays, Arrays]:
+    def entered(self, carry: Carry, row: Row) -> Carry:
+        """With the gradients of what comes before the first stage, which is run again for them."""
+        inputs = _at(self.inputs, row["microbatch"])
+        more = self.model.entered(self.stage.passing, self.ends, inputs, carry.input_gradient)
+        spent = jax.tree.map(jnp.zeros_like, carry.input_gradient)  # as in `loss`
+        return carry._replace(input_gradient=spent, ends=_sum(carry.ends, more))
+
+    def needed(self, carry: Carry, row: Row) -> tuple[Any, Arrays, Arrays]:
         """What a backward needs."""
         return (
             _at(self.stages, row["chunk"]),
@@ -200,20 +209,32 @@ class _Device:
             _at(carry.slots["gradient"], row["slot"]["gradient"]),
         )
 
-    def added(self, carry: Carry, row: dict[str, Any], dw: Any) -> Carry:
+    def kept(self, carry: Carry, row: Row, thing: Thing, values: Any) -> Carry:
+        """With something more in a slot."""
+        return carry._replace(slots=carry.slots | {thing: _put(carry.slots[thing], row["slot"][thing], values)})
+
+    def added(self, carry: Carry, row: Row, dw: Any) -> Carry:
         """With the gradient of one stage's weights more."""
         return carry._replace(stages=jax.tree.map(lambda sum_, d: sum_.at[row["chunk"]].add(d), carry.stages, dw))
 
-    def entered(self, carry: Carry, row: dict[str, Any], dx: Arrays) -> Carry:
-        """With the gradients of what comes before the first stage, which is run again for them."""
-        if self.model.first_fn is None:
-            return carry
 
-        def back(sums: Ends, dx: Arrays) -> Ends:
-            inputs = _at(self.inputs, row["microbatch"])
-            return jax.tree.map(jnp.add, sums, self.model.entered(self.stage.passing, self.ends, inputs, dx))
+def _when(does: jax.Array, task: Callable[[Carry, Row], Carry], carry: Carry, row: Row) -> Carry:
+    """What a task makes of it, or it as it is.
 
-        return carry._replace(ends=lax.cond(row["is_first"], back, lambda sums, dx: sums, carry.ends, dx))
+    A loop of one round or none: what it carries it changes in place, where XLA's conditionals copy all that goes
+    through them, which is most of a device's memory. All that a task reads it finds by numbers of its row; the loop's
+    counter, which is 0, is added to them: what did not depend on it XLA would take out of the loop and do in any case.
+    """
+
+    def body(i: jax.Array, carry: Carry) -> Carry:
+        found = {name: jax.tree.map(lambda number: number + i, row[name]) for name in ("chunk", "microbatch", "slot")}
+        return task(carry, row | found)
+
+    return lax.fori_loop(0, does.astype(jnp.int32), body, carry)
+
+
+def _sum(tree: Any, other: Any) -> Any:
+    return jax.tree.map(jnp.add, tree, other)
 
 
 def _by_stage(leaf: jax.Array, here: Sequence[int], stages: int) -> jax.Array:
