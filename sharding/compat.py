@@ -24,6 +24,7 @@ from jax.experimental.layout import Layout
 from jax.interpreters import ad as ad
 from jax.interpreters import batching as batching
 from jax.interpreters import mlir as mlir
+from jax.interpreters import partial_eval as _partial_eval
 from jaxlib.mlir.dialects import sdy as _sdy
 
 _source.register_exclusion(os.path.dirname(__file__))  # our own frames are never the user's line
@@ -96,6 +97,11 @@ def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
     with _source.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
         results = eqn.primitive.bind(*values, **params)
     return list(results) if eqn.primitive.multiple_results else [results]
+
+
+def inputs_used(jaxpr: Any, outputs: Sequence[bool]) -> list[bool]:
+    """Which inputs of a jaxpr some of its outputs depend on."""
+    return _partial_eval.dce_jaxpr(open_jaxpr(jaxpr), list(outputs))[1]
 
 
 def scan_parts(params: dict[str, Any]) -> tuple[int, int]:

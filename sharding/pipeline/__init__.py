@@ -18,6 +18,7 @@ Example:
 """
 
 from . import cutting, schedules
+from .asynchronous import train_async
 from .chart import Chart
 from .cutting import Cut, cut
 from .gradient import place, value_and_grad
@@ -44,5 +45,6 @@ __all__ = [
     "schedules",
     "split",
     "token_slices",
+    "train_async",
     "value_and_grad",
 ]

@@ -109,10 +109,14 @@ class Parts:
 
     def ends_total(self, sums: Mapping[int, Ends], like: Ends) -> Ends:
         """Sums over devices, as the ends lie."""
+        return self.placed(self._sum(sums), like)
+
+    def placed(self, tree: Any, like: Any) -> Any:
+        """Arrays of one device on the whole mesh, as others lie."""
         return jax.tree.map(
-            lambda leaf, total: jax.device_put(total, NamedSharding(self.mesh, self._spec(leaf, whole=False))),
+            lambda leaf, found: jax.device_put(found, NamedSharding(self.mesh, self._spec(leaf, whole=False))),
             like,
-            self._sum(sums),
+            tree,
         )
 
     @property
