@@ -27,6 +27,8 @@ from .simulation import Duration, Simulation
 from .slicing import TokenSlices, token_slices
 from .split import Split, split
 from .table import KINDS, Kind, Task
+from .wave_training import train_waves
+from .waves import Push, Waves, WaveSimulation
 
 __all__ = [
     "KINDS",
@@ -34,11 +36,14 @@ __all__ = [
     "Cut",
     "Duration",
     "Kind",
+    "Push",
     "Schedule",
     "Simulation",
     "Split",
     "Task",
     "TokenSlices",
+    "WaveSimulation",
+    "Waves",
     "cut",
     "cutting",
     "place",
@@ -46,5 +51,6 @@ __all__ = [
     "split",
     "token_slices",
     "train_async",
+    "train_waves",
     "value_and_grad",
 ]

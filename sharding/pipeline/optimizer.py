@@ -120,11 +120,21 @@ class Update:
 
     def run(self, params: Any, state: Any, sums: Any) -> tuple[Any, Any]:
         """The update by the mean gradient."""
-        from optax import apply_updates
+        updates, state = self.updates(params, state, sums)
+        return applied(params, updates), state
 
+    def updates(self, params: Any, state: Any, sums: Any) -> tuple[Any, Any]:
+        """What is added to the parameters, and the state."""
         gradient = jax.tree.map(lambda total: (total / self.microbatches).astype(total.dtype), sums)
-        updates, state = self.optimizer.update(gradient, state, params)
-        return apply_updates(params, updates), state
+        return self.optimizer.update(gradient, state, params)
+
+    def apart(self, params: Any, state: Any, sums: Any) -> tuple[Any, Any]:
+        """params, state, sums of gradients -> what is added to the parameters, state."""
+        return self._apart(params, state, sums)
+
+    @cached_property
+    def _apart(self) -> Callable[..., tuple[Any, Any]]:
+        return jax.jit(self.updates, donate_argnums=(1, 2), out_shardings=self.shardings)
 
     @cached_property
     def _in_place(self) -> Callable[..., tuple[Any, Any]]:
@@ -133,6 +143,13 @@ class Update:
     @cached_property
     def _beside(self) -> Callable[..., tuple[Any, Any]]:
         return jax.jit(self.run, donate_argnums=(1, 2), out_shardings=self.shardings)
+
+
+def applied(params: Any, updates: Any) -> Any:
+    """The parameters with what is added to them."""
+    from optax import apply_updates
+
+    return apply_updates(params, updates)
 
 
 def each_by_itself(asked: str, optimizer: GradientTransformation, piece: Any) -> None:

@@ -83,6 +83,16 @@ class Parts:
         flat = {at: jax.tree.leaves(tree) for at, tree in sums.items()}
         return jax.tree.unflatten(tree_def, [self._joined(flat, i, leaf) for i, leaf in enumerate(leaves)])
 
+    def each(self, tree: Any) -> list[Any]:
+        """[places on the axis, ...] as one for each place, on its mesh."""
+        leaves, tree_def = jax.tree.flatten(tree)
+        cut = [self._rows(leaf) for leaf in leaves]
+        found = []
+        for device, mesh in enumerate(self.meshes):
+            with jax.set_mesh(mesh):
+                found += _unstacked(jax.tree.unflatten(tree_def, [rows[device] for rows in cut]), 1)
+        return found
+
     def replica(self, tree: Any, device: int) -> Any:
         """What every device has a copy of, on one of them."""
         return jax.tree.map(lambda leaf: self._local(_placed(leaf, self.mesh, self._spec(leaf)), device), tree)
@@ -98,8 +108,10 @@ class Parts:
 
     def moved(self, tree: Any, device: int, source: int) -> Any:
         """Arrays of one device on another, split there as here."""
-        if device == source:
-            return tree
+        return tree if device == source else self.brought(tree, device)
+
+    def brought(self, tree: Any, device: int) -> Any:
+        """Arrays of any other mesh on a device, split there as on that."""
         mesh = self.meshes[device]
         return jax.device_put(tree, jax.tree.map(lambda leaf: NamedSharding(mesh, _spec_of(leaf)), tree))
 

@@ -96,7 +96,7 @@ def simulate(
 ) -> Simulation:
     """Each task as early as its device and what it waits for allow; see ``Schedule.simulate``."""
     found = check(table)
-    durations = _durations(table, forward, backward, weight)
+    durations = task_times(table, forward, backward, weight)
     _valid("send", send)
     starts = _lockstep_starts(found, durations, send) if lockstep else _starts(found, durations, send)
     ends = [start + taken for start, taken in zip(starts, durations, strict=True)]
@@ -135,7 +135,7 @@ def _lockstep_starts(found: Dependencies, durations: Sequence[float], send: floa
     return [begins[number] for number in tick]
 
 
-def _durations(table: Table, forward: Duration, backward: Duration, weight: Duration | None) -> list[float]:
+def task_times(table: Table, forward: Duration, backward: Duration, weight: Duration | None) -> list[float]:
     """What each task takes, by device and place; the parts of a backward together take as long as a whole one."""
 
     def of(name: str, given: Duration, task: Task) -> float:
