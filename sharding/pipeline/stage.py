@@ -128,11 +128,9 @@ def _split(forward: Equations, backward: Equations, *, num_weights: int, num_out
     dw, dx = whole.outputs[:num_gradients], whole.outputs[num_gradients:]
     given = [*own, *kept, *gradient]
     for_input = whole.needed(dx, given=given)
-    made = {var for eqn in for_input for var in eqn.outvars}
-    from_weights = set(forward.needed([v for v in variables(residuals) if v not in varying], given=own))
-    at_hand = {var for eqn in from_weights for var in eqn.outvars}
-    ready = [*given, *(var for var in made if var not in at_hand)]
-    for_weight = whole.needed(dw, given=ready)
+    # The weight part takes what the input part made, but makes again what is of the weights alone.
+    made = {var for eqn in for_input for var in eqn.outvars} & whole.reached([*kept, *gradient])
+    for_weight = whole.needed(dw, given=[*given, *made])
     used = set(variables(dw)).union(*(variables(eqn.invars) for eqn in for_weight))
     inside = {var for eqn in for_weight for var in eqn.outvars}
     saved = [var for var in _in_order(whole, [*kept, *gradient]) if var in used and var not in inside]
