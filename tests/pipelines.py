@@ -61,6 +61,10 @@ def possible(name, stages, microbatches):
 
 GRID = [(name, *sizes) for name, sizes in itertools.product(GENERATORS, SIZES) if possible(name, *sizes)]
 
+ASYNCHRONOUS = ("terapipe-3", "pipedream", "pipedream-vertical", "pipedream_2bw", "hetpipe", "hetpipe-apart")
+SYNCHRONOUS = [case for case in GRID if case[0] not in ASYNCHRONOUS]
+"""Those whose gradients of a step are all of the same weights, and of whole microbatches."""
+
 
 def made(name, stages, microbatches):
     return GENERATORS[name](stages=stages, microbatches=microbatches)
@@ -180,8 +184,20 @@ def random_schedules(draw):
     """Tasks over devices by chance, each device's in an order that some run of all of them has."""
     chance = random.Random(draw(st.integers(0, 2**32)))
     stages, microbatches, slices = chance.randint(1, 3), chance.randint(1, 3), chance.randint(1, 2)
+    return by_chance(chance, stages, microbatches, slices, chance.choice([microbatches, 1]))
+
+
+@st.composite
+def synchronous_schedules(draw):
+    """The same, of whole microbatches through one version of the weights."""
+    chance = random.Random(draw(st.integers(0, 2**32)))
+    stages, microbatches = chance.randint(1, 4), chance.randint(1, 4)
+    return by_chance(chance, stages, microbatches, 1, microbatches)
+
+
+def by_chance(chance, stages, microbatches, slices, per_update):
+    """Tasks over at most three devices, whole backwards and parts of them."""
     devices = chance.randint(1, 3)
-    per_update = chance.choice([microbatches, 1])
     home = {(s, m): chance.randrange(devices) for s in range(stages) for m in range(microbatches)}
     split = {cell: chance.random() < 0.5 for cell in home}
     version = {(s, m): chance.randint(0, m // per_update) for s, m in home}
