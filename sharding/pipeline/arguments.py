@@ -53,7 +53,7 @@ def valid(asked: str, model: Model, schedule: Schedule, rows: int, params: Any, 
     if model.has_ends:
         _named(asked, params)
     stages, ends = model.parts(params)
-    leading(f"{asked}: stages", stages, rows, "stages")
+    leading(f"{asked}: stages", stages, rows, "stages" if rows == schedule.stages else "rows that pipeline.place makes")
     leading(f"{asked}: inputs", inputs, schedule.microbatches, "microbatches")
     leading(f"{asked}: targets", targets, schedule.microbatches, "microbatches")
     weights, one, target = (jax.tree.map(_one, tree) for tree in (stages, inputs, targets))

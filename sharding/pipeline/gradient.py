@@ -77,6 +77,8 @@ def value_and_grad(
         raise ShardingError("pipeline.value_and_grad(executor)", there=repr(executor), must="'spmd' or 'mpmd'")
     model = Model(stage_fn=stage_fn, loss_fn=loss_fn, first_fn=first_fn, last_fn=last_fn, remat=remat)
     rows = _rows(schedule) if placed else tuple(range(schedule.stages))
+    # Rows that don't divide over the devices lie on none of them alone: each gets its own, with copies, as if placed.
+    is_even = len(rows) % schedule.devices == 0
     steps: dict[Any, Step] = {}
 
     def run(params: Any, inputs: Any, targets: Any) -> tuple[jax.Array, Any]:
@@ -87,11 +89,15 @@ def value_and_grad(
         real = single_controller(f"{ASKED}(executor='mpmd')", mesh, fix="executor='spmd'")
         params, inputs, targets = jax.tree.map(jnp.asarray, (params, inputs, targets))
         stages, ends = model.parts(params)
+        if not is_even:
+            stages = place(stages, schedule)
         key = real, jax.tree.structure((params, inputs, targets)), tuple(map(facts, jax.tree.leaves((params, inputs))))
         if key not in steps:
-            parts = Parts(mesh=real, axis=axis, schedule=schedule, rows=rows)
+            parts = Parts(mesh=real, axis=axis, schedule=schedule, rows=rows if is_even else _rows(schedule))
             steps[key] = Step(model, schedule, parts, stages, ends, inputs)
         loss, gradients, end_gradients = steps[key](stages, ends, inputs, targets)
+        if not is_even:
+            gradients = jax.tree.map(lambda leaf: leaf[_in_model_order(schedule)], gradients)
         return loss, model.whole(gradients, end_gradients, params)
 
     return run
@@ -117,6 +123,12 @@ def place(stages: Any, schedule: Schedule) -> Any:
 
 def _rows(schedule: Schedule) -> tuple[int, ...]:
     return tuple(stage for own in device_stages(schedule) for stage in own)
+
+
+def _in_model_order(schedule: Schedule) -> np.ndarray:
+    """Per stage one of the rows that ``place`` makes of it."""
+    rows = _rows(schedule)
+    return np.array([rows.index(stage) for stage in range(schedule.stages)])
 
 
 def _synchronous(schedule: Schedule) -> None:

@@ -1,0 +1,171 @@
+"""Models in stages, and their losses and gradients by a plain loop over microbatches and stages on one device."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import sharding
+from sharding import pipeline
+
+SAMPLES, TOKENS, FEATURES, HIDDEN, VOCAB = 4, 3, 8, 16, 12
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Example:
+    """A model in stages."""
+
+    stage_fn: Callable[..., Any]
+    loss_fn: Callable[..., Any]
+    first_fn: Callable[..., Any] | None = None
+    last_fn: Callable[..., Any] | None = None
+    params: Callable[[int], Any]
+    """Of so many stages."""
+    batch: Callable[[int], Any]
+    """Inputs and targets, so many microbatches."""
+    specs: dict[str, P]
+    """How a stage's parameters are split where there is an axis "tensor"."""
+
+    def functions(self):
+        return {"first_fn": self.first_fn, "last_fn": self.last_fn}
+
+
+def two_products(w, x):
+    return x + jnp.tanh(x @ w["a"]) @ w["b"]
+
+
+def weights(key, stages):
+    a, b = jax.random.split(key)
+    return {
+        "a": jax.random.normal(a, (stages, FEATURES, HIDDEN)) / 3,
+        "b": jax.random.normal(b, (stages, HIDDEN, FEATURES)) / 3,
+    }
+
+
+SPECS = {"a": P("pipe", None, "tensor"), "b": P("pipe", "tensor", None)}
+
+MLP = Example(
+    stage_fn=two_products,
+    loss_fn=lambda y, target: jnp.square(y - target).mean(),
+    params=lambda stages: weights(jax.random.key(0), stages),
+    batch=lambda microbatches: tuple(
+        jax.random.normal(jax.random.key(seed), (microbatches, SAMPLES, FEATURES)) for seed in (1, 2)
+    ),
+    specs=SPECS,
+)
+
+
+def _embedded(own, tokens, shared):
+    h = shared["table"][tokens] + own["position"]
+    number = jnp.stack([tokens[0, 0], tokens[0, 1]]).astype(jnp.uint32)
+    return {"h": h, "key": jax.random.wrap_key_data(number), "stage": jnp.int32(0), "extra": jnp.zeros(())}
+
+
+def _dropped(w, x):
+    """With noise that is made by a key and a stage's number, in a way that compiles faster than JAX's own."""
+    h = two_products(w, x["h"])
+    number = jax.random.key_data(x["key"]).astype(jnp.float32).sum() + x["stage"]
+    h = h * (jnp.sin(number + jnp.arange(h.size, dtype=h.dtype)) > -0.8).reshape(h.shape)
+    return {**x, "h": h, "stage": x["stage"] + 1, "extra": x["extra"] + jnp.square(h).mean()}
+
+
+def _logits(own, y, shared):
+    return (y["h"] * own["scale"]) @ shared["table"].T, y["extra"]
+
+
+def _cross_entropy(output, target):
+    logits, extra = output
+    return -jnp.take_along_axis(jax.nn.log_softmax(logits), target[..., None], -1).mean() + 0.1 * extra
+
+
+def _ends(stages):
+    return {
+        "stages": weights(jax.random.key(0), stages),
+        "first": {"position": jax.random.normal(jax.random.key(4), (1, TOKENS, FEATURES))},
+        "last": {"scale": jnp.ones((1, 1, FEATURES))},
+        "shared": {"table": jax.random.normal(jax.random.key(5), (VOCAB, FEATURES))},
+    }
+
+
+TIED = Example(
+    stage_fn=_dropped,
+    loss_fn=_cross_entropy,
+    first_fn=_embedded,
+    last_fn=_logits,
+    params=_ends,
+    batch=lambda microbatches: tuple(
+        jax.random.randint(jax.random.key(seed), (microbatches, SAMPLES, TOKENS), 0, VOCAB) for seed in (1, 2)
+    ),
+    specs=SPECS,
+)
+"""An embedding that both ends use, other parameters at each, dropout by a key and a second loss that ride along."""
+
+
+def mean_loss(example, params, inputs, targets):
+    """Microbatch by microbatch through stage after stage."""
+    has_ends = example.first_fn is not None
+    stages = params["stages"] if has_ends else params
+    shared = (params["shared"],) if has_ends and "shared" in params else ()
+    losses = []
+    for microbatch in range(jax.tree.leaves(inputs)[0].shape[0]):
+        x, target = (jax.tree.map(lambda leaf, m=microbatch: leaf[m], tree) for tree in (inputs, targets))
+        if has_ends:
+            x = example.first_fn(params.get("first"), x, *shared)
+        for stage in range(jax.tree.leaves(stages)[0].shape[0]):
+            x = example.stage_fn(jax.tree.map(lambda leaf, s=stage: leaf[s], stages), x)
+        losses.append(example.loss_fn(example.last_fn(params.get("last"), x, *shared) if has_ends else x, target))
+    return sum(losses) / len(losses)
+
+
+@functools.cache
+def reference(example, stages, microbatches):
+    """Loss and gradients on one device, as numpy."""
+    step = jax.jit(jax.value_and_grad(functools.partial(mean_loss, example)))
+    return jax.tree.map(np.asarray, step(example.params(stages), *example.batch(microbatches)))
+
+
+def pipelined(example, schedule, *, executor="spmd", jit=sharding.jit, axes=None, placed=False, remat=None):
+    """Loss and gradients of the pipeline over virtual devices, its gradients in the order of the model."""
+    axes = axes or {}
+    params, (inputs, targets) = example.params(schedule.stages), example.batch(schedule.microbatches)
+    devices = jax.devices()[: schedule.devices * int(np.prod([1, *axes.values()]))]
+    with sharding.mesh(pipe=schedule.devices, **axes, devices=devices) as mesh:
+        step = pipeline.value_and_grad(
+            example.stage_fn,
+            example.loss_fn,
+            schedule,
+            **example.functions(),
+            executor=executor,
+            placed=placed,
+            remat=remat,
+        )
+        stages = params["stages"] if example.first_fn else params
+        if placed:
+            stages = pipeline.place(stages, schedule)
+        if "tensor" in axes and (placed or schedule.stages % schedule.devices == 0):
+            stages = {name: jax.device_put(leaf, NamedSharding(mesh, example.specs[name])) for name, leaf in stages.items()}
+        if "data" in axes:
+            split = NamedSharding(mesh, P(None, "data"))
+            inputs, targets = jax.tree.map(lambda leaf: jax.device_put(leaf, split), (inputs, targets))
+        params = {**params, "stages": stages} if example.first_fn else stages
+        loss, gradients = jax.block_until_ready((jit(step) if executor == "spmd" else step)(params, inputs, targets))
+    loss, gradients = jax.tree.map(np.asarray, (loss, gradients))
+    if placed:
+        rows = np.asarray(pipeline.place(np.arange(schedule.stages), schedule)).tolist()
+        own = gradients["stages"] if example.first_fn else gradients
+        own = {name: leaf[[rows.index(stage) for stage in range(schedule.stages)]] for name, leaf in own.items()}
+        gradients = {**gradients, "stages": own} if example.first_fn else own
+    return loss, gradients
+
+
+def gap(found, wanted):
+    """The largest difference of an array from what it should be, of its largest number."""
+    assert jax.tree.structure(found) == jax.tree.structure(wanted)
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)
+    return max(float(np.abs(a - b).max() / np.abs(b).max()) for a, b in pairs)
