@@ -162,7 +162,8 @@ def _joined(forward: Equations, backward: Equations, residuals: Sequence[Any]) -
 
 
 def _in_order(program: Equations, first: Sequence[Any]) -> list[Any]:
-    return [*first, *(var for eqn in program.eqns for var in eqn.outvars)]
+    """Variables, each once."""
+    return list(dict.fromkeys([*first, *(var for eqn in program.eqns for var in eqn.outvars)]))
 
 
 def _shape(var: Any) -> jax.ShapeDtypeStruct:

@@ -198,3 +198,14 @@ def test_parts_compute_together_what_the_whole_does(policy, again):
     assert products(stage.backward_program) == 8 + again
     assert products(stage.input_program) == 4 + again
     assert products(stage.weight_program) == 4
+
+
+def test_nothing_waits_twice():
+    stage = traced(two_layers, weights(), array())
+    saved = stage.weight_program.inputs[len(weights()) :]
+    assert len(set(saved)) == len(saved)
+    kept = stage.forward_program.outputs[1:]
+    assert len(set(kept)) == len(kept)
+    rows, hidden = (BATCH, TOKENS, FEATURES), (BATCH, TOKENS, HIDDEN)
+    # Per product its operand and the gradient of its result, which is one with that of the sum it goes into.
+    assert sorted(shape.shape for shape in stage.saved_shapes) == sorted([*[rows] * 4, *[hidden] * 4])
