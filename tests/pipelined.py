@@ -40,12 +40,17 @@ def two_products(w, x):
     return x + jnp.tanh(x @ w["a"]) @ w["b"]
 
 
-def weights(key, stages):
-    a, b = jax.random.split(key)
-    return {
-        "a": jax.random.normal(a, (stages, FEATURES, HIDDEN)) / 3,
-        "b": jax.random.normal(b, (stages, HIDDEN, FEATURES)) / 3,
-    }
+def normal(seed, *shape):
+    """By numpy, which compiles nothing."""
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+def tokens(seed, *shape):
+    return jnp.asarray(np.random.default_rng(seed).integers(VOCAB, size=shape), jnp.int32)
+
+
+def weights(stages):
+    return {"a": normal(0, stages, FEATURES, HIDDEN) / 3, "b": normal(1, stages, HIDDEN, FEATURES) / 3}
 
 
 SPECS = {"a": P("pipe", None, "tensor"), "b": P("pipe", "tensor", None)}
@@ -53,17 +58,15 @@ SPECS = {"a": P("pipe", None, "tensor"), "b": P("pipe", "tensor", None)}
 MLP = Example(
     stage_fn=two_products,
     loss_fn=lambda y, target: jnp.square(y - target).mean(),
-    params=lambda stages: weights(jax.random.key(0), stages),
-    batch=lambda microbatches: tuple(
-        jax.random.normal(jax.random.key(seed), (microbatches, SAMPLES, FEATURES)) for seed in (1, 2)
-    ),
+    params=weights,
+    batch=lambda microbatches: (normal(2, microbatches, SAMPLES, FEATURES), normal(3, microbatches, SAMPLES, FEATURES)),
     specs=SPECS,
 )
 
 
-def _embedded(own, tokens, shared):
-    h = shared["table"][tokens] + own["position"]
-    number = jnp.stack([tokens[0, 0], tokens[0, 1]]).astype(jnp.uint32)
+def _embedded(own, words, shared):
+    h = shared["table"][words] + own["position"]
+    number = jnp.stack([words[0, 0], words[0, 1]]).astype(jnp.uint32)
     return {"h": h, "key": jax.random.wrap_key_data(number), "stage": jnp.int32(0), "extra": jnp.zeros(())}
 
 
@@ -86,10 +89,10 @@ def _cross_entropy(output, target):
 
 def _ends(stages):
     return {
-        "stages": weights(jax.random.key(0), stages),
-        "first": {"position": jax.random.normal(jax.random.key(4), (1, TOKENS, FEATURES))},
+        "stages": weights(stages),
+        "first": {"position": normal(4, 1, TOKENS, FEATURES)},
         "last": {"scale": jnp.ones((1, 1, FEATURES))},
-        "shared": {"table": jax.random.normal(jax.random.key(5), (VOCAB, FEATURES))},
+        "shared": {"table": normal(5, VOCAB, FEATURES)},
     }
 
 
@@ -99,9 +102,7 @@ TIED = Example(
     first_fn=_embedded,
     last_fn=_logits,
     params=_ends,
-    batch=lambda microbatches: tuple(
-        jax.random.randint(jax.random.key(seed), (microbatches, SAMPLES, TOKENS), 0, VOCAB) for seed in (1, 2)
-    ),
+    batch=lambda microbatches: (tokens(6, microbatches, SAMPLES, TOKENS), tokens(7, microbatches, SAMPLES, TOKENS)),
     specs=SPECS,
 )
 """An embedding that both ends use, other parameters at each, dropout by a key and a second loss that ride along."""
@@ -149,7 +150,9 @@ def pipelined(example, schedule, *, executor="spmd", jit=sharding.jit, axes=None
         if placed:
             stages = pipeline.place(stages, schedule)
         if "tensor" in axes and (placed or schedule.stages % schedule.devices == 0):
-            stages = {name: jax.device_put(leaf, NamedSharding(mesh, example.specs[name])) for name, leaf in stages.items()}
+            stages = {
+                name: jax.device_put(leaf, NamedSharding(mesh, example.specs[name])) for name, leaf in stages.items()
+            }
         if "data" in axes:
             split = NamedSharding(mesh, P(None, "data"))
             inputs, targets = jax.tree.map(lambda leaf: jax.device_put(leaf, split), (inputs, targets))

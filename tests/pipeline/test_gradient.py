@@ -27,7 +27,10 @@ EXECUTORS = ({"jit": sharding.jit}, {"jit": jax.jit}, {"executor": "mpmd"})
 
 
 def check(example, schedule, **options):
-    assert gap(pipelined(example, schedule, **options), reference(example, schedule.stages, schedule.microbatches)) <= TOLERANCE
+    assert (
+        gap(pipelined(example, schedule, **options), reference(example, schedule.stages, schedule.microbatches))
+        <= TOLERANCE
+    )
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -76,7 +79,9 @@ def sampled():
     """Every schedule on every number of devices; what else there is to choose by chance."""
     sizes = ((1, 3), (2, 2), (2, 8), (4, 4), (4, 8), (8, 8))
     for name, (devices, microbatches), executor in itertools.product(KINDS, sizes, EXECUTORS):
-        if name.startswith("chimera") and (devices % 2 or (name == "chimera-doubling" and microbatches % (2 * devices))):
+        if name.startswith("chimera") and (
+            devices % 2 or (name == "chimera-doubling" and microbatches % (2 * devices))
+        ):
             continue
         if name.startswith("interleaved") and microbatches % devices:
             continue
@@ -107,23 +112,25 @@ def test_gradients_of_random_tables(schedule, executor, placed, example):
 
 
 def tiny(layers):
+    """The shapes of a model: what it has at first takes long to compile."""
     config = gpt.Config(
         vocab=32, context=8, layers=layers, features=16, heads=2, kv_heads=2, mlp_features=24, tied=True
     )
-    return gpt.GPT(config, rngs=nnx.Rngs(0))
+    return nnx.eval_shape(lambda: gpt.GPT(config, rngs=nnx.Rngs(0)))
 
 
 def check_gpt(stages, sizes, schedule, *, axes, executor):
-    model, microbatches = tiny(sum(sizes)), schedule.microbatches
-    tokens = jax.random.randint(jax.random.key(1), (microbatches, 2, 9), 0, 32)
-    inputs, targets = tokens[..., :-1], tokens[..., 1:]
-    cut = pipeline.split(model, stages, sizes=sizes, inputs=inputs[0])
+    microbatches, chance = schedule.microbatches, np.random.default_rng(1)
+    words = jnp.asarray(chance.integers(32, size=(microbatches, 2, 9)), jnp.int32)
+    inputs, targets = words[..., :-1], words[..., 1:]
+    cut = pipeline.split(tiny(sum(sizes)), stages, sizes=sizes)
+    params = jax.tree.map(lambda leaf: jnp.asarray(chance.normal(size=leaf.shape) / 4, leaf.dtype), cut.params)
 
     def whole(params):
         merged = cut.merge(params)
         return sum(gpt.loss(merged(inputs[m]), targets[m]) for m in range(microbatches)) / microbatches
 
-    wanted = jax.tree.map(np.asarray, jax.jit(jax.value_and_grad(whole))(cut.params))
+    wanted = jax.tree.map(np.asarray, jax.jit(jax.value_and_grad(whole))(params))
     devices = jax.devices()[: schedule.devices * 2 ** len(axes)]
     with sharding.mesh(pipe=schedule.devices, **axes, devices=devices) as mesh:
         step = pipeline.value_and_grad(
@@ -133,7 +140,7 @@ def check_gpt(stages, sizes, schedule, *, axes, executor):
         if "data" in axes:
             split = jax.NamedSharding(mesh, P(None, "data"))
             inputs, targets = jax.device_put((inputs, targets), split)
-        found = jax.tree.map(np.asarray, step(cut.params, inputs, targets))
+        found = jax.tree.map(np.asarray, step(params, inputs, targets))
     padding = [i for i, size in enumerate(sizes) if size < max(sizes)]
     for leaf in jax.tree.leaves(found[1]["stages"]):
         assert not any(leaf[stage, sizes[stage] :].any() for stage in padding)
@@ -276,7 +283,9 @@ def test_schedules_of_several_weights_or_of_slices(schedule, there):
 def test_a_table_that_waits_for_itself():
     orders = [[Task("backward", 0, 0), Task("forward", 0, 0)]]
     with pytest.raises(ShardingError, match="mine"):
-        pipeline.value_and_grad(MLP.stage_fn, MLP.loss_fn, Schedule(name="mine", orders=orders, stages=1, microbatches=1))
+        pipeline.value_and_grad(
+            MLP.stage_fn, MLP.loss_fn, Schedule(name="mine", orders=orders, stages=1, microbatches=1)
+        )
 
 
 def test_executors(compiled):
