@@ -73,8 +73,9 @@ def train_async(
 
     Raises:
         ShardingError: before anything compiles: what ``pipeline.value_and_grad`` refuses; a schedule with slices, with
-            a stage on several devices, or whose last update would lack microbatches; an optimizer that mixes arrays,
-            such as ``clip_by_global_norm``; ``"shared"`` parameters of which the ends have different versions.
+            a stage on several devices or stages that don't divide over them, or whose last update would lack
+            microbatches; an optimizer that mixes arrays, such as ``clip_by_global_norm``; ``"shared"`` parameters of
+            which the ends have different versions.
 
     References:
         Narayanan et al., PipeDream, SOSP 2019, section 3.3; Narayanan et al., Memory-Efficient Pipeline-Parallel DNN
@@ -252,6 +253,9 @@ def trainable(asked: str, schedule: Schedule) -> None:
     if several := [stage for stage, count in homes.items() if count > 1]:
         there = f"stage {several[0]} is on {homes[several[0]]} devices"
         raise ShardingError(asked, there=there, must="each stage's weights are on one device, which updates them")
+    if rest := schedule.stages % schedule.devices:
+        there = f"{schedule.stages} stages over {schedule.devices} devices: {rest} more than divide"
+        raise ShardingError(asked, there=there, must="the stages' parameters are split evenly over the devices")
     if rest := schedule.microbatches % schedule.microbatches_per_update:
         there = (
             f"{schedule.microbatches} % {schedule.microbatches_per_update} = {rest} microbatches after the last update"

@@ -143,5 +143,5 @@ def _synchronous(schedule: Schedule) -> None:
             there=f"weights change after every {schedule.microbatches_per_update} of {schedule.microbatches}"
             " microbatches",
             must="all gradients of a step are of the same weights",
-            fix="a synchronous schedule, such as pipeline.schedules.one_f_one_b",
+            fix=["a synchronous schedule, such as pipeline.schedules.one_f_one_b", "pipeline.train_async"],
         )

@@ -455,6 +455,18 @@ def test_ends_that_share_other_versions():
         (schedules.terapipe(stages=2, microbatches=2, slices=2), "2 slices"),
         (
             Schedule(
+                name="uneven",
+                orders=[
+                    [Task("forward", 0, 0), Task("forward", 1, 0), Task("backward", 1, 0), Task("backward", 0, 0)],
+                    [Task("forward", 2, 0), Task("backward", 2, 0)],
+                ],
+                stages=3,
+                microbatches=1,
+            ),
+            "3 stages over 2 devices: 1 more",
+        ),
+        (
+            Schedule(
                 name="rest",
                 orders=[[Task(kind, 0, number) for number in range(3) for kind in ("forward", "backward")]],
                 stages=1,
@@ -476,7 +488,7 @@ def test_ends_that_share_other_versions():
             r"version 0: forward of microbatch 1[\s\S]*version 1: backward[\s\S]*with which it went forward",
         ),
     ],
-    ids=["replicated", "sliced", "rest", "unstashed"],
+    ids=["replicated", "sliced", "uneven", "rest", "unstashed"],
 )
 def test_schedules_that_cannot_train(schedule, words):
     refused(words, schedule)
