@@ -14,8 +14,8 @@ from tyro.conf import OmitArgPrefixes, arg
 
 from sharding.errors import ShardingError
 
-MESH_AXES = ("data", "fsdp", "tensor")
-"""The axes that the layouts in `models` know."""
+MESH_AXES = ("data", "fsdp", "tensor", "pipe")
+"""The axes that the layouts in `models` know, and that of a pipeline's stages."""
 
 BATCH_AXES = ("data", "fsdp")
 """The axes that split a batch."""
@@ -24,6 +24,10 @@ LEAST_VOCAB = 257
 """Of byte pairs: the bytes and the end of a document."""
 
 Dtype = Literal["float32", "bfloat16"]
+
+Schedule = Literal[
+    "1f1b", "gpipe", "eager-1f1b", "interleaved", "chimera", "zb-h1", "zb-h2", "zb-v", "dualpipe-v"
+]  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +85,50 @@ class TextChoice:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Pipelining:
+    """How a batch goes through the stages that a pipe axis makes of a model."""
+
+    devices: int
+    """Of the pipe axis."""
+    schedule: str
+    microbatches: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineChoice:
+    """What the command says of a pipeline, which a pipe axis of the mesh asks for."""
+
+    schedule: Annotated[Schedule | None, arg(name="schedule")] = None
+    """Order of the microbatches' tasks: 1f1b, gpipe, eager-1f1b, interleaved and zb-v and dualpipe-v (two stages for
+    each device), chimera, zb-h1, zb-h2. Default: 1f1b."""
+    microbatches: int | None = None
+    """Parts of a batch that follow each other through the stages. Default: two for each device of the pipe axis."""
+
+    def __post_init__(self) -> None:
+        if self.microbatches is not None:
+            _at_least("--microbatches", self.microbatches, 1)
+
+    def over(self, axes: dict[str, int], accumulate: int = 1) -> Pipelining | None:
+        """The pipeline on a mesh with these axes; None where it has no pipe axis. All sizes must be known."""
+        devices = axes.get("pipe", 1)
+        said = [f"--{name} {value}" for name, value in _given(self).items()]
+        if devices == 1:
+            if said:
+                must = "a pipeline is an axis of the mesh"
+                raise ShardingError(" ".join(said), there="no pipe axis", must=must, fix="--mesh pipe=2,data=2")
+            return None
+        if accumulate > 1:
+            raise ShardingError(
+                f"--accumulate {accumulate} --mesh pipe={devices}",
+                must="the parts of a batch are the pipeline's microbatches",
+                fix=f"--microbatches {accumulate}",
+            )
+        return Pipelining(
+            devices=devices, schedule=self.schedule or "1f1b", microbatches=self.microbatches or 2 * devices
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Optimization:
     """AdamW with a linear warm-up, a cosine down to a tenth, and clipping by the global norm."""
 
@@ -94,6 +142,8 @@ class Optimization:
     """Largest norm of a gradient."""
     accumulate: int = 1
     """Parts of a batch whose gradients are computed one after the other."""
+    pipeline: Pipelining | None = None
+    """How these parts go through stages instead, if the mesh has any."""
 
     def __post_init__(self) -> None:
         _at_least("--lr", self.lr, 0)
@@ -148,7 +198,7 @@ class Train:
 
     model: OmitArgPrefixes[ModelChoice] = field(default_factory=ModelChoice)
     mesh: str = "data=2,tensor=2"
-    """Axes and their sizes, major axis first: data, fsdp and tensor. One size may be -1: what is left."""
+    """Axes and their sizes, major axis first: data, fsdp, tensor and pipe. One size may be -1: what is left."""
     devices: int | None = None
     """How many virtual CPU devices to start. Default: as many as the mesh needs. Not for GPUs and TPUs."""
     steps: int | None = None
@@ -156,6 +206,7 @@ class Train:
     batch: int | None = None
     """Examples in a step, over all devices: sequences, images, ...; 16 for gpt-tiny."""
     optimization: OmitArgPrefixes[OptimizationChoice] = field(default_factory=OptimizationChoice)
+    pipeline: OmitArgPrefixes[PipelineChoice] = field(default_factory=PipelineChoice)
     seed: int = 0
     """Of the initial values, the batches, dropout and the sample."""
     eval_every: int | None = None
@@ -186,8 +237,9 @@ class Train:
         if self.resume_step is not None and not self.resume:
             raise ShardingError(f"--resume-step {self.resume_step}", must="needs --resume", fix="--resume")
         axes = parse_mesh(self.mesh)
-        if self.batch is not None:
-            check_batch(self.batch, axes, self.optimization.accumulate or 1)
+        if self.batch is not None and -1 not in axes.values():
+            accumulate = self.optimization.accumulate or 1
+            check_batch(self.batch, axes, accumulate, self.pipeline.over(axes, accumulate))
 
     def over(self, default: Recipe) -> Recipe:
         """`default` with what the command says instead."""
@@ -201,11 +253,12 @@ class Explain:
 
     model: OmitArgPrefixes[ModelChoice] = field(default_factory=ModelChoice)
     mesh: str = "data=2,tensor=2"
-    """Axes and their sizes, major axis first: data, fsdp and tensor. One size may be -1: what is left."""
+    """Axes and their sizes, major axis first: data, fsdp, tensor and pipe. One size may be -1: what is left."""
     devices: str | None = None
     """Described devices, such as v5p:4x8x8 or h100:16x8; none of them is needed. Default: devices of no kind."""
     batch: int | None = None
     """Examples in a step, over all devices. Default: at least 16, as many as the mesh can split evenly."""
+    pipeline: OmitArgPrefixes[PipelineChoice] = field(default_factory=PipelineChoice)
     why: Annotated[str | None, arg(metavar="NAME")] = None
     """Show where each axis of this tensor comes from, such as state/params/embed/table."""
     communication: bool = False
@@ -226,7 +279,8 @@ class Explain:
         axes = parse_mesh(self.mesh)
         if self.batch is not None:
             _at_least("--batch", self.batch, 1)
-            check_batch(self.batch, axes)
+            if -1 not in axes.values():
+                check_batch(self.batch, axes, pipeline=self.pipeline.over(axes))
         if self.aot is not None and self.devices not in (None, self.aot):
             raise ShardingError(
                 f"--devices {self.devices} --aot {self.aot}",
@@ -301,24 +355,26 @@ def batch_parts(axes: dict[str, int]) -> int:
     return math.prod(axes.get(axis, 1) for axis in BATCH_AXES)
 
 
-def check_batch(batch: int, axes: dict[str, int], accumulate: int = 1) -> None:
-    """Raise an error if each of `accumulate` parts of `batch` examples cannot be split evenly by `axes`.
+def check_batch(batch: int, axes: dict[str, int], accumulate: int = 1, pipeline: Pipelining | None = None) -> None:
+    """Raise an error if each of the parts in which `batch` examples are computed cannot be split evenly by `axes`.
 
     An axis of size -1 is left for later.
     """
     if -1 in axes.values():
         return
-    parts = batch_parts(axes) * accumulate
+    times = {"accumulate": accumulate, "microbatches": 1 if pipeline is None else pipeline.microbatches}
+    times = {name: number for name, number in times.items() if number > 1}
+    parts = batch_parts(axes) * math.prod(times.values())
     if batch % parts == 0:
         return
     factors = [f"{axis}={axes[axis]}" for axis in BATCH_AXES if axis in axes]
-    names = " * ".join([*factors, *([f"accumulate={accumulate}"] if accumulate > 1 else [])])
+    names = " * ".join([*factors, *(f"{name}={number}" for name, number in times.items())])
     lower, upper = batch // parts * parts, (batch // parts + 1) * parts
     near = lower if lower and batch - lower < upper - batch else upper
     raise ShardingError(
-        f"--batch {batch}" + (f" --accumulate {accumulate}" if accumulate > 1 else ""),
+        " ".join([f"--batch {batch}", *(f"--{name} {number}" for name, number in times.items())]),
         there=f"{names} = {parts} parts; {batch} / {parts} = {batch / parts:g}",
-        must="each part of the mesh must get the same number of examples" + (" each time" if accumulate > 1 else ""),
+        must="each part of the mesh must get the same number of examples" + (" each time" if times else ""),
         fix=f"--batch {near}",
     )
 

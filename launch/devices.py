@@ -8,23 +8,7 @@ import jax
 
 from sharding.errors import ShardingError
 
-from .config import check_batch
-
 Axes = dict[str, int]
-
-
-def start(axes: Axes, *, num_devices: int | None, batch_size: int, accumulate: int = 1) -> Axes:
-    """Start the backend with enough devices for `axes` and a batch; the axes with every size known.
-
-    Args:
-        axes: sizes by name; one may be -1, what is left.
-        num_devices: virtual CPU devices to start; None for as many as the axes need.
-        batch_size: checked once every size is known.
-        accumulate: parts of a batch that are computed one after the other.
-    """
-    full = enough(axes, num_devices=num_devices)
-    check_batch(batch_size, full, accumulate)
-    return full
 
 
 def enough(axes: Axes, *, num_devices: int | None) -> Axes:

@@ -80,10 +80,11 @@ def compile_ahead(config: Explain, devices: str) -> tuple[Any, tuple[Verificatio
 def _step(config: Explain, mesh: Any) -> tuple[Any, tuple[Any, Any]]:
     """The train step that `config` names for a mesh, and the shapes of its arguments."""
     family, model = tasks.find(config.model)
-    task = family.build(config.model.name, model, Optimization(), steps=1000, seed=0)
     sizes = dict(mesh.shape)
-    parts = batch_parts(sizes)
+    pipelining = config.pipeline.over(sizes)
+    task = family.build(config.model.name, model, Optimization(pipeline=pipelining), steps=1000, seed=0)
+    parts = batch_parts(sizes) * (1 if pipelining is None else pipelining.microbatches)
     batch = config.batch or parts * math.ceil(LEAST_EXAMPLES / parts)
-    check_batch(batch, sizes)
+    check_batch(batch, sizes, pipeline=pipelining)
     step = sharding.jit(task.train_step, in_shardings=(None, layouts.batch(mesh.axis_names)), donate_argnums=(0,))
     return step, (task.state_shapes, task.batch_shapes(batch))

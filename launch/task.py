@@ -37,6 +37,10 @@ class TrainState:
     """What a step changes without a gradient, such as the running averages of batch norms; mostly empty."""
 
 
+ValueAndGrad = Callable[[nnx.State, nnx.State, Batch, jax.Array | None], tuple[tuple[jax.Array, nnx.State], nnx.State]]
+"""params, variables, batch, key -> loss and new variables; gradients."""
+
+
 class Source(Protocol):
     """Where the batches of a run come from. Equal seeds give equal batches, whatever the mesh."""
 

@@ -5,6 +5,7 @@ A run that is stopped, by Ctrl-C, SIGTERM or a crash, goes on with `--resume` fr
 another mesh.
 """
 
+import math
 import time
 from contextlib import ExitStack
 from dataclasses import replace
@@ -18,7 +19,7 @@ from sharding import ShardingError, checkpoint
 
 from . import curve, devices, folder, metrics, report, tasks, text
 from . import program as programs
-from .config import Recipe, Train, as_json, batch_parts, parse_mesh
+from .config import Recipe, Train, as_json, batch_parts, check_batch, parse_mesh
 from .console import Console
 from .interrupt import Interrupt
 from .task import Batch, Source, TrainState
@@ -35,18 +36,17 @@ def _run(config: Train, interrupt: Interrupt) -> None:
     recipe = config.over(family.recipe(config.model.name))
     if config.text.given:
         tasks.check_reads_text(config.model.name, family)
-    axes = devices.start(
-        parse_mesh(config.mesh),
-        num_devices=config.devices,
-        batch_size=recipe.batch,
-        accumulate=recipe.optimization.accumulate,
-    )
+    axes = devices.enough(parse_mesh(config.mesh), num_devices=config.devices)
+    accumulate = recipe.optimization.accumulate
+    pipelining = config.pipeline.over(axes, accumulate)
+    check_batch(recipe.batch, axes, accumulate, pipelining)
+    optimization = replace(recipe.optimization, pipeline=pipelining)
     tokenized = text.read(config.text) if config.text.given else None
     model = text.fitted(model, tokenized) if tokenized else model
     task = family.build(
-        config.model.name, model, recipe.optimization, steps=recipe.steps, seed=config.seed, sample=recipe.sample
+        config.model.name, model, optimization, steps=recipe.steps, seed=config.seed, sample=recipe.sample
     )
-    tasks.check_accumulates(task, recipe.optimization.accumulate)
+    tasks.check_accumulates(task, accumulate)
     if recipe.sample and not task.sampler:
         raise ShardingError(
             f"--model {task.name} --sample {recipe.sample}",
@@ -63,7 +63,7 @@ def _run(config: Train, interrupt: Interrupt) -> None:
         folder.check_resumable(config.out, settings, config.resume_step)
     else:
         folder.set_aside(config.out)
-    needed = jax.devices()[: batch_parts(axes) * axes.get("tensor", 1)]
+    needed = jax.devices()[: math.prod(axes.values())]
     with sharding.mesh(axes, devices=needed) as mesh:
         assert isinstance(mesh, jax.sharding.Mesh)
         session = _Session(

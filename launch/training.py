@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-import sharding
-
 from ..models import layouts
+from . import pipelined
 from .config import Optimization
-from .task import Batch, Measured, TrainState
+from .rows import microbatches
+from .task import Batch, Measured, TrainState, ValueAndGrad
 
 Loss = Callable[[Any, Batch, jax.Array | None], jax.Array]
 """module, batch, key -> the mean loss in nats; the module may change its variables."""
@@ -37,6 +37,7 @@ def trained(
     optimization: Optimization,
     steps: int,
     key: jax.Array | None = None,
+    cut: pipelined.Cut | None = None,
 ) -> Trained:
     """The training of the module that `make` makes, for `steps` steps.
 
@@ -47,8 +48,14 @@ def trained(
         optimization: of AdamW.
         steps: until the learning rate is at its lowest.
         key: the loss gets this one folded with the step; None gives it none.
+        cut: how a pipeline computes the loss; None for a module that can't be cut into stages.
+
+    Raises:
+        ShardingError: the optimization has a pipeline that the module can't go through.
     """
-    graph, _, _ = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))), nnx.Param, ...)
+    shapes = nnx.eval_shape(lambda: make(nnx.Rngs(0)))
+    graph, _, _ = nnx.split(shapes, nnx.Param, ...)
+    pipe = optimization.pipeline and pipelined.checked(optimization.pipeline, cut, shapes, key)
     schedule = learning_rate(optimization, steps)
     transform = optimizer(optimization, schedule)
 
@@ -58,8 +65,11 @@ def trained(
 
     def merged(params: nnx.State, variables: nnx.State) -> Any:
         rules = layout(jax.sharding.get_abstract_mesh().axis_names)
+        params = layouts.annotate(params, rules)
+        if pipe is not None:
+            params = layouts.staged(params)
         # Both are made anew here: nnx lets a variable change only in the trace that made it.
-        return nnx.merge(graph, layouts.annotate(params, rules), jax.tree.map(lambda leaf: leaf, variables))
+        return nnx.merge(graph, params, jax.tree.map(lambda leaf: leaf, variables))
 
     def value(
         params: nnx.State, variables: nnx.State, batch: Batch, key: jax.Array | None
@@ -70,7 +80,7 @@ def trained(
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Measured]:
         now = None if key is None else jax.random.fold_in(key, state.step)
-        both = jax.value_and_grad(value, has_aux=True)
+        both = jax.value_and_grad(value, has_aux=True) if pipe is None else pipelined.value_and_grad(merged, pipe)
         if optimization.accumulate > 1:
             both = accumulated(both, optimization.accumulate)
         (nats, variables), gradients = both(state.params, state.variables, batch, now)
@@ -84,10 +94,6 @@ def trained(
         return replace(state, params=params, opt_state=opt_state, step=state.step + 1, variables=variables), measured
 
     return Trained(init, train_step, merged)
-
-
-ValueAndGrad = Callable[[nnx.State, nnx.State, Batch, jax.Array | None], tuple[tuple[jax.Array, nnx.State], nnx.State]]
-"""params, variables, batch, key -> loss and new variables; gradients."""
 
 
 def accumulated(both: ValueAndGrad, parts: int) -> ValueAndGrad:
@@ -117,16 +123,6 @@ def accumulated(both: ValueAndGrad, parts: int) -> ValueAndGrad:
         return (nats, variables), gradients
 
     return over_parts
-
-
-def microbatches(rows: jax.Array, parts: int) -> jax.Array:
-    """[B, ...] as [parts, B / parts, ...]; every `parts`-th row is in the same microbatch.
-
-    So each device cuts the rows that it has, and the split of the batch stays: rows one behind the other would have to
-    move.
-    """
-    cut = rows.reshape(rows.shape[0] // parts, parts, *rows.shape[1:])
-    return sharding.annotate(jnp.moveaxis(cut, 1, 0), name="microbatches")
 
 
 def learning_rate(optimization: Optimization, steps: int) -> optax.Schedule:

@@ -137,6 +137,17 @@ def annotate(params: Any, layout: Layout) -> Any:
     return jax.tree_util.tree_map_with_path(annotated, params)
 
 
+def staged(params: Any, axis: str = "pipe") -> Any:
+    """`params` with the layers of a stacked model annotated as split over the stages of a pipeline."""
+
+    def annotated(key_path: tuple[Any, ...], leaf: Any) -> Any:
+        if not paths.text(key_path).startswith("blocks/"):
+            return leaf
+        return sharding.annotate(leaf, P(axis, *[U] * (leaf.ndim - 1)))
+
+    return jax.tree_util.tree_map_with_path(annotated, params)
+
+
 def _first(entries: Iterable[Any]) -> Any:
     return next((entry for entry in entries if entry is not U), U)
 

@@ -298,7 +298,8 @@ class _Body:
     def lying(self, eqn: Any, found: list[Spec | None]) -> list[Spec | None]:
         """How operands and results have to lie for XLA to compute an equation rightly."""
         shapes = [v.aval.shape for v in (*eqn.invars, *eqn.outvars)]
-        return limits.specs(eqn.primitive.name, eqn.params, shapes, found, self.rewriter.sizes)
+        sizes, is_manual = self.rewriter.sizes, bool(self.scope.manual)
+        return limits.specs(eqn.primitive.name, eqn.params, shapes, found, sizes, is_manual=is_manual)
 
     def laid_out(self, var: Any, eqn: Any) -> Any:
         new = compat.new_var(var.aval)

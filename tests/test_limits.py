@@ -37,6 +37,16 @@ def pooled(x):
     return lax.reduce_window(x, -jnp.inf, lax.max, (3, 1), (1, 1), "VALID")
 
 
+def looked_up(table, x):
+    """Rows by places that are split by another axis than the table, along a third one by hand."""
+
+    def body(table, x):
+        places = jnp.abs(5 * x).astype(jnp.int32) % table.shape[0]
+        return jnp.take(table, places, axis=0, mode="clip")
+
+    return jax.shard_map(body, in_specs=(P(), P()), out_specs=P(), axis_names={"a"}, check_vma=False)(table, x)
+
+
 NHC = ("NHC", "HIO", "NHC")
 CASES = {
     "a strided slice of one element": (lambda x: x[1:2:3], [(2, 8)], [P("a")], {"a": 2}),
@@ -51,6 +61,9 @@ CASES = {
     "a slice beyond the end": (
         lambda x: lax.dynamic_slice(x, (1, 6 + x[0, 0].astype(jnp.int32) * 0), (5, 2)), [(5, 4)], [P(None, "a")],
         {"a": 2},
+    ),
+    "rows of a split table in a shard_map": (
+        looked_up, [(8, 4), (4, 6)], [P("b"), P("c")], {"a": 2, "b": 2, "c": 2},
     ),
     "a reduction of its own": (xor, [(4, 8)], [P("a")], {"a": 4}),
     "a reduction of two arrays": (most_and_sum, [(4, 8)], [P("a")], {"a": 4}),
@@ -97,7 +110,8 @@ CASES = {
 def test_numbers_are_those_of_one_device(name):
     fn, shapes, specs, sizes = CASES[name]
     args = [np.random.default_rng(i).integers(-8, 9, shape).astype(np.float32) for i, shape in enumerate(shapes)]
-    alone = jax.jit(fn)(*args)
+    with sharding.mesh(dict.fromkeys(sizes, 1), devices=jax.devices()[:1]):
+        alone = jax.jit(fn)(*args)
     with sharding.mesh(sizes, devices=jax.devices()[: np.prod(list(sizes.values()))]):
         ours = sharding.jit(fn, in_shardings=tuple(specs))(*args)
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(alone), strict=True):

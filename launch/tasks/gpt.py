@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from ...models import gpt, layouts
 from .. import corpus
 from ..config import Optimization, Recipe
 from ..metrics import bits_per_byte
+from ..pipelined import Cut
 from ..task import Figure, Looked, Measured, Sampler, Task
 from ..training import trained
 from .family import Family
@@ -59,6 +60,12 @@ class Text:
 
 def build(name: str, config: gpt.Config, optimization: Optimization, *, steps: int, seed: int, sample: int = 0) -> Task:
     """The task of training a GPT on the sources of the Python standard library."""
+    cut = None
+    if optimization.pipeline is not None:
+        # Stacked layers are stages as they lie; those that are computed again are so within their stage.
+        kept = jax.checkpoint_policies.save_only_these_names("attention_out") if config.remat else None
+        cut = Cut(inputs=lambda rows: rows[..., :-1], targets=lambda rows: rows[..., 1:], loss=gpt.loss, remat=kept)
+        config = replace(config, scan=True)
     init, train_step, merged = trained(
         lambda rngs: gpt.GPT(config, rngs=rngs),
         gpt.next_token_loss,
@@ -66,6 +73,7 @@ def build(name: str, config: gpt.Config, optimization: Optimization, *, steps: i
         optimization=optimization,
         steps=steps,
         key=jax.random.key(seed) if config.dropout else None,
+        cut=cut,
     )
 
     def evaluate(params: nnx.State, variables: nnx.State, tokens: jax.Array) -> Measured:

@@ -146,7 +146,8 @@ class Walk:
         found = (*decision.needs, *decision.runs_as)
         if op.name in limits.LIMITS:
             shapes = [self.graph.shapes[v] for v in (*op.operands, *op.results)]
-            lying = limits.specs(op.name, op.site[0].params, shapes, found, self.sizes)
+            is_manual = bool(self.graph.manual.get(op.results[0]))
+            lying = limits.specs(op.name, op.site[0].params, shapes, found, self.sizes, is_manual=is_manual)
             found = tuple(b or a for a, b in zip(found, lying, strict=True))
         return found[: len(op.operands)], found[len(op.operands) :]
 

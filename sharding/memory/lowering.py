@@ -179,7 +179,7 @@ class Lowering:
             operands = self.resplit(eqn.invars, operands, needs, whole[: len(needs)], to)
             needs, made = whole[: len(needs)], whole[len(needs) :]
         if name in limits.NAMES:
-            needed, lying = self.limited(eqn, needs, made)
+            needed, lying = self.limited(eqn, scope, needs, made)
             operands = self.resplit(eqn.invars, operands, needs, needed, to)
             steps = [() if a.axes != b.axes else way for a, b, way in zip(made, lying, steps, strict=True)]
             needs, made = needed, lying
@@ -208,11 +208,14 @@ class Lowering:
             for a, x, have, need in zip(atoms, operands, haves, needs, strict=True)
         ]
 
-    def limited(self, eqn: Any, needs: Sequence[Spec], made: Sequence[Spec]) -> tuple[list[Spec], list[Spec]]:
+    def limited(
+        self, eqn: Any, scope: Scope | None, needs: Sequence[Spec], made: Sequence[Spec]
+    ) -> tuple[list[Spec], list[Spec]]:
         """The splits of an op's arrays while it runs, where XLA computes it wrongly as they are."""
         specs = [*needs, *made]
         shapes = [v.aval.shape for v in (*eqn.invars, *eqn.outvars)]
-        limited = limits.specs(eqn.primitive.name, eqn.params, shapes, specs, self.sizes)
+        is_manual = scope is not None and bool(scope.manual)
+        limited = limits.specs(eqn.primitive.name, eqn.params, shapes, specs, self.sizes, is_manual=is_manual)
         found = [have if need is None else need for have, need in zip(specs, limited, strict=True)]
         return found[: len(needs)], found[len(needs) :]
 

@@ -62,8 +62,9 @@ def split(
     from flax import nnx
 
     asked = f"pipeline.split({type(model).__name__})"
-    graph, states, is_stacked = _layers(asked, model, layers)
+    graph, states, stacked = _layers(asked, model, layers)
     sizes = _sizes(asked, len(states), stages, sizes)
+    is_even = len(set(sizes)) == 1
     first, last = _end(asked, model, first, "before_blocks"), _end(asked, model, last, "after_blocks")
     outer = nnx.clone(model)
     setattr(outer, layers, nnx.List([]))
@@ -72,9 +73,10 @@ def split(
     ends = _Ends(nnx, outer_graph, outer_state)
     params = {
         **ends.parts(first, last, inputs, lambda x: _through(nnx, graph, states[0], layer, x)),
-        "stages": _made(lambda states: _stacked(states, sizes), states),
+        "stages": _made(_regrouped(stages), stacked)
+        if stacked is not None and is_even
+        else _made(lambda states: _stacked(states, sizes), states),
     }
-    is_even = len(set(sizes)) == 1
 
     def first_fn(own: Any, inputs: Any, shared: Any = None) -> Any:
         x = first(ends.model(own, shared), inputs)
@@ -103,12 +105,16 @@ def split(
 
     def merge(params: dict[str, Any]) -> Any:
         whole = ends.model(*(params[part] for part in ("first", "last", "shared") if part in params))
-        own = _unstacked(params["stages"], sizes)
-        if is_stacked:
-            setattr(whole, layers, nnx.merge(graph, jax.tree.map(lambda *leaves: jnp.stack(leaves), *own)))
-        else:
-            setattr(whole, layers, nnx.List([nnx.merge(graph, state) for state in own]))
+        setattr(whole, layers, joined(params["stages"]))
         return whole
+
+    def joined(own: Any) -> Any:
+        if stacked is not None and is_even:
+            return nnx.merge(graph, jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), own))
+        states = _unstacked(own, sizes)
+        if stacked is not None:
+            return nnx.merge(graph, jax.tree.map(lambda *leaves: jnp.stack(leaves), *states))
+        return nnx.List([nnx.merge(graph, state) for state in states])
 
     return Split(
         first_fn=first_fn,
@@ -168,8 +174,8 @@ class _Ends:
         return {path for path, var in zip(paths, program.inputs, strict=False) if var in read}
 
 
-def _layers(asked: str, model: Any, name: str) -> tuple[Any, list[Any], bool]:
-    """What a layer is, each layer's parameters, and whether the model has them stacked."""
+def _layers(asked: str, model: Any, name: str) -> tuple[Any, list[Any], Any]:
+    """What a layer is, each layer's parameters, and those of all stacked where the model has them so."""
     from flax import nnx
 
     found = getattr(model, name, None)
@@ -179,7 +185,7 @@ def _layers(asked: str, model: Any, name: str) -> tuple[Any, list[Any], bool]:
         graph, state, rest = nnx.split(found, nnx.Param, ...)
         _no_others(asked, rest)
         num = {leaf.shape[0] for leaf in jax.tree.leaves(state)}
-        return graph, [_made(lambda state, i=i: _at(state, i), state) for i in range(num.pop())], True
+        return graph, [_made(lambda state, i=i: _at(state, i), state) for i in range(num.pop())], state
     splits = [nnx.split(layer, nnx.Param, ...) for layer in found]
     for _, _, rest in splits:
         _no_others(asked, rest)
@@ -189,7 +195,7 @@ def _layers(asked: str, model: Any, name: str) -> tuple[Any, list[Any], bool]:
     if odd:
         there = f"{name}[{odd[0]}] is another kind of layer than {name}[0]"
         raise ShardingError(asked, there=there, must="all layers are of one kind and shape")
-    return graphs[0], [state for _, state, _ in splits], False
+    return graphs[0], [state for _, state, _ in splits], None
 
 
 def _no_others(asked: str, rest: Any) -> None:
@@ -240,6 +246,11 @@ def _stacked(states: Sequence[Any], sizes: Sequence[int]) -> Any:
     ]
     stages = [jax.tree.map(lambda *leaves: jnp.stack(leaves), *row) for row in rows]
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *stages)
+
+
+def _regrouped(stages: int) -> Callable[[Any], Any]:
+    """[layers, ...] as [stages, layers of a stage, ...]: split over the layers they are split over the stages."""
+    return lambda tree: jax.tree.map(lambda leaf: leaf.reshape(stages, -1, *leaf.shape[1:]), tree)
 
 
 def _unstacked(stages: Any, sizes: Sequence[int]) -> list[Any]:

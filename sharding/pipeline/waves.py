@@ -46,7 +46,7 @@ class Waves:
     Example:
         >>> waves = Waves(stages=2, microbatches=8, concurrent=2, speeds=(1.0, 0.5), clock_distance=1)
         >>> waves.bound, waves.simulate().missing
-        (4, (4, 0))
+        (4, (4, 4))
     """
 
     stages: int

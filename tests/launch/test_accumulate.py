@@ -8,7 +8,7 @@ import pytest
 
 import sharding
 from sharding import ShardingError, checkpoint
-from sharding.launch import program, tasks, training
+from sharding.launch import program, rows, tasks, training
 from sharding.launch.config import ModelChoice, Optimization, Train, check_batch
 from sharding.launch.tasks import gpt
 from sharding.models.gpt import Config
@@ -73,10 +73,10 @@ def test_gradients_of_a_plain_loss():
 
 
 def test_every_row_is_in_one_microbatch():
-    rows = np.arange(24).reshape(12, 2)
-    parts = np.asarray(training.microbatches(jax.numpy.asarray(rows), 3))
+    batch = np.arange(24).reshape(12, 2)
+    parts = np.asarray(rows.microbatches(jax.numpy.asarray(batch), 3))
     assert parts.shape == (3, 4, 2)
-    assert sorted(map(tuple, parts.reshape(12, 2).tolist())) == sorted(map(tuple, rows.tolist()))
+    assert sorted(map(tuple, parts.reshape(12, 2).tolist())) == sorted(map(tuple, batch.tolist()))
 
 
 @pytest.mark.slow

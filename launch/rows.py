@@ -1,0 +1,16 @@
+"""A batch in parts, as each device can cut it."""
+
+import jax
+import jax.numpy as jnp
+
+import sharding
+
+
+def microbatches(rows: jax.Array, parts: int) -> jax.Array:
+    """[B, ...] as [parts, B / parts, ...]; every `parts`-th row is in the same microbatch.
+
+    So each device cuts the rows that it has, and the split of the batch stays: rows one behind the other would have to
+    move.
+    """
+    cut = rows.reshape(rows.shape[0] // parts, parts, *rows.shape[1:])
+    return sharding.annotate(jnp.moveaxis(cut, 1, 0), name="microbatches")

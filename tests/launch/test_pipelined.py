@@ -1,0 +1,94 @@
+"""A step whose layers are stages of a pipeline is the step of one device."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+import sharding
+from sharding import ShardingError
+from sharding.launch import main, program
+from sharding.launch.config import Optimization, PipelineChoice, Pipelining
+from sharding.launch.pipelined import SCHEDULES
+from sharding.launch.tasks import gpt
+from sharding.models.gpt import Config
+
+MODEL = Config(vocab=64, context=16, layers=4, features=32, heads=4, kv_heads=4, mlp_features=64, scan=True)
+MESHES = [{"pipe": 2}, {"pipe": 2, "data": 2}, {"pipe": 2, "data": 2, "tensor": 2}, {"pipe": 2, "fsdp": 2}]
+
+
+def step(sizes, schedule="1f1b", microbatches=4, *, remat=False):
+    """Figures of two steps from the same state on the same batches, and the parameters after them."""
+    devices = sizes.get("pipe", 1)
+    pipeline = Pipelining(devices=devices, schedule=schedule, microbatches=microbatches) if devices > 1 else None
+    model = dataclasses.replace(MODEL, remat=remat)
+    task = gpt.FAMILY.build("gpt", model, Optimization(pipeline=pipeline, warmup=0), steps=10, seed=0)
+    tokens = np.random.default_rng(0).integers(0, model.vocab, (2, 16, model.context + 1), np.int32)
+    with sharding.mesh(sizes, devices=jax.devices()[: int(np.prod(list(sizes.values())))]) as mesh:
+        over = program.over(task, mesh, batch_size=16)
+        state, found = over.initial_state(0), []
+        for batch in tokens:
+            state, measured = over.train_step(state, over.put(batch))
+            found.append(jax.device_get(measured))
+        return found, jax.device_get(state.params), over.completion
+
+
+@pytest.fixture(scope="module")
+def one_device():
+    return step({"data": 1})
+
+
+def check(found, one_device):
+    for ours, theirs in zip(found[0], one_device[0], strict=True):
+        for name in theirs:
+            np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-5)
+    for a, b in zip(jax.tree.leaves(found[1]), jax.tree.leaves(one_device[1]), strict=True):
+        assert np.linalg.norm(a - b) <= 1e-5 * np.linalg.norm(b)
+
+
+def test_on_a_mesh(one_device):
+    found = step(MESHES[2])
+    check(found, one_device)
+    stacked = found[2].spec("state/params/blocks/mlp/w1")
+    assert stacked[0] == "pipe"
+    assert stacked[-1] == "tensor"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_on_every_mesh(schedule, sizes, one_device):
+    check(step(sizes, schedule), one_device)
+
+
+@pytest.mark.slow
+def test_layers_that_are_computed_again(one_device):
+    check(step(MESHES[1], remat=True), one_device)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--mesh pipe=2 --model bert-tiny", "layers and ends are not told apart"),
+        ("--mesh pipe=2 --dropout 0.1", "a pipeline's stages get no random key"),
+        ("--mesh data=2 --schedule gpipe", "a pipeline is an axis of the mesh"),
+        ("--mesh pipe=2 --accumulate 2", "--microbatches 2"),
+        ("--mesh pipe=2 --batch 16 --microbatches 5", "microbatches=5 = 5 parts; 16 / 5 = 3.2"),
+        ("--mesh pipe=4 --schedule zb-v", "4 layers, 8 stages"),
+        ("--mesh pipe=4,data=2 --schedule chimera --microbatches 2", "a multiple of 4"),
+        ("--mesh pipe=2 --microbatches 0", "must be at least 1"),
+    ],
+)
+def test_what_can_not_be(arguments, message, capsys):
+    command = "train" if "--accumulate" in arguments else "explain"
+    with pytest.raises(SystemExit, match="2"):
+        main([command, *arguments.split()])
+    assert message in capsys.readouterr().err
+
+
+def test_two_microbatches_for_each_device_if_nothing_is_said():
+    assert PipelineChoice().over({"pipe": 4, "data": 2}) == Pipelining(devices=4, schedule="1f1b", microbatches=8)
+    assert PipelineChoice().over({"data": 2}) is None
+    with pytest.raises(ShardingError, match="no pipe axis"):
+        PipelineChoice(microbatches=2).over({"pipe": 1})
