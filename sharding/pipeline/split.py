@@ -72,7 +72,7 @@ def split(
     _no_others(asked, rest)
     ends = _Ends(nnx, outer_graph, outer_state)
     params = {
-        **ends.parts(first, last, inputs, lambda x: _through(nnx, graph, states[0], layer, x)),
+        **ends.parts(first, last, inputs, lambda state, x: _through(nnx, graph, state, layer, x), states[0]),
         "stages": _made(_regrouped(stages), stacked)
         if stacked is not None and is_even
         else _made(lambda states: _stacked(states, sizes), states),
@@ -143,13 +143,18 @@ class _Ends:
         first: Callable[[Any, Any], Any],
         last: Callable[[Any, Any], Any],
         inputs: Any,
-        layer: Callable[[Any], Any],
+        layer: Callable[[Any, Any], Any],
+        layer_state: Any,
     ) -> dict[str, Any]:
         """The parameters by who uses them; those that nobody does are the first's."""
         if inputs is None:
             return {"shared": self.state} if jax.tree.leaves(self.state) else {}
         one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), inputs)
-        x = jax.eval_shape(lambda state, inputs: layer(first(self.model(state), inputs)), self.shapes, one)
+
+        def before_last(state: Any, layer_state: Any, inputs: Any) -> Any:
+            return layer(layer_state, first(self.model(state), inputs))
+
+        x = jax.eval_shape(before_last, self.shapes, layer_state, one)
         at_first, at_last = self._used(first, one), self._used(last, x)
         users = {"first": at_first - at_last, "last": at_last - at_first, "shared": at_first & at_last}
         users["first"] |= {path for path, _ in self.nnx.to_flat_state(self.shapes)} - at_first - at_last

@@ -123,7 +123,7 @@ def check_gpt(stages, sizes, schedule, *, axes, executor):
     microbatches, chance = schedule.microbatches, np.random.default_rng(1)
     words = jnp.asarray(chance.integers(32, size=(microbatches, 2, 9)), jnp.int32)
     inputs, targets = words[..., :-1], words[..., 1:]
-    cut = pipeline.split(tiny(sum(sizes)), stages, sizes=sizes)
+    cut = pipeline.split(tiny(sum(sizes)), stages, sizes=sizes, inputs=inputs[0])
     params = jax.tree.map(lambda leaf: jnp.asarray(chance.normal(size=leaf.shape) / 4, leaf.dtype), cut.params)
 
     def whole(params):
