@@ -25,6 +25,8 @@ LEAST_VOCAB = 257
 
 Dtype = Literal["float32", "bfloat16"]
 
+Executor = Literal["spmd", "mpmd"]
+
 Schedule = Literal[
     "1f1b", "gpipe", "eager-1f1b", "interleaved", "chimera", "zb-h1", "zb-h2", "zb-v", "dualpipe-v"
 ]  # fmt: skip
@@ -92,6 +94,7 @@ class Pipelining:
     """Of the pipe axis."""
     schedule: str
     microbatches: int
+    executor: Executor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +106,10 @@ class PipelineChoice:
     each device), chimera, zb-h1, zb-h2. Default: 1f1b."""
     microbatches: int | None = None
     """Parts of a batch that follow each other through the stages. Default: two for each device of the pipe axis."""
+
+    executor: Executor | None = None
+    """spmd: one program for all devices; mpmd: a program for each task and device. Default: mpmd on CPUs that a pipe
+    axis alone splits, else spmd."""
 
     def __post_init__(self) -> None:
         if self.microbatches is not None:
@@ -124,7 +131,10 @@ class PipelineChoice:
                 fix=f"--microbatches {accumulate}",
             )
         return Pipelining(
-            devices=devices, schedule=self.schedule or "1f1b", microbatches=self.microbatches or 2 * devices
+            devices=devices,
+            schedule=self.schedule or "1f1b",
+            microbatches=self.microbatches or 2 * devices,
+            executor=self.executor,
         )
 
 

@@ -13,7 +13,7 @@ from sharding.pipeline import schedules
 
 from .config import Pipelining
 from .rows import microbatches
-from .task import Batch, ValueAndGrad
+from .task import Apart, Batch, Measured, TrainState, ValueAndGrad
 
 SCHEDULES: dict[str, Callable[..., pipeline.Schedule]] = {
     "1f1b": schedules.one_f_one_b,
@@ -51,6 +51,30 @@ class Pipe:
 
     cut: Cut
     schedule: pipeline.Schedule
+    executor: pipeline.Executor | None
+    """None leaves it to the mesh."""
+
+    def rows(self, batch: Batch) -> tuple[Any, Any]:
+        """Inputs and targets, [microbatches, ...]."""
+        rows = jax.tree.map(lambda leaf: microbatches(leaf, self.schedule.microbatches), batch)
+        return self.cut.inputs(rows), self.cut.targets(rows)
+
+    def split(self, module: Any, inputs: Any) -> pipeline.Split:
+        """A module, or its shapes, as stages."""
+        one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), inputs)
+        return pipeline.split(module, self.schedule.stages, inputs=one)
+
+    def value_and_grad(self, split: pipeline.Split, executor: pipeline.Executor) -> pipeline.ValueAndGrad:
+        """That of the stages."""
+        return pipeline.value_and_grad(
+            split.stage_fn,
+            self.cut.loss,
+            self.schedule,
+            first_fn=split.first_fn,
+            last_fn=split.last_fn,
+            remat=self.cut.remat,
+            executor=executor,
+        )
 
 
 def checked(pipelining: Pipelining, cut: Cut | None, module: Any, key: jax.Array | None) -> Pipe:
@@ -81,7 +105,7 @@ def checked(pipelining: Pipelining, cut: Cut | None, module: Any, key: jax.Array
             must="every stage has as many layers",
             fix=[f"--mesh pipe={n}" for n in range(2, pipelining.devices) if layers % n == 0][-1:],
         )
-    return Pipe(cut=cut, schedule=schedule)
+    return Pipe(cut=cut, schedule=schedule, executor=pipelining.executor)
 
 
 def value_and_grad(merged: Callable[[nnx.State, nnx.State], Any], pipe: Pipe) -> ValueAndGrad:
@@ -95,19 +119,43 @@ def value_and_grad(merged: Callable[[nnx.State, nnx.State], Any], pipe: Pipe) ->
     def both(
         params: nnx.State, variables: nnx.State, batch: Batch, key: jax.Array | None
     ) -> tuple[tuple[jax.Array, nnx.State], nnx.State]:
-        rows = jax.tree.map(lambda leaf: microbatches(leaf, pipe.schedule.microbatches), batch)
-        inputs, targets = pipe.cut.inputs(rows), pipe.cut.targets(rows)
-        one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), inputs)
-        split = pipeline.split(merged(params, variables), pipe.schedule.stages, inputs=one)
-        run = pipeline.value_and_grad(
-            split.stage_fn,
-            pipe.cut.loss,
-            pipe.schedule,
-            first_fn=split.first_fn,
-            last_fn=split.last_fn,
-            remat=pipe.cut.remat,
-        )
-        loss, gradients = run(split.params, inputs, targets)
+        inputs, targets = pipe.rows(batch)
+        split = pipe.split(merged(params, variables), inputs)
+        loss, gradients = pipe.value_and_grad(split, "spmd")(split.params, inputs, targets)
         return (loss, variables), nnx.state(split.merge(gradients), nnx.Param)
 
     return both
+
+
+def apart(
+    shapes: Any,
+    merged: Callable[[nnx.State, nnx.State], Any],
+    updated: Callable[[TrainState, jax.Array, nnx.State], tuple[TrainState, Measured]],
+    pipe: Pipe,
+) -> Apart:
+    """The train step as programs around the pipeline's.
+
+    Args:
+        shapes: of the module.
+        merged: params, variables -> the module.
+        updated: state, loss, gradients -> the next state.
+        pipe: its pipeline.
+    """
+    splits: list[pipeline.Split] = []
+    runs: list[pipeline.ValueAndGrad] = []
+
+    def cut(params: nnx.State, variables: nnx.State, batch: Batch) -> tuple[Any, Any, Any]:
+        inputs, targets = pipe.rows(batch)
+        return pipe.split(merged(params, variables), inputs).params, inputs, targets
+
+    def gradient(params: Any, inputs: Any, targets: Any) -> tuple[jax.Array, Any]:
+        if not runs:
+            splits.append(pipe.split(shapes, inputs))
+            runs.append(pipe.value_and_grad(splits[0], "mpmd"))
+        return runs[0](params, inputs, targets)
+
+    def update(state: TrainState, loss: jax.Array, gradients: Any) -> tuple[TrainState, Measured]:
+        return updated(state, loss, nnx.state(splits[0].merge(gradients), nnx.Param))
+
+    wanted = None if pipe.executor is None else pipe.executor == "mpmd"
+    return Apart(cut=cut, gradient=gradient, update=update, wanted=wanted)

@@ -13,7 +13,7 @@ import sharding
 from sharding import P
 
 from ..models import layouts
-from .task import Batch, Measured, Task, TrainState
+from .task import Apart, Batch, Measured, Task, TrainState
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,18 @@ def over(task: Task, mesh: Mesh, *, batch_size: int) -> Program:
         mesh=mesh,
         batch_spec=spec,
         completion=step.complete(task.state_shapes, task.batch_shapes(batch_size)),
-        train_step=step,
+        train_step=_started_apart(task.apart, spec) if task.apart is not None and task.apart.suits(mesh) else step,
         evaluate=sharding.jit(task.evaluate, in_shardings=(None, None, spec)),
         generate=generate,
     )
+
+
+def _started_apart(apart: Apart, batch_spec: P) -> Callable[[TrainState, Batch], tuple[TrainState, Measured]]:
+    """A train step whose pipeline is many programs, between one that cuts and one that updates."""
+    cut = sharding.jit(apart.cut, in_shardings=(None, None, batch_spec))
+    update = sharding.jit(apart.update, donate_argnums=(0,))
+
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Measured]:
+        return update(state, *apart.gradient(*cut(state.params, state.variables, batch)))
+
+    return train_step

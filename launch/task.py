@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
 Batch = Any
 """A pytree of arrays [B, ...], on the host or the devices."""
@@ -103,6 +104,30 @@ class Sampler:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Apart:
+    """A pipelined train step whose tasks are programs of their own, started one by one between two others."""
+
+    cut: Callable[[nnx.State, nnx.State, Batch], tuple[Any, Any, Any]]
+    """params, variables, batch -> the stages' parameters, inputs and targets."""
+    gradient: Callable[[Any, Any, Any], tuple[jax.Array, Any]]
+    """These -> the loss and its gradients; called outside traces."""
+    update: Callable[[TrainState, jax.Array, Any], tuple[TrainState, Measured]]
+    """state, loss, gradients -> what a train step returns."""
+    wanted: bool | None
+    """Whether to run it so; None leaves it to the mesh."""
+
+    def suits(self, mesh: Mesh) -> bool:
+        """Whether to run it so: on a CPU, where a device that waits for another in each tick is slow.
+
+        Not where stages are split too: XLA:CPU of JAX 0.10.2 may hang with several programs that communicate.
+        """
+        if self.wanted is not None:
+            return self.wanted
+        on_cpu = mesh.devices.flat[0].platform == "cpu"
+        return on_cpu and jax.process_count() == 1 and mesh.size == mesh.shape["pipe"]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Task:
     """A model, its training and its data."""
 
@@ -131,6 +156,7 @@ class Task:
     """What throughput counts, in the plural: `tokens`."""
     items_per_example: int = 1
     sampler: Sampler | None = None
+    apart: Apart | None = None
 
     @property
     def rate(self) -> str:

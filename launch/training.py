@@ -14,7 +14,7 @@ from ..models import layouts
 from . import pipelined
 from .config import Optimization
 from .rows import microbatches
-from .task import Batch, Measured, TrainState, ValueAndGrad
+from .task import Apart, Batch, Measured, TrainState, ValueAndGrad
 
 Loss = Callable[[Any, Batch, jax.Array | None], jax.Array]
 """module, batch, key -> the mean loss in nats; the module may change its variables."""
@@ -27,6 +27,8 @@ class Trained(NamedTuple):
     train_step: Callable[[TrainState, Batch], tuple[TrainState, Measured]]
     merged: Callable[..., Any]
     """params and variables -> the module, its parameters annotated for the mesh around."""
+    apart: Apart | None = None
+    """A pipelined train step in programs of its own."""
 
 
 def trained(
@@ -84,6 +86,9 @@ def trained(
         if optimization.accumulate > 1:
             both = accumulated(both, optimization.accumulate)
         (nats, variables), gradients = both(state.params, state.variables, batch, now)
+        return updated(replace(state, variables=variables), nats, gradients)
+
+    def updated(state: TrainState, nats: jax.Array, gradients: nnx.State) -> tuple[TrainState, Measured]:
         updates, opt_state = transform.update(gradients, state.opt_state, state.params)
         measured = {
             "loss": nats,
@@ -91,9 +96,10 @@ def trained(
             "learning_rate": jnp.asarray(schedule(state.step), jnp.float32),
         }
         params = optax.apply_updates(state.params, updates)
-        return replace(state, params=params, opt_state=opt_state, step=state.step + 1, variables=variables), measured
+        return replace(state, params=params, opt_state=opt_state, step=state.step + 1), measured
 
-    return Trained(init, train_step, merged)
+    apart = None if pipe is None else pipelined.apart(shapes, merged, updated, pipe)
+    return Trained(init, train_step, merged, apart)
 
 
 def accumulated(both: ValueAndGrad, parts: int) -> ValueAndGrad:

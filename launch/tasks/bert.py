@@ -92,7 +92,7 @@ def build(
     name: str, config: bert.Config, optimization: Optimization, *, steps: int, seed: int, sample: int = 0
 ) -> Task:
     """The task of training a BERT on the sources of the Python standard library."""
-    init, train_step, merged = trained(
+    init, train_step, merged, _ = trained(
         lambda rngs: bert.BERT(config, rngs=rngs),
         bert.masked_loss,
         layout=layouts.bert,

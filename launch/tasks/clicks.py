@@ -25,7 +25,7 @@ def build(
     name: str, config: dlrm.Config, optimization: Optimization, *, steps: int, seed: int, sample: int = 0
 ) -> Task:
     """The task of training a DLRM on the clicks of a hidden model."""
-    init, train_step, merged = trained(
+    init, train_step, merged, _ = trained(
         lambda rngs: dlrm.DLRM(config, rngs=rngs),
         lambda model, batch, key: dlrm.loss(model, batch),
         layout=layouts.dlrm,

@@ -66,7 +66,7 @@ def build(name: str, config: gpt.Config, optimization: Optimization, *, steps: i
         kept = jax.checkpoint_policies.save_only_these_names("attention_out") if config.remat else None
         cut = Cut(inputs=lambda rows: rows[..., :-1], targets=lambda rows: rows[..., 1:], loss=gpt.loss, remat=kept)
         config = replace(config, scan=True)
-    init, train_step, merged = trained(
+    init, train_step, merged, apart = trained(
         lambda rngs: gpt.GPT(config, rngs=rngs),
         gpt.next_token_loss,
         layout=layouts.gpt,
@@ -97,6 +97,7 @@ def build(name: str, config: gpt.Config, optimization: Optimization, *, steps: i
         heldout=(HELDOUT,),
         item="tokens",
         items_per_example=config.context,
+        apart=apart,
         sampler=Sampler(generate=generate, prompt=np.frombuffer(PROMPT, np.uint8).astype(np.int32), text=as_text),
     )
 

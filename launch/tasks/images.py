@@ -66,7 +66,7 @@ def _build(
     def loss(model: Any, batch: images.Labelled, key: jax.Array | None) -> jax.Array:
         return images.loss(logits(model, batch.images, key, True), batch.labels)
 
-    init, train_step, merged = trained(make, loss, layout=layout, optimization=optimization, steps=steps, key=key)
+    init, train_step, merged, _ = trained(make, loss, layout=layout, optimization=optimization, steps=steps, key=key)
 
     def evaluate(params: nnx.State, variables: nnx.State, batch: images.Labelled) -> Measured:
         return images.sums(logits(merged(params, variables), batch.images, None, False), batch.labels)

@@ -21,7 +21,7 @@ from . import cutting, schedules
 from .asynchronous import train_async
 from .chart import Chart
 from .cutting import Cut, cut
-from .gradient import place, value_and_grad
+from .gradient import Executor, ValueAndGrad, place, value_and_grad
 from .schedule import Schedule
 from .simulation import Duration, Simulation
 from .slicing import TokenSlices, token_slices
@@ -35,6 +35,7 @@ __all__ = [
     "Chart",
     "Cut",
     "Duration",
+    "Executor",
     "Kind",
     "Push",
     "Schedule",
@@ -42,6 +43,7 @@ __all__ = [
     "Split",
     "Task",
     "TokenSlices",
+    "ValueAndGrad",
     "WaveSimulation",
     "Waves",
     "cut",

@@ -83,15 +83,17 @@ def value_and_grad(
 
     def run(params: Any, inputs: Any, targets: Any) -> tuple[jax.Array, Any]:
         mesh = mesh_in_force(ASKED, schedule, axis)
-        valid(ASKED, model, schedule, len(rows), params, inputs, targets)
         if executor == "spmd":
+            valid(ASKED, model, schedule, len(rows), params, inputs, targets)
             return one_program(model, schedule, axis=axis, rows=rows)(params, inputs, targets)
         real = single_controller(f"{ASKED}(executor='mpmd')", mesh, fix="executor='spmd'")
-        params, inputs, targets = jax.tree.map(jnp.asarray, (params, inputs, targets))
+        given = params, inputs, targets = jax.tree.map(jnp.asarray, (params, inputs, targets))
+        key = real, jax.tree.structure(given), tuple(map(facts, jax.tree.leaves(given)))
+        if key not in steps:
+            valid(ASKED, model, schedule, len(rows), *given)
         stages, ends = model.parts(params)
         if not is_even:
             stages = place(stages, schedule)
-        key = real, jax.tree.structure((params, inputs, targets)), tuple(map(facts, jax.tree.leaves((params, inputs))))
         if key not in steps:
             parts = Parts(mesh=real, axis=axis, schedule=schedule, rows=rows if is_even else _rows(schedule))
             steps[key] = Step(model, schedule, parts, stages, ends, inputs)

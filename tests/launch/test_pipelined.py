@@ -18,10 +18,11 @@ MODEL = Config(vocab=64, context=16, layers=4, features=32, heads=4, kv_heads=4,
 MESHES = [{"pipe": 2}, {"pipe": 2, "data": 2}, {"pipe": 2, "data": 2, "tensor": 2}, {"pipe": 2, "fsdp": 2}]
 
 
-def step(sizes, schedule="1f1b", microbatches=4, *, remat=False):
+def step(sizes, schedule="1f1b", microbatches=4, *, remat=False, executor="spmd"):
     """Figures of two steps from the same state on the same batches, and the parameters after them."""
     devices = sizes.get("pipe", 1)
-    pipeline = Pipelining(devices=devices, schedule=schedule, microbatches=microbatches) if devices > 1 else None
+    pipeline = Pipelining(devices=devices, schedule=schedule, microbatches=microbatches, executor=executor)
+    pipeline = pipeline if devices > 1 else None
     model = dataclasses.replace(MODEL, remat=remat)
     task = gpt.FAMILY.build("gpt", model, Optimization(pipeline=pipeline, warmup=0), steps=10, seed=0)
     tokens = np.random.default_rng(0).integers(0, model.vocab, (2, 16, model.context + 1), np.int32)
@@ -53,6 +54,24 @@ def test_on_a_mesh(one_device):
     stacked = found[2].spec("state/params/blocks/mlp/w1")
     assert stacked[0] == "pipe"
     assert stacked[-1] == "tensor"
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zb-v", marks=pytest.mark.slow)])
+def test_a_program_for_each_task(schedule, one_device):
+    check(step({"pipe": 2}, schedule, executor="mpmd"), one_device)
+
+
+def test_which_executor():
+    def suits(executor, sizes):
+        pipeline = Pipelining(devices=2, schedule="1f1b", microbatches=4, executor=executor)
+        task = gpt.FAMILY.build("gpt", MODEL, Optimization(pipeline=pipeline), steps=10, seed=0)
+        with sharding.mesh(sizes, devices=jax.devices()[: int(np.prod(list(sizes.values())))]) as mesh:
+            return task.apart.suits(mesh)
+
+    assert suits(None, {"pipe": 2})
+    assert not suits(None, {"pipe": 2, "data": 2})
+    assert suits("mpmd", {"pipe": 2, "data": 2})
+    assert not suits("spmd", {"pipe": 2})
 
 
 @pytest.mark.slow
