@@ -44,17 +44,17 @@ def test_gradients_with_a_program_per_task(name):
     check(MLP, made(name, 2, 4), executor="mpmd", placed=name == "zb_v")
 
 
-@pytest.mark.parametrize("executor", EXECUTORS[1:], ids=str)
+@pytest.mark.parametrize("executor", EXECUTORS[1:], ids=["spmd", "mpmd"])
 def test_ends_and_what_rides_along(executor):
     check(TIED, schedules.zb_h1(stages=2, microbatches=3), **executor)
 
 
-@pytest.mark.parametrize("executor", EXECUTORS[1:], ids=str)
+@pytest.mark.parametrize("executor", EXECUTORS[1:], ids=["spmd", "mpmd"])
 def test_gradients_over_all_axes(executor):
     check(MLP, schedules.one_f_one_b(stages=2, microbatches=4), axes={"data": 2, "tensor": 2}, remat=True, **executor)
 
 
-@pytest.mark.parametrize("executor", EXECUTORS[1:], ids=str)
+@pytest.mark.parametrize("executor", EXECUTORS[1:], ids=["spmd", "mpmd"])
 def test_tasks_over_devices_by_chance(executor):
     """Stages on several devices, and whole backwards among those in parts."""
     orders = [
