@@ -23,7 +23,7 @@ TOLERANCE = 1e-5
 KINDS = sorted({name for name, *_ in SYNCHRONOUS})
 MESHES = ({}, {"data": 2}, {"tensor": 2}, {"data": 2, "tensor": 2})
 REMATS = (None, True, jax.checkpoint_policies.dots_saveable)
-EXECUTORS = ({"jit": sharding.jit}, {"jit": jax.jit}, {"executor": "mpmd"})
+EXECUTORS = {"sharding.jit": {"jit": sharding.jit}, "jax.jit": {"jit": jax.jit}, "mpmd": {"executor": "mpmd"}}
 
 
 def check(example, schedule, **options):
@@ -44,17 +44,18 @@ def test_gradients_with_a_program_per_task(name):
     check(MLP, made(name, 2, 4), executor="mpmd", placed=name == "zb_v")
 
 
-@pytest.mark.parametrize("executor", EXECUTORS[1:], ids=["spmd", "mpmd"])
+@pytest.mark.parametrize("executor", ["jax.jit", "mpmd"])
 def test_ends_and_what_rides_along(executor):
-    check(TIED, schedules.zb_h1(stages=2, microbatches=3), **executor)
+    check(TIED, schedules.zb_h1(stages=2, microbatches=3), **EXECUTORS[executor])
 
 
-@pytest.mark.parametrize("executor", EXECUTORS[1:], ids=["spmd", "mpmd"])
+@pytest.mark.parametrize("executor", ["jax.jit", "mpmd"])
 def test_gradients_over_all_axes(executor):
-    check(MLP, schedules.one_f_one_b(stages=2, microbatches=4), axes={"data": 2, "tensor": 2}, remat=True, **executor)
+    axes = {"data": 2, "tensor": 2}
+    check(MLP, schedules.one_f_one_b(stages=2, microbatches=4), axes=axes, remat=True, **EXECUTORS[executor])
 
 
-@pytest.mark.parametrize("executor", EXECUTORS[1:], ids=["spmd", "mpmd"])
+@pytest.mark.parametrize("executor", ["jax.jit", "mpmd"])
 def test_tasks_over_devices_by_chance(executor):
     """Stages on several devices, and whole backwards among those in parts."""
     orders = [
@@ -72,7 +73,7 @@ def test_tasks_over_devices_by_chance(executor):
             Task("backward", 0, 1),
         ],
     ]
-    check(MLP, Schedule(name="mine", orders=orders, stages=3, microbatches=2), **executor)
+    check(MLP, Schedule(name="mine", orders=orders, stages=3, microbatches=2), **EXECUTORS[executor])
 
 
 def sampled():
@@ -87,13 +88,13 @@ def sampled():
             continue
         chance = random.Random(f"{name} {devices} {microbatches} {executor}")
         axes = chance.choice([axes for axes in MESHES if devices * 2 ** len(axes) <= 8])
-        options = {"axes": axes, "placed": chance.random() < 0.5, "remat": chance.choice(REMATS), **executor}
+        options = {"axes": axes, "placed": chance.random() < 0.5, "remat": chance.choice(REMATS)}
         yield pytest.param(
             chance.choice([MLP, TIED]),
             (name, devices, microbatches),
             chance.random() < 0.5,
-            options,
-            id=f"{name}-{devices}-{microbatches}-{executor.get('executor', executor.get('jit', jax.jit).__module__)}",
+            options | EXECUTORS[executor],
+            id=f"{name}-{devices}-{microbatches}-{executor}",
         )
 
 
@@ -106,9 +107,9 @@ def test_gradients_on_a_grid(example, case, is_split, options):
 
 @pytest.mark.slow
 @settings(max_examples=40, deadline=None)
-@given(synchronous_schedules(), st.sampled_from(EXECUTORS), st.booleans(), st.sampled_from([MLP, TIED]))
+@given(synchronous_schedules(), st.sampled_from(sorted(EXECUTORS)), st.booleans(), st.sampled_from([MLP, TIED]))
 def test_gradients_of_random_tables(schedule, executor, placed, example):
-    check(example, schedule, placed=placed, **executor)
+    check(example, schedule, placed=placed, **EXECUTORS[executor])
 
 
 def tiny(layers):
