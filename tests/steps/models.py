@@ -33,7 +33,7 @@ def step(module, loss, layout, batch) -> Make:
     def make(style, sizes):
         weights = style == "weights"
         rules = layout if weights else lambda axes: ()
-        init, train_step, _ = trained(module, loss, layout=rules, optimization=Optimization(), steps=20)
+        init, train_step, *_ = trained(module, loss, layout=rules, optimization=Optimization(), steps=20)
         rows = layouts.batch(sizes) if weights else whole_mesh(sizes)
         return Step(run=train_step, args=(jax.eval_shape(init, jax.random.key(0)), batch), specs=(None, rows))
 
