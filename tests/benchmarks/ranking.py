@@ -121,7 +121,7 @@ class Case:
             kv_heads=8,
             mlp_features=4 * options.features,
         )
-        init, train_step, _ = trained(
+        init, train_step, *_ = trained(
             lambda rngs: gpt.GPT(config, rngs=rngs),
             gpt.next_token_loss,
             layout=lambda axes: variant.layout,
