@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh, Mesh
 from .. import compat, paths
 from ..errors import ShardingError, raise_together
 from ..mesh import current
+from ..spec import sizes_text
 from .model import PARTS, Model
 from .schedule import Schedule
 
@@ -23,7 +24,7 @@ def mesh_in_force(asked: str, schedule: Schedule, axis: str) -> Mesh | AbstractM
         fix = f"with sharding.mesh({axis}={schedule.devices}): ..."
         raise ShardingError(asked, there="no mesh", must="a mesh with this axis is in force", fix=fix)
     sizes = dict(mesh.shape)
-    there = "the mesh " + ", ".join(f"{name}={size}" for name, size in sizes.items())
+    there = f"the mesh {sizes_text(sizes)}"
     if axis not in sizes:
         raise ShardingError(asked, there=there, must="the mesh has this axis", fix=[f"axis={n!r}" for n in sizes][:1])
     if sizes[axis] != schedule.devices:
@@ -46,6 +47,12 @@ def single_controller(asked: str, mesh: Mesh | AbstractMesh, *, fix: str = "") -
     if not isinstance(mesh, Mesh):
         raise ShardingError(asked, there="a mesh over described devices", must="a program runs on real devices")
     return mesh
+
+
+def whole_microbatches(asked: str, schedule: Schedule) -> None:
+    """Raises where a schedule cuts sequences."""
+    if schedule.slices > 1:
+        raise ShardingError(asked, there=f"{schedule.slices} slices of each sequence", must="whole microbatches")
 
 
 def valid(asked: str, model: Model, schedule: Schedule, rows: int, params: Any, inputs: Any, targets: Any) -> None:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from ..errors import ShardingError
-from .arguments import facts, mesh_in_force, single_controller, valid
+from .arguments import facts, mesh_in_force, single_controller, valid, whole_microbatches
 from .model import Ends, LossFn, Model, Remat, StageFn
 from .optimizer import States, Update, each_by_itself
 from .parts import Parts
@@ -87,10 +87,10 @@ def train_async(
 
     def run(params: Any, opt_state: Any, inputs: Any, targets: Any) -> tuple[Any, Any, jax.Array]:
         mesh = single_controller(ASKED, mesh_in_force(ASKED, schedule, axis))
-        valid(ASKED, model, schedule, schedule.stages, params, inputs, targets)
         given = jax.tree.map(jnp.asarray, (params, opt_state, inputs, targets))
         key = mesh, jax.tree.structure(given), tuple(map(facts, jax.tree.leaves(given)))
         if key not in trainings:
+            valid(ASKED, model, schedule, schedule.stages, params, inputs, targets)
             states = optimizer_states(ASKED, model, schedule, optimizer, params, opt_state)
             parts = Parts(mesh=mesh, axis=axis, schedule=schedule, rows=tuple(range(schedule.stages)))
             trainings[key] = Training(model, parts, optimizer, states, given[0], given[2])
@@ -247,8 +247,7 @@ def trainable(asked: str, schedule: Schedule) -> None:
     """Raises where weights can't be trained by a schedule."""
     asked = f"{asked}(schedule={schedule.name!r})"
     schedule.check()
-    if schedule.slices > 1:
-        raise ShardingError(asked, there=f"{schedule.slices} slices of each sequence", must="whole microbatches")
+    whole_microbatches(asked, schedule)
     homes = Counter(stage for own in schedule.placement for stage in own)
     if several := [stage for stage, count in homes.items() if count > 1]:
         there = f"stage {several[0]} is on {homes[several[0]]} devices"

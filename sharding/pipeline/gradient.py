@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..errors import ShardingError
-from .arguments import facts, leading, mesh_in_force, single_controller, valid
+from .arguments import facts, leading, mesh_in_force, single_controller, valid, whole_microbatches
 from .lockstep import device_stages
 from .model import LossFn, Model, Remat, StageFn
 from .one_program import one_program
@@ -74,7 +74,7 @@ def value_and_grad(
     """
     _synchronous(schedule)
     if executor not in ("spmd", "mpmd"):
-        raise ShardingError("pipeline.value_and_grad(executor)", there=repr(executor), must="'spmd' or 'mpmd'")
+        raise ShardingError(f"{ASKED}(executor)", there=repr(executor), must="'spmd' or 'mpmd'")
     model = Model(stage_fn=stage_fn, loss_fn=loss_fn, first_fn=first_fn, last_fn=last_fn, remat=remat)
     rows = _rows(schedule) if placed else tuple(range(schedule.stages))
     # Rows that don't divide over the devices lie on none of them alone: each gets its own, with copies, as if placed.
@@ -136,8 +136,7 @@ def _in_model_order(schedule: Schedule) -> np.ndarray:
 def _synchronous(schedule: Schedule) -> None:
     asked = f"{ASKED}(schedule={schedule.name!r})"
     schedule.check()
-    if schedule.slices > 1:
-        raise ShardingError(asked, there=f"{schedule.slices} slices of each sequence", must="whole microbatches")
+    whole_microbatches(asked, schedule)
     versions = {task.version for order in schedule.orders for task in order}
     if versions != {0} or schedule.microbatches_per_update != schedule.microbatches:
         raise ShardingError(

@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .. import compat
 from ..errors import ShardingError
-from .equations import equations, variables
 from .table import is_count
 
 
@@ -172,11 +172,10 @@ class _Ends:
             state, x = jax.tree.unflatten(tree, arrays)
             return jax.tree.leaves(end(self.model(state), x))
 
-        program = equations(run, *leaves)
-        eqns = program.needed(program.outputs)
-        read = set(variables(program.outputs)).union(*(variables(eqn.invars) for eqn in eqns))
+        jaxpr, outputs = jax.make_jaxpr(run, return_shape=True)(*leaves)
+        used = compat.inputs_used(jaxpr, [True] * len(outputs))
         paths = [path for path, _ in self.nnx.to_flat_state(self.shapes)]
-        return {path for path, var in zip(paths, program.inputs, strict=False) if var in read}
+        return {path for path, is_used in zip(paths, used, strict=False) if is_used}
 
 
 def _layers(asked: str, model: Any, name: str) -> tuple[Any, list[Any], Any]:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from ..errors import ShardingError
+from ..spec import sizes_text
 from .arguments import facts, leading, mesh_in_force, single_controller, valid
 from .asynchronous import Train, ends_of, optimizer_states
 from .model import Ends, LossFn, Model, Remat, StageFn
@@ -318,7 +319,7 @@ def _valid(
         raise ShardingError(
             f"{ASKED}(workers_axis={workers_axis!r})",
             there=[
-                "the mesh " + ", ".join(f"{name}={size}" for name, size in sizes.items()),
+                f"the mesh {sizes_text(sizes)}",
                 f"{waves.workers} speeds",
             ],
             must="the mesh has this axis, as long as there are workers",
