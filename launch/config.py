@@ -14,6 +14,9 @@ from tyro.conf import OmitArgPrefixes, arg
 
 from sharding.errors import ShardingError
 
+from .options import at_least, given
+from .pipeline_config import PipelineChoice, Pipelining
+
 MESH_AXES = ("data", "fsdp", "tensor", "pipe")
 """The axes that the layouts in `models` know, and that of a pipeline's stages."""
 
@@ -24,12 +27,6 @@ LEAST_VOCAB = 257
 """Of byte pairs: the bytes and the end of a document."""
 
 Dtype = Literal["float32", "bfloat16"]
-
-Executor = Literal["spmd", "mpmd"]
-
-Schedule = Literal[
-    "1f1b", "gpipe", "eager-1f1b", "interleaved", "chimera", "zb-h1", "zb-h2", "zb-v", "dualpipe-v"
-]  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +49,7 @@ class ModelChoice:
 
     def changes(self) -> dict[str, Any]:
         """The fields of the model's configuration that differ from the preset."""
-        changes = {name: value for name, value in _given(self).items() if name in ("dtype", "dropout", "kv_heads")}
+        changes = {name: value for name, value in given(self).items() if name in ("dtype", "dropout", "kv_heads")}
         return changes | {name: True for name in ("remat", "scan") if getattr(self, name)}
 
 
@@ -71,7 +68,7 @@ class TextChoice:
 
     def __post_init__(self) -> None:
         if self.vocab is not None:
-            _at_least("--vocab", self.vocab, LEAST_VOCAB)
+            at_least("--vocab", self.vocab, LEAST_VOCAB)
             if self.tokenizer == "bytes":
                 raise ShardingError(
                     f"--vocab {self.vocab} --tokenizer bytes",
@@ -84,58 +81,6 @@ class TextChoice:
     def given(self) -> bool:
         """Whether the text, or how it becomes tokens, is not what the model has of its own."""
         return bool(self.files or self.tokenizer or self.vocab)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Pipelining:
-    """How a batch goes through the stages that a pipe axis makes of a model."""
-
-    devices: int
-    """Of the pipe axis."""
-    schedule: str
-    microbatches: int
-    executor: Executor | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class PipelineChoice:
-    """What the command says of a pipeline, which a pipe axis of the mesh asks for."""
-
-    schedule: Annotated[Schedule | None, arg(name="schedule")] = None
-    """Order of the microbatches' tasks: 1f1b, gpipe, eager-1f1b, interleaved and zb-v and dualpipe-v (two stages for
-    each device), chimera, zb-h1, zb-h2. Default: 1f1b."""
-    microbatches: int | None = None
-    """Parts of a batch that follow each other through the stages. Default: two for each device of the pipe axis."""
-
-    executor: Executor | None = None
-    """spmd: one program for all devices; mpmd: a program for each task and device. Default: mpmd on CPUs that a pipe
-    axis alone splits, else spmd."""
-
-    def __post_init__(self) -> None:
-        if self.microbatches is not None:
-            _at_least("--microbatches", self.microbatches, 1)
-
-    def over(self, axes: dict[str, int], accumulate: int = 1) -> Pipelining | None:
-        """The pipeline on a mesh with these axes; None where it has no pipe axis. All sizes must be known."""
-        devices = axes.get("pipe", 1)
-        said = [f"--{name} {value}" for name, value in _given(self).items()]
-        if devices == 1:
-            if said:
-                must = "a pipeline is an axis of the mesh"
-                raise ShardingError(" ".join(said), there="no pipe axis", must=must, fix="--mesh pipe=2,data=2")
-            return None
-        if accumulate > 1:
-            raise ShardingError(
-                f"--accumulate {accumulate} --mesh pipe={devices}",
-                must="the parts of a batch are the pipeline's microbatches",
-                fix=f"--microbatches {accumulate}",
-            )
-        return Pipelining(
-            devices=devices,
-            schedule=self.schedule or "1f1b",
-            microbatches=self.microbatches or 2 * devices,
-            executor=self.executor,
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,10 +101,10 @@ class Optimization:
     """How these parts go through stages instead, if the mesh has any."""
 
     def __post_init__(self) -> None:
-        _at_least("--lr", self.lr, 0)
-        _at_least("--warmup", self.warmup, 0)
-        _at_least("--weight-decay", self.weight_decay, 0)
-        _at_least("--accumulate", self.accumulate, 1)
+        at_least("--lr", self.lr, 0)
+        at_least("--warmup", self.warmup, 0)
+        at_least("--weight-decay", self.weight_decay, 0)
+        at_least("--accumulate", self.accumulate, 1)
         if self.clip <= 0:
             raise ShardingError(f"--clip {self.clip}", must="the norm must be more than 0", fix="--clip 1.0")
 
@@ -196,7 +141,7 @@ class OptimizationChoice:
 
     def over(self, default: Optimization) -> Optimization:
         """`default` with what was said instead."""
-        return dataclasses.replace(default, **_given(self))
+        return dataclasses.replace(default, **given(self))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,7 +188,7 @@ class Train:
         least = {"steps": 1, "batch": 1, "eval_every": 0, "checkpoint_every": 0, "sample": 0, "devices": 1, "keep": 1}
         for name, number in least.items():
             if getattr(self, name) is not None:
-                _at_least("--" + name.replace("_", "-"), getattr(self, name), number)
+                at_least("--" + name.replace("_", "-"), getattr(self, name), number)
         if self.resume_step is not None and not self.resume:
             raise ShardingError(f"--resume-step {self.resume_step}", must="needs --resume", fix="--resume")
         axes = parse_mesh(self.mesh)
@@ -253,7 +198,7 @@ class Train:
 
     def over(self, default: Recipe) -> Recipe:
         """`default` with what the command says instead."""
-        said = {name: value for name, value in _given(self).items() if name in Recipe.__dataclass_fields__}
+        said = {name: value for name, value in given(self).items() if name in Recipe.__dataclass_fields__}
         return dataclasses.replace(default, **(said | {"optimization": self.optimization.over(default.optimization)}))
 
 
@@ -288,7 +233,7 @@ class Explain:
     def __post_init__(self) -> None:
         axes = parse_mesh(self.mesh)
         if self.batch is not None:
-            _at_least("--batch", self.batch, 1)
+            at_least("--batch", self.batch, 1)
             if -1 not in axes.values():
                 check_batch(self.batch, axes, pipeline=self.pipeline.over(axes))
         if self.aot is not None and self.devices not in (None, self.aot):
@@ -319,7 +264,7 @@ class Calibrate:
     def __post_init__(self) -> None:
         parse_mesh(self.mesh)
         if self.devices is not None:
-            _at_least("--devices", self.devices, 1)
+            at_least("--devices", self.devices, 1)
         if self.out.suffix != ".json":
             raise ShardingError(f"--out {self.out}", must="a table is a .json file", fix=f"--out {self.out}.json")
 
@@ -400,14 +345,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(inner) for inner in value]
     return str(value) if isinstance(value, Path) else value
-
-
-def _given(config: Any) -> dict[str, Any]:
-    """The fields of `config` that are not None."""
-    values = {each.name: getattr(config, each.name) for each in dataclasses.fields(config)}
-    return {name: value for name, value in values.items() if value is not None}
-
-
-def _at_least(option: str, value: float, least: float) -> None:
-    if value < least:
-        raise ShardingError(f"{option} {value}", must=f"must be at least {least}", fix=f"{option} {least}")

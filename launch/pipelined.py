@@ -11,7 +11,7 @@ from flax import nnx
 from sharding import ShardingError, pipeline
 from sharding.pipeline import schedules
 
-from .config import Pipelining
+from .pipeline_config import Pipelining
 from .rows import microbatches
 from .task import Apart, Batch, Measured, TrainState, ValueAndGrad
 

@@ -9,7 +9,8 @@ import pytest
 import sharding
 from sharding import ShardingError
 from sharding.launch import main, program
-from sharding.launch.config import Optimization, PipelineChoice, Pipelining
+from sharding.launch.config import Optimization
+from sharding.launch.pipeline_config import PipelineChoice, Pipelining
 from sharding.launch.pipelined import SCHEDULES
 from sharding.launch.tasks import gpt
 from sharding.models.gpt import Config
