@@ -61,8 +61,9 @@ def possible(name, stages, microbatches):
 
 GRID = [(name, *sizes) for name, sizes in itertools.product(GENERATORS, SIZES) if possible(name, *sizes)]
 
-ASYNCHRONOUS = ("terapipe-3", "pipedream", "pipedream-vertical", "pipedream_2bw", "hetpipe", "hetpipe-apart")
-SYNCHRONOUS = [case for case in GRID if case[0] not in ASYNCHRONOUS]
+ASYNCHRONOUS = ("pipedream", "pipedream-vertical", "pipedream_2bw", "hetpipe", "hetpipe-apart")
+SLICED = [case for case in GRID if case[0] == "terapipe-3"]
+SYNCHRONOUS = [case for case in GRID if case[0] not in ASYNCHRONOUS and case not in SLICED]
 """Those whose gradients of a step are all of the same weights, and of whole microbatches."""
 
 

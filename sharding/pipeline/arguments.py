@@ -13,6 +13,7 @@ from ..errors import ShardingError, raise_together
 from ..mesh import current
 from ..spec import sizes_text
 from .model import PARTS, Model
+from .parts import Slices
 from .schedule import Schedule
 
 
@@ -49,28 +50,80 @@ def single_controller(asked: str, mesh: Mesh | AbstractMesh, *, fix: str = "") -
     return mesh
 
 
-def whole_microbatches(asked: str, schedule: Schedule) -> None:
+def whole_microbatches(asked: str, schedule: Schedule, *, fix: str = "") -> None:
     """Raises where a schedule cuts sequences."""
     if schedule.slices > 1:
-        raise ShardingError(asked, there=f"{schedule.slices} slices of each sequence", must="whole microbatches")
+        there = f"{schedule.slices} slices of each sequence"
+        raise ShardingError(asked, there=there, must="whole microbatches", fix=fix)
 
 
-def valid(asked: str, model: Model, schedule: Schedule, rows: int, params: Any, inputs: Any, targets: Any) -> None:
+def valid(
+    asked: str, model: Model, schedule: Schedule, rows: int, params: Any, inputs: Slices, targets: Slices
+) -> None:
     """Raises where parameters, inputs or what the functions make of them can't be."""
     if model.has_ends:
         _named(asked, params)
     stages, ends = model.parts(params)
     leading(f"{asked}: stages", stages, rows, "stages" if rows == schedule.stages else "rows that pipeline.place makes")
-    leading(f"{asked}: inputs", inputs, schedule.microbatches, "microbatches")
-    leading(f"{asked}: targets", targets, schedule.microbatches, "microbatches")
-    weights, one, target = (jax.tree.map(_one, tree) for tree in (stages, inputs, targets))
-    x = jax.eval_shape(model.enter, ends, one)
-    y = jax.eval_shape(model.stage_fn, weights, x)
+    weights, context = jax.tree.map(_one, stages), jax.eval_shape(lambda: model.context)
+    _one_per_slice(asked, schedule, inputs=inputs, targets=targets)
+    for part, (own, target) in enumerate(zip(inputs, targets, strict=True)):
+        of = f"[{part}]" if context is not None else ""
+        leading(f"{asked}: inputs{of}", own, schedule.microbatches, "microbatches")
+        leading(f"{asked}: targets{of}", target, schedule.microbatches, "microbatches")
+        x = jax.eval_shape(model.enter, ends, jax.tree.map(_one, own))
+        y, context = _stepped(asked, model, weights, x, context)
+        loss = jax.eval_shape(model.loss, ends, y, jax.tree.map(_one, target))
+        if getattr(loss, "shape", None) != () or not jnp.issubdtype(loss.dtype, jnp.floating):
+            there = f"it returns {_text(loss)}"
+            raise ShardingError(f"{asked}(loss_fn)", there=there, must="a floating scalar: the mean over a microbatch")
+
+
+def one_shape(asked: str, model: Model, params: Any, inputs: Slices) -> None:
+    """Raises where slices differ in shape, or a context grows; all are as ``valid`` has found them."""
+    if model.context is None:
+        return
+    stages, ends = model.parts(params)
+    weights, context = jax.tree.map(_one, stages), jax.eval_shape(lambda: model.context)
+    must = "in one program all slices are of one shape, and so are their contexts"
+    xs = [jax.eval_shape(model.enter, ends, jax.tree.map(_one, own)) for own in inputs]
+    after = jax.eval_shape(model.stage_fn, weights, xs[0], context)[1]
+    for name, first, others in (("inputs", xs[0], xs[1:]), ("context", context, [after])):
+        for other in others:
+            if there := _differences(first, other):
+                raise ShardingError(f"{asked}: {name}", there=there, must=must, fix="executor='mpmd'")
+
+
+def _one_per_slice(asked: str, schedule: Schedule, **given: Any) -> None:
+    for name, slices in given.items():
+        num = len(slices) if isinstance(slices, (list, tuple)) else None
+        if num != schedule.slices:
+            raise ShardingError(
+                f"{asked}: {name}",
+                there=type(slices).__name__ if num is None else f"{num} of them",
+                must=f"a list of one pytree for each of the {schedule.slices} slices",
+            )
+
+
+def _stepped(asked: str, model: Model, weights: Any, x: Any, context: Any) -> tuple[Any, Any]:
+    """What a stage makes of a slice, and the next one's context."""
+    if context is None:
+        y = jax.eval_shape(model.stage_fn, weights, x)
+        _kept(asked, x, y)
+        return y, None
+    found = jax.eval_shape(model.stage_fn, weights, x, context)
+    must = "with a context a stage returns y and the next slice's context"
+    if not isinstance(found, tuple) or len(found) != 2:
+        raise ShardingError(f"{asked}(stage_fn)", there=f"it returns {jax.tree.structure(found)}", must=must)
+    y, after = found
     _kept(asked, x, y)
-    loss = jax.eval_shape(model.loss, ends, y, target)
-    if getattr(loss, "shape", None) != () or not jnp.issubdtype(loss.dtype, jnp.floating):
-        there = f"it returns {_text(loss)}"
-        raise ShardingError(f"{asked}(loss_fn)", there=there, must="a floating scalar: the mean over a microbatch")
+    kinds = [[leaf.dtype for leaf in jax.tree.leaves(tree)] for tree in (context, after)]
+    if jax.tree.structure(context) != jax.tree.structure(after) or kinds[0] != kinds[1]:
+        there = [f"it gets {_texts(context)}", f"it returns {_texts(after)}"]
+        raise ShardingError(
+            f"{asked}(stage_fn): context", there=there, must="contexts of one structure, of the same dtypes"
+        )
+    return y, after
 
 
 def _named(asked: str, params: Any) -> None:
@@ -101,14 +154,23 @@ def _kept(asked: str, x: Any, y: Any) -> None:
     if jax.tree.structure(x) != jax.tree.structure(y):
         there = [f"it gets {jax.tree.structure(x)}", f"it returns {jax.tree.structure(y)}"]
         raise ShardingError(asked, there=there, must=must)
+    there = _differences(x, y)
+    if there:
+        raise ShardingError(asked, there=there, must=must, fix="first_fn and last_fn may change it")
+
+
+def _differences(x: Any, y: Any) -> list[str]:
+    """Leaves of trees of one structure that differ in shape or dtype."""
     pairs = zip(jax.tree_util.tree_leaves_with_path(x), jax.tree.leaves(y), strict=True)
-    there = [
+    return [
         f"{paths.text(path) or 'x'}: it gets {_text(a)}, it returns {_text(b)}"
         for (path, a), b in pairs
         if (a.shape, a.dtype) != (b.shape, b.dtype)
     ]
-    if there:
-        raise ShardingError(asked, there=there, must=must, fix="first_fn and last_fn may change it")
+
+
+def _texts(tree: Any) -> str:
+    return f"{jax.tree.structure(tree)} of {', '.join(map(_text, jax.tree.leaves(tree)))}"
 
 
 def _one(leaf: Any) -> jax.ShapeDtypeStruct:

@@ -90,7 +90,7 @@ def train_async(
         given = jax.tree.map(jnp.asarray, (params, opt_state, inputs, targets))
         key = mesh, jax.tree.structure(given), tuple(map(facts, jax.tree.leaves(given)))
         if key not in trainings:
-            valid(ASKED, model, schedule, schedule.stages, params, inputs, targets)
+            valid(ASKED, model, schedule, schedule.stages, params, [inputs], [targets])
             states = optimizer_states(ASKED, model, schedule, optimizer, params, opt_state)
             parts = Parts(mesh=mesh, axis=axis, schedule=schedule, rows=tuple(range(schedule.stages)))
             trainings[key] = Training(model, parts, optimizer, states, given[0], given[2])
@@ -113,7 +113,7 @@ class Training:
     ):
         self.model, self.parts, self.optimizer, self.states = model, parts, optimizer, states
         self.order = dispatch_order(parts.schedule)
-        self.workers = workers(model, parts, *model.parts(params), inputs, microbatches=1)
+        self.workers = workers(model, parts, *model.parts(params), [inputs], microbatches=1)
         self.updates: dict[int, Update] = {}
 
     def __call__(self, params: Any, opt_state: Any, inputs: Any, targets: Any) -> tuple[Any, Any, jax.Array]:
@@ -128,7 +128,7 @@ class Stashing(Run):
     """Tasks with versions of the weights, which a stage's updates make and its last use drops."""
 
     def __init__(self, training: Training, params: Any, opt_state: Any, inputs: Any, targets: Any):
-        super().__init__(training.model, training.parts, training.workers, inputs, targets)
+        super().__init__(training.model, training.parts, training.workers, [inputs], [targets])
         self.training, self.like = training, (params, opt_state)
         self.schedule = training.parts.schedule
         self.states = training.states.cut(opt_state, self.parts)

@@ -22,6 +22,9 @@ class Flow(NamedTuple):
     """Numbers of other types, such as tokens; random keys as their numbers."""
 
 
+NOTHING = Flow([], [])
+
+
 @dataclass(frozen=True, kw_only=True)
 class Passing:
     """The structure of what passes from stage to stage."""

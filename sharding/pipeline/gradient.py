@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..errors import ShardingError
-from .arguments import facts, leading, mesh_in_force, single_controller, valid, whole_microbatches
+from .arguments import facts, leading, mesh_in_force, one_shape, single_controller, valid, whole_microbatches
 from .lockstep import device_stages
 from .model import LossFn, Model, Remat, StageFn
 from .one_program import one_program
@@ -34,6 +34,7 @@ def value_and_grad(
     first_fn: Callable[..., Any] | None = None,
     last_fn: Callable[..., Any] | None = None,
     remat: Remat = None,
+    context: Any = None,
     placed: bool = False,
     executor: Executor = "spmd",
 ) -> ValueAndGrad:
@@ -46,18 +47,26 @@ def value_and_grad(
       tied embedding), whatever there is of these.
     - inputs, targets: pytrees with leaves [microbatches, ...].
 
+    Where the schedule cuts sequences (``schedules.terapipe``), inputs and targets are lists of such a pytree for each
+    slice of the tokens, ``stage_fn`` gets and returns a context, and ``loss_fn`` gives a slice's share of the mean.
+
     Axes of the mesh other than ``axis`` are split as the arrays are and as annotations inside the functions say.
 
     Args:
         stage_fn: (one stage's parameters, x) -> y, of the same structure, shapes and dtypes as x. What is to reach
-            later stages rides in x: a random key, or an auxiliary loss that ``loss_fn`` adds.
-        loss_fn: (y of the last stage, or what ``last_fn`` makes of it, target) -> the mean loss over one microbatch.
+            later stages rides in x: a random key, or an auxiliary loss that ``loss_fn`` adds. With ``context``:
+            (parameters, x, context) -> (y, the context of the next slice at this stage).
+        loss_fn: (y of the last stage, or what ``last_fn`` makes of it, target) -> the mean loss over one microbatch;
+            of slices the shares of it add up.
         schedule: synchronous: all of a step's gradients are of the same weights.
         axis: of the mesh; as long as the schedule has devices.
         first_fn: (params["first"], input) -> x; with ``"shared"`` a third argument. Run again in the backward.
         last_fn: (params["last"], y) -> output; with ``"shared"`` a third argument. Its backward follows at once.
         remat: whether a stage's forward is run again for its backward, which then keeps its input alone; a policy of
             ``jax.checkpoint`` says what else it keeps.
+        context: what the first slice of a microbatch gets at every stage, such as keys and values of no tokens yet. Its
+            gradient goes from each slice to the one before. In one program it has room for all tokens from the start;
+            with ``"mpmd"`` slices may differ in length and the context may grow.
         placed: whether the stages' parameters are in the order of devices (see ``place``), and so the gradients.
         executor: ``"spmd"``: one XLA program, for use inside ``sharding.jit`` or ``jax.jit``; devices begin each task
             together. ``"mpmd"``: a program per task and device, each started as early as it can be; called outside
@@ -70,12 +79,16 @@ def value_and_grad(
     References:
         Narayanan et al., PipeDream-2BW, ICML 2021 (2006.09503), section 2 (PipeDream-Flush); Qi et al., Zero Bubble
         Pipeline Parallelism, ICLR 2024 (2401.10241), section 2 for backwards in two parts. There as here the weight
-        part uses what the input part made.
+        part uses what the input part made. Li et al., TeraPipe, ICML 2021 (2102.07988), section 3.2 for slices.
     """
     _synchronous(schedule)
     if executor not in ("spmd", "mpmd"):
         raise ShardingError(f"{ASKED}(executor)", there=repr(executor), must="'spmd' or 'mpmd'")
-    model = Model(stage_fn=stage_fn, loss_fn=loss_fn, first_fn=first_fn, last_fn=last_fn, remat=remat)
+    if context is None:
+        whole_microbatches(f"{ASKED}(schedule={schedule.name!r})", schedule, fix="context=")
+    else:
+        context = jax.tree.map(jnp.asarray, context)
+    model = Model(stage_fn=stage_fn, loss_fn=loss_fn, first_fn=first_fn, last_fn=last_fn, remat=remat, context=context)
     rows = _rows(schedule) if placed else tuple(range(schedule.stages))
     # Rows that don't divide over the devices lie on none of them alone: each gets its own, with copies, as if placed.
     is_even = len(rows) % schedule.devices == 0
@@ -83,8 +96,11 @@ def value_and_grad(
 
     def run(params: Any, inputs: Any, targets: Any) -> tuple[jax.Array, Any]:
         mesh = mesh_in_force(ASKED, schedule, axis)
+        if context is None:
+            inputs, targets = [inputs], [targets]
         if executor == "spmd":
             valid(ASKED, model, schedule, len(rows), params, inputs, targets)
+            one_shape(ASKED, model, params, inputs)
             return one_program(model, schedule, axis=axis, rows=rows)(params, inputs, targets)
         real = single_controller(f"{ASKED}(executor='mpmd')", mesh, fix="executor='spmd'")
         given = params, inputs, targets = jax.tree.map(jnp.asarray, (params, inputs, targets))
@@ -136,7 +152,6 @@ def _in_model_order(schedule: Schedule) -> np.ndarray:
 def _synchronous(schedule: Schedule) -> None:
     asked = f"{ASKED}(schedule={schedule.name!r})"
     schedule.check()
-    whole_microbatches(asked, schedule)
     versions = {task.version for order in schedule.orders for task in order}
     if versions != {0} or schedule.microbatches_per_update != schedule.microbatches:
         raise ShardingError(

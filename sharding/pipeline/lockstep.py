@@ -16,9 +16,9 @@ import numpy as np
 from .schedule import Schedule
 from .table import Task
 
-Thing = Literal["input", "gradient", "residual", "saved"]
+Thing = Literal["input", "gradient", "residual", "saved", "context", "context gradient"]
 """A stage's input, the gradient of its output, what its forward leaves for its backward, and backward-input for
-backward-weight."""
+backward-weight; what a slice of a sequence leaves for the next one, and the gradient of that."""
 THINGS: tuple[Thing, ...] = get_args(Thing)
 
 OPS = (None, "forward", "backward", "backward-input", "backward-weight")
@@ -37,7 +37,8 @@ class Held(NamedTuple):
 
     device: int
     stage: int
-    microbatch: int
+    unit: int
+    """A microbatch, or a slice of it."""
 
 
 class Send(NamedTuple):
@@ -55,11 +56,16 @@ class Lockstep:
     op: np.ndarray
     chunk: np.ndarray
     """Which of the device's stages."""
-    microbatch: np.ndarray
+    unit: np.ndarray
+    """Which microbatch, or slice of one."""
     is_first: np.ndarray
     is_last: np.ndarray
+    is_first_slice: np.ndarray
+    is_last_slice: np.ndarray
     slot: Mapping[Thing, np.ndarray]
     """Where a task finds what it needs and leaves what it makes."""
+    passed: Mapping[Thing, np.ndarray]
+    """Where it leaves what the next slice needs, or a backward the slice before."""
     num_slots: Mapping[Thing, int]
     lanes: tuple[Lane, ...]
     arrivals: np.ndarray
@@ -80,7 +86,7 @@ def lockstep(schedule: Schedule) -> Lockstep:
         ShardingError: see ``Schedule.check``.
     """
     rows = schedule.ticks()
-    last = schedule.stages - 1
+    last, last_slice = schedule.stages - 1, schedule.slices - 1
     tick = {task: t for t, row in enumerate(rows) for task in row if task is not None}
     spans, sends = _spans(schedule, tick)
     slots: dict[Thing, dict[Held, int]] = {thing: _slots(spans[thing]) for thing in THINGS}
@@ -97,17 +103,20 @@ def lockstep(schedule: Schedule) -> Lockstep:
         cells = [[idle if task is None else of(device, task) for device, task in enumerate(row)] for row in rows]
         return np.array(cells, np.int32)
 
-    def slot(thing: Thing) -> np.ndarray:
+    def slot(thing: Thing, ahead: int = 0) -> np.ndarray:
         found, none = slots[thing], num_slots[thing]
-        return table(lambda device, task: found.get(Held(device, task.stage, task.microbatch), none), none)
+        return table(lambda device, task: found.get(Held(device, task.stage, schedule.unit(task) + ahead), none), none)
 
     return Lockstep(
         op=table(lambda _, task: OPS.index(task.kind)),
         chunk=table(lambda device, task: stages[device].index(task.stage)),
-        microbatch=table(lambda _, task: task.microbatch),
+        unit=table(lambda _, task: schedule.unit(task)),
         is_first=table(lambda _, task: task.stage == 0),
         is_last=table(lambda _, task: task.stage == last),
+        is_first_slice=table(lambda _, task: task.slice == 0),
+        is_last_slice=table(lambda _, task: task.slice == last_slice),
         slot={thing: slot(thing) for thing in THINGS},
+        passed={"context": slot("context", 1), "context gradient": slot("context gradient", -1)},
         num_slots=num_slots,
         lanes=lanes,
         arrivals=arrivals,
@@ -124,29 +133,33 @@ def device_stages(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
 def _spans(schedule: Schedule, tick: Mapping[Task, int]) -> tuple[dict[Thing, dict[Held, tuple[int, int]]], list[Send]]:
     """What lies on a device from the end of which tick to that of which other, and what is sent."""
     last = schedule.stages - 1
-    device = {(t.stage, t.microbatch): d for d, order in enumerate(schedule.orders) for t in order}
-    begins = {(t.stage, t.microbatch): at for t, at in tick.items() if t.kind == "forward"}
-    inputs = {(t.stage, t.microbatch): at for t, at in tick.items() if t.sends_gradient}
-    weights = {(t.stage, t.microbatch): at for t, at in tick.items() if t.kind == "backward-weight"}
-    spans: dict[Thing, dict[Held, tuple[int, int]]] = {"input": {}, "gradient": {}, "residual": {}, "saved": {}}
+    device = {(t.stage, schedule.unit(t)): d for d, order in enumerate(schedule.orders) for t in order}
+    begins = {(t.stage, schedule.unit(t)): at for t, at in tick.items() if t.kind == "forward"}
+    inputs = {(t.stage, schedule.unit(t)): at for t, at in tick.items() if t.sends_gradient}
+    weights = {(t.stage, schedule.unit(t)): at for t, at in tick.items() if t.kind == "backward-weight"}
+    spans: dict[Thing, dict[Held, tuple[int, int]]] = {thing: {} for thing in THINGS}
     sends: list[Send] = []
 
-    def send(at: int, thing: Thing, source: int, stage: int, microbatch: int, until: int) -> None:
-        to = Held(device[stage, microbatch], stage, microbatch)
+    def send(at: int, thing: Thing, source: int, stage: int, unit: int, until: int) -> None:
+        to = Held(device[stage, unit], stage, unit)
         spans[thing][to] = (at, until)
         sends.append(Send(at, Lane(thing, (to.device - source) % schedule.devices), to))
 
-    for (stage, microbatch), begin in begins.items():
-        own, end = Held(device[stage, microbatch], stage, microbatch), inputs[stage, microbatch]
+    for (stage, unit), begin in begins.items():
+        own, end = Held(device[stage, unit], stage, unit), inputs[stage, unit]
         spans["residual"][own] = (begin, end)
-        if (stage, microbatch) in weights:
-            spans["saved"][own] = (end, weights[stage, microbatch])
+        if (stage, unit) in weights:
+            spans["saved"][own] = (end, weights[stage, unit])
         if stage < last:
-            send(begin, "input", own.device, stage + 1, microbatch, begins[stage + 1, microbatch])
+            send(begin, "input", own.device, stage + 1, unit, begins[stage + 1, unit])
         else:
             spans["gradient"][own] = (begin, end)
         if stage > 0:
-            send(end, "gradient", own.device, stage - 1, microbatch, inputs[stage - 1, microbatch])
+            send(end, "gradient", own.device, stage - 1, unit, inputs[stage - 1, unit])
+        if unit % schedule.slices:  # not the first slice
+            before = own._replace(unit=unit - 1)
+            spans["context"][own] = (begins[stage, before.unit], begin)
+            spans["context gradient"][before] = (end, inputs[stage, before.unit])
     return spans, sends
 
 

@@ -10,8 +10,9 @@ import jax
 
 from .flow import Arrays, Flow, Passing
 
-StageFn = Callable[[Any, Any], Any]
-"""(one stage's parameters, x) -> y of the same structure, shapes and dtypes as x."""
+StageFn = Callable[..., Any]
+"""(one stage's parameters, x) -> y of the same structure, shapes and dtypes as x; with a context, (parameters, x,
+context of a slice of the tokens) -> (y, the next slice's context)."""
 LossFn = Callable[[Any, Any], jax.Array]
 """(the model's output for a microbatch, its target) -> the mean loss, a scalar."""
 Remat = bool | Callable[..., bool] | None
@@ -31,13 +32,15 @@ class Ends(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """What to compute, as functions of one microbatch."""
+    """What to compute, as functions of one microbatch, or of a slice of its tokens."""
 
     stage_fn: StageFn
     loss_fn: LossFn
     first_fn: Callable[..., Any] | None = None
     last_fn: Callable[..., Any] | None = None
     remat: Remat = None
+    context: Any = None
+    """What the first slice of a microbatch's tokens gets at each stage; None where sequences are not cut."""
 
     @property
     def stage(self) -> StageFn:
@@ -68,7 +71,7 @@ class Model:
     def share(
         self, passing: Passing, ends: Ends, y: Flow, target: Any, microbatches: int
     ) -> tuple[jax.Array, tuple[Ends, Arrays]]:
-        """One microbatch's share of the loss, and its gradients for the ends and for what the last stage made."""
+        """Its share of the loss, and its gradients for the ends and for what the last stage made."""
 
         def loss(ends: Ends, floats: Arrays) -> jax.Array:
             return self.loss(ends, passing.tree_of(Flow(floats, y.others)), target) / microbatches

@@ -15,10 +15,11 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from .flow import Arrays, Flow, Passing
 from .lockstep import OPS, THINGS, Lockstep, Thing, lockstep
 from .model import Ends, Model
 from .schedule import Schedule
-from .stage import Arrays, Flow, Stage, traced
+from .stage import Stage, traced
 
 Row = dict[str, Any]
 """A device's line of the tables for a tick."""
@@ -40,8 +41,8 @@ class Carry(NamedTuple):
 
 def one_program(
     model: Model, schedule: Schedule, *, axis: str, rows: Sequence[int]
-) -> Callable[[Any, Any, Any], tuple[jax.Array, Any]]:
-    """The loss and its gradients as a function that can be traced.
+) -> Callable[[Any, Sequence[Any], Sequence[Any]], tuple[jax.Array, Any]]:
+    """The loss and its gradients as a function of parameters, inputs and targets of each slice, that can be traced.
 
     Args:
         model: what to compute.
@@ -54,17 +55,18 @@ def one_program(
     took = None if here == list(rows) else np.array([list(rows).index(stage) for stage in here])
     is_copied = len(set(here)) < len(here)
 
-    def run(params: Any, inputs: Any, targets: Any) -> tuple[jax.Array, Any]:
+    def run(params: Any, inputs: Sequence[Any], targets: Sequence[Any]) -> tuple[jax.Array, Any]:
         stages, ends = model.parts(params)
         placed = stages if took is None else jax.tree.map(lambda leaf: leaf[took], stages)
+        data = jax.tree.map(_units, *inputs), jax.tree.map(_units, *targets)
         body = jax.shard_map(
             lambda *args: _Device(model, schedule, tables, axis, *args).run(),
-            in_specs=(P(axis), P(), P(), P()),
+            in_specs=(P(axis), P(), P(), P(), P()),
             out_specs=(P(), P(axis), P()),
             axis_names={axis},
             check_vma=False,
         )
-        loss, gradients, end_gradients = body(placed, ends, inputs, targets)
+        loss, gradients, end_gradients = body(placed, ends, *data, model.context)
         if took is not None or is_copied:
             gradients = jax.tree.map(lambda leaf: _by_stage(leaf, here, schedule.stages)[np.array(rows)], gradients)
             gradients = jax.tree.map(lambda leaf: _along(axis, leaf), gradients)
@@ -86,12 +88,14 @@ class _Device:
         ends: Ends,
         inputs: Any,
         targets: Any,
+        context: Any,
     ):
         self.model, self.schedule, self.tables, self.axis = model, schedule, tables, axis
         self.stages, self.ends, self.inputs, self.targets = stages, ends, inputs, targets
         x = jax.eval_shape(lambda: model.enter(ends, _at(inputs, 0)))
         weights = jax.eval_shape(lambda: _at(stages, 0))
-        self.stage: Stage = traced(model.stage, weights, x)
+        self.stage: Stage = traced(model.stage, weights, x, context)
+        self.context = Passing.of(context).flow(context)
 
     def run(self) -> tuple[jax.Array, Any, Ends]:
         me = lax.axis_index(self.axis)
@@ -99,10 +103,13 @@ class _Device:
         mine: dict[str, Any] = {
             "op": tables.op,
             "chunk": tables.chunk,
-            "microbatch": tables.microbatch,
+            "unit": tables.unit,
             "is_first": tables.is_first,
             "is_last": tables.is_last,
+            "is_first_slice": tables.is_first_slice,
+            "is_last_slice": tables.is_last_slice,
             "slot": dict(tables.slot),
+            "passed": dict(tables.passed),
             "arrivals": tables.arrivals,
         }
         rows = jax.tree.map(lambda table: jnp.asarray(table)[:, me], mine)
@@ -116,6 +123,8 @@ class _Device:
             "gradient": self.stage.flow_shapes.floats,
             "residual": self.stage.residual_shapes,
             "saved": self.stage.saved_shapes,
+            "context": self.stage.context_shapes,
+            "context gradient": self.stage.context_shapes.floats,
         }
         used = self.tables.num_slots
         slots: dict[Thing, Any] = {
@@ -161,18 +170,20 @@ class _Device:
         """A stage's output."""
 
         def first() -> Flow:
-            return self.stage.passing.flow(self.model.enter(self.ends, _at(self.inputs, row["microbatch"])))
+            return self.stage.passing.flow(self.model.enter(self.ends, _at(self.inputs, row["unit"])))
 
         def later() -> Flow:
             return _at(carry.slots["input"], row["slot"]["input"])
 
         x = lax.cond(row["is_first"], first, later) if "input" in carry.slots else first()
-        y, residuals = self.stage.forward(_at(self.stages, row["chunk"]), x)
-        return self.kept(carry, row, "residual", residuals)._replace(output=y)
+        context = self.handed(carry, row, "context", row["is_first_slice"], self.context)
+        y, after, residuals = self.stage.forward(_at(self.stages, row["chunk"]), x, context)
+        carry = self.kept(carry, row, "residual", residuals)
+        return self.hand(carry, row, "context", after)._replace(output=y)
 
     def loss(self, carry: Carry, row: Row) -> Carry:
         """The loss of what the last stage has made, and at once its gradients."""
-        target, num = _at(self.targets, row["microbatch"]), self.schedule.microbatches
+        target, num = _at(self.targets, row["unit"]), self.schedule.microbatches
         value, (more, dy) = self.model.share(self.stage.passing, self.ends, carry.output, target, num)
         carry = self.kept(carry, row, "gradient", dy)
         # Nobody waits for the last stage's output; changed, it is no invariant that XLA takes out of the loop.
@@ -181,12 +192,14 @@ class _Device:
 
     def backward(self, carry: Carry, row: Row) -> Carry:
         """Both gradients of a stage."""
-        dw, dx = self.stage.backward(*self.needed(carry, row))
+        dw, dx, before = self.stage.backward(*self.needed(carry, row))
+        carry = self.hand(carry, row, "context gradient", before)
         return self.added(carry, row, dw)._replace(input_gradient=dx)
 
     def backward_input(self, carry: Carry, row: Row) -> Carry:
         """The gradient of a stage's input; what its weights' needs is kept."""
-        dx, saved = self.stage.backward_input(*self.needed(carry, row))
+        dx, before, saved = self.stage.backward_input(*self.needed(carry, row))
+        carry = self.hand(carry, row, "context gradient", before)
         return self.kept(carry, row, "saved", saved)._replace(input_gradient=dx)
 
     def backward_weight(self, carry: Carry, row: Row) -> Carry:
@@ -196,18 +209,33 @@ class _Device:
 
     def entered(self, carry: Carry, row: Row) -> Carry:
         """With the gradients of what comes before the first stage, which is run again for them."""
-        inputs = _at(self.inputs, row["microbatch"])
+        inputs = _at(self.inputs, row["unit"])
         more = self.model.entered(self.stage.passing, self.ends, inputs, carry.input_gradient)
         spent = jax.tree.map(jnp.zeros_like, carry.input_gradient)  # as in `loss`
         return carry._replace(input_gradient=spent, ends=_sum(carry.ends, more))
 
-    def needed(self, carry: Carry, row: Row) -> tuple[Any, Arrays, Arrays]:
+    def needed(self, carry: Carry, row: Row) -> tuple[Any, Arrays, Arrays, Arrays]:
         """What a backward needs."""
+        nothing = jax.tree.map(_zeros, self.stage.after_shapes)
         return (
             _at(self.stages, row["chunk"]),
             _at(carry.slots["residual"], row["slot"]["residual"]),
             _at(carry.slots["gradient"], row["slot"]["gradient"]),
+            self.handed(carry, row, "context gradient", row["is_last_slice"], nothing),
         )
+
+    def handed(self, carry: Carry, row: Row, thing: Thing, is_end: jax.Array, at_end: Any) -> Any:
+        """What the neighbour slice has left for this one, or what there is at that end of the sequence."""
+        if thing not in carry.slots:
+            return at_end
+        found = _at(carry.slots[thing], row["slot"][thing])
+        return jax.tree.map(lambda end, leaf: jnp.where(is_end, end, leaf), at_end, found)
+
+    def hand(self, carry: Carry, row: Row, thing: Thing, values: Any) -> Carry:
+        """With what the neighbour slice is to find."""
+        if thing not in carry.slots:
+            return carry
+        return carry._replace(slots=carry.slots | {thing: _put(carry.slots[thing], row["passed"][thing], values)})
 
     def kept(self, carry: Carry, row: Row, thing: Thing, values: Any) -> Carry:
         """With something more in a slot."""
@@ -227,10 +255,15 @@ def _when(does: jax.Array, task: Callable[[Carry, Row], Carry], carry: Carry, ro
     """
 
     def body(i: jax.Array, carry: Carry) -> Carry:
-        found = {name: jax.tree.map(lambda number: number + i, row[name]) for name in ("chunk", "microbatch", "slot")}
-        return task(carry, row | found)
+        numbers = {name: row[name] for name in ("chunk", "unit", "slot", "passed")}
+        return task(carry, row | jax.tree.map(lambda number: number + i, numbers))
 
     return lax.fori_loop(0, does.astype(jnp.int32), body, carry)
+
+
+def _units(*slices: jax.Array) -> jax.Array:
+    """[microbatches, ...] of each slice as [microbatches x slices, ...]."""
+    return slices[0] if len(slices) == 1 else jnp.stack(slices, axis=1).reshape(-1, *slices[0].shape[1:])
 
 
 def _sum(tree: Any, other: Any) -> Any:

@@ -19,6 +19,8 @@ from jax.sharding import PartitionSpec as P
 from .model import Ends
 from .schedule import Schedule
 
+Slices = Sequence[Any]
+"""A pytree with leaves [microbatches, ...] for each slice of the tokens; one where they are not cut."""
 At = tuple[int, int]
 """(device on the pipeline's axis, stage)."""
 
@@ -43,12 +45,12 @@ class Parts:
 
     @cached_property
     def homes(self) -> dict[tuple[int, int], int]:
-        """(stage, microbatch) -> device."""
-        return {(t.stage, t.microbatch): d for d, order in enumerate(self.schedule.orders) for t in order}
+        """(stage, microbatch or slice of one) -> device."""
+        return {(t.stage, self.schedule.unit(t)): d for d, order in enumerate(self.schedule.orders) for t in order}
 
-    def home(self, stage: int, microbatch: int) -> int:
-        """The device that has a microbatch at a stage."""
-        return self.homes[stage, microbatch]
+    def home(self, stage: int, unit: int) -> int:
+        """The device that has a microbatch, or a slice of one, at a stage."""
+        return self.homes[stage, unit]
 
     @property
     def places(self) -> list[At]:
@@ -97,10 +99,11 @@ class Parts:
         """What every device has a copy of, on one of them."""
         return jax.tree.map(lambda leaf: self._local(_placed(leaf, self.mesh, self._spec(leaf)), device), tree)
 
-    def microbatches(self, tree: Any, device: int) -> list[Any]:
-        """[microbatches, ...] as so many arrays on a device."""
+    def units(self, slices: Slices, device: int) -> list[Any]:
+        """All microbatches as so many arrays on a device, or all slices of each side by side."""
         with jax.set_mesh(self.meshes[device]):
-            return _unstacked(self.replica(tree, device), self.schedule.microbatches)
+            cut = [_unstacked(self.replica(tree, device), self.schedule.microbatches) for tree in slices]
+        return [unit for microbatch in zip(*cut, strict=True) for unit in microbatch]
 
     def zero(self, device: int) -> jax.Array:
         """A scalar 0 there."""

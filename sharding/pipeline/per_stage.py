@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from .flow import Arrays, Flow
+from .flow import Arrays, Flow, Passing
 from .model import Ends, Model
-from .parts import Parts
+from .parts import Parts, Slices
 from .schedule import Schedule
 from .stage import Stage, traced
 from .table import Located, Task
@@ -26,7 +26,7 @@ from .table import Located, Task
 
 @dataclass(kw_only=True, eq=False)
 class Worker:
-    """The programs of one place on the pipeline's axis.
+    """The programs of one place on the pipeline's axis, for microbatches or slices of some shape.
 
     Weights are those of one stage with a leading dim of 1, as they are cut out of the stages' parameters.
     """
@@ -52,9 +52,9 @@ class Worker:
         return jax.jit(lambda ends, inputs: self.stage.passing.flow(self.model.enter(ends, inputs)))
 
     @cached_property
-    def forward(self) -> Callable[[Any, Flow], tuple[Flow, Arrays]]:
-        """weights, x -> y, residuals."""
-        return jax.jit(lambda weights, x: self.stage.forward(_only(weights), x))
+    def forward(self) -> Callable[[Any, Flow, Flow], tuple[Flow, Flow, Arrays]]:
+        """weights, x, context -> y, the next slice's context, residuals."""
+        return jax.jit(lambda weights, x, context: self.stage.forward(_only(weights), x, context))
 
     @cached_property
     def loss(self) -> Callable[[Ends, Flow, Any, jax.Array, Ends], tuple[jax.Array, Ends, Arrays]]:
@@ -67,28 +67,37 @@ class Worker:
         return jax.jit(run, donate_argnums=(3, 4))
 
     @cached_property
-    def backward(self) -> Callable[[Any, Arrays, Arrays, Any], tuple[Any, Arrays]]:
-        """weights, residuals, dy, sums -> the sums with this microbatch's, dx."""
+    def backward(self) -> Callable[[Any, Arrays, Arrays, Arrays, Any], tuple[Any, Arrays, Arrays]]:
+        """weights, residuals, dy, the gradient of the next slice's context, sums -> the sums with this microbatch's,
+        dx, the context's gradient."""
 
-        def run(weights: Any, residuals: Arrays, gradient: Arrays, sums: Any) -> tuple[Any, Arrays]:
-            dw, dx = self.stage.backward(_only(weights), residuals, gradient)
-            return _added(sums, dw), dx
+        def run(weights: Any, residuals: Arrays, dy: Arrays, after: Arrays, sums: Any) -> tuple[Any, Arrays, Arrays]:
+            dw, dx, before = self.stage.backward(_only(weights), residuals, dy, after)
+            return _added(sums, dw), dx, before
 
-        return jax.jit(run, donate_argnums=3, out_shardings=(self.weight_shardings, None))
+        return jax.jit(run, donate_argnums=4, out_shardings=(self.weight_shardings, None, None))
 
     @cached_property
-    def backward_end(self) -> Callable[[Any, Arrays, Arrays, Any], Any]:
+    def backward_end(self) -> Callable[[Any, Arrays, Arrays, Arrays, Any], tuple[Any, Arrays]]:
         """The same where nobody waits for dx."""
 
-        def run(weights: Any, residuals: Arrays, gradient: Arrays, sums: Any) -> Any:
-            return _added(sums, self.stage.backward(_only(weights), residuals, gradient)[0])
+        def run(weights: Any, residuals: Arrays, dy: Arrays, after: Arrays, sums: Any) -> tuple[Any, Arrays]:
+            dw, _, before = self.stage.backward(_only(weights), residuals, dy, after)
+            return _added(sums, dw), before
 
-        return jax.jit(run, donate_argnums=3, out_shardings=self.weight_shardings)
+        return jax.jit(run, donate_argnums=4, out_shardings=(self.weight_shardings, None))
 
     @cached_property
-    def backward_input(self) -> Callable[[Any, Arrays, Arrays], tuple[Arrays, Arrays]]:
-        """weights, residuals, dy -> dx, what backward_weight needs."""
-        return jax.jit(lambda weights, residuals, dy: self.stage.backward_input(_only(weights), residuals, dy))
+    def backward_input(self) -> Callable[[Any, Arrays, Arrays, Arrays], tuple[Arrays, Arrays, Arrays]]:
+        """weights, residuals, dy, the gradient of the next slice's context -> dx, the context's gradient, what
+        backward_weight needs."""
+        return jax.jit(lambda weights, *rest: self.stage.backward_input(_only(weights), *rest))
+
+    @cached_property
+    def nothing(self) -> Arrays:
+        """The gradient of what the last slice leaves."""
+        shapes = self.stage.after_shapes
+        return self.run(jax.jit(lambda: [jnp.zeros(s.shape, s.dtype) for s in shapes])) if shapes else []
 
     @cached_property
     def backward_weight(self) -> Callable[[Any, Arrays, Any], Any]:
@@ -109,15 +118,19 @@ class Worker:
         return jax.jit(run, donate_argnums=3)
 
 
+Workers = list[list[Worker]]
+"""[device][slice]."""
+
+
 class Step:
     """One step of a pipeline over the devices of a mesh."""
 
-    def __init__(self, model: Model, schedule: Schedule, parts: Parts, stages: Any, ends: Ends, inputs: Any):
+    def __init__(self, model: Model, schedule: Schedule, parts: Parts, stages: Any, ends: Ends, inputs: Slices):
         self.model, self.schedule, self.parts = model, schedule, parts
         self.order = dispatch_order(schedule)
         self.workers = workers(model, parts, stages, ends, inputs, microbatches=schedule.microbatches)
 
-    def __call__(self, stages: Any, ends: Ends, inputs: Any, targets: Any) -> tuple[jax.Array, Any, Ends]:
+    def __call__(self, stages: Any, ends: Ends, inputs: Slices, targets: Slices) -> tuple[jax.Array, Any, Ends]:
         """The loss, and the gradients as the stages' parameters and the ends came."""
         run = _Whole(self.model, self.parts, self.workers, inputs, targets)
         run.begin(stages, ends)
@@ -142,11 +155,15 @@ class Run:
     What tasks share, weights and sums of gradients, a kind of run fills in, under the names that its `keys` give.
     """
 
-    def __init__(self, model: Model, parts: Parts, workers: list[Worker], inputs: Any, targets: Any):
+    def __init__(self, model: Model, parts: Parts, workers: Workers, inputs: Slices, targets: Slices):
         self.model, self.parts, self.workers = model, parts, workers
-        self.last = parts.schedule.stages - 1
-        self.inputs = {device: parts.microbatches(inputs, device) for device in parts.where(0)}
-        self.targets = {device: parts.microbatches(targets, device) for device in parts.where(self.last)}
+        self.last, self.last_slice = parts.schedule.stages - 1, parts.schedule.slices - 1
+        passing = Passing.of(model.context)
+        self.contexts = {
+            device: passing.flow(parts.replica(model.context, device)) for device in range(parts.schedule.devices)
+        }
+        self.inputs = {device: parts.units(inputs, device) for device in parts.where(0)}
+        self.targets = {device: parts.units(targets, device) for device in parts.where(self.last)}
         self.held: dict[tuple[str, int, int], Any] = {}
         self.weights: dict[Any, Any] = {}
         self.ends: dict[Any, Ends] = {}
@@ -158,8 +175,8 @@ class Run:
         """Under which names a task finds what other tasks use too."""
         raise NotImplementedError
 
-    def worker(self, device: int) -> Worker:
-        return self.workers[device]
+    def worker(self, device: int, part: int = 0) -> Worker:
+        return self.workers[device][part]
 
     def task(self, located: Located) -> None:
         """Starts a task and sends on what it makes."""
@@ -170,57 +187,69 @@ class Run:
             "backward-input": self.backward_input,
             "backward-weight": self.backward_weight,
         }
-        run[task.kind](task, device, self.worker(device))
+        run[task.kind](task, device, self.worker(device, task.slice))
 
     def forward(self, task: Task, device: int, worker: Worker) -> None:
-        _, stage, m, *_ = task
-        keys = self.keys(task, device)
+        stage, unit, keys = task.stage, self.unit(task), self.keys(task, device)
         if stage == 0:
-            x = worker.run(worker.enter, self.ends[keys.ends], self.inputs[device][m])
+            x = worker.run(worker.enter, self.ends[keys.ends], self.inputs[device][unit])
         else:
-            x = self.held.pop(("input", stage, m))
-        y, self.held["residual", stage, m] = worker.run(worker.forward, self.weights[keys.weights], x)
+            x = self.held.pop(("input", stage, unit))
+        context = self.held.pop(("context", stage, unit)) if task.slice else self.contexts[device]
+        found = worker.run(worker.forward, self.weights[keys.weights], x, context)
+        y, self.held["context", stage, unit + 1], self.held["residual", stage, unit] = found
+        if task.slice == self.last_slice:
+            del self.held["context", stage, unit + 1]
         if stage < self.last:
-            self.held["input", stage + 1, m] = self.parts.moved(y, self.parts.home(stage + 1, m), device)
+            self.held["input", stage + 1, unit] = self.parts.moved(y, self.parts.home(stage + 1, unit), device)
             return
         sums = self.losses[keys.loss], self.end_sums[keys.end_sums]
-        found = worker.run(worker.loss, self.ends[keys.ends], y, self.targets[device][m], *sums)
-        self.losses[keys.loss], self.end_sums[keys.end_sums], self.held["gradient", stage, m] = found
+        found = worker.run(worker.loss, self.ends[keys.ends], y, self.targets[device][unit], *sums)
+        self.losses[keys.loss], self.end_sums[keys.end_sums], self.held["gradient", stage, unit] = found
 
     def backward(self, task: Task, device: int, worker: Worker) -> None:
-        _, stage, m, *_ = task
         keys = self.keys(task, device)
-        args = self.weights[keys.weights], *self.needed(stage, m), self.sums[keys.sums]
-        if stage == 0 and self.model.first_fn is None:
-            self.sums[keys.sums] = worker.run(worker.backward_end, *args)
-            return
-        self.sums[keys.sums], dx = worker.run(worker.backward, *args)
-        self.sent_back(task, device, worker, dx)
+        args = self.weights[keys.weights], *self.needed(task, worker), self.sums[keys.sums]
+        if task.stage == 0 and self.model.first_fn is None:
+            self.sums[keys.sums], before = worker.run(worker.backward_end, *args)
+        else:
+            self.sums[keys.sums], dx, before = worker.run(worker.backward, *args)
+            self.sent_back(task, device, worker, dx)
+        self.handed_back(task, before)
 
     def backward_input(self, task: Task, device: int, worker: Worker) -> None:
-        _, stage, m, *_ = task
-        args = self.weights[self.keys(task, device).weights], *self.needed(stage, m)
-        dx, self.held["saved", stage, m] = worker.run(worker.backward_input, *args)
+        args = self.weights[self.keys(task, device).weights], *self.needed(task, worker)
+        dx, before, self.held["saved", task.stage, self.unit(task)] = worker.run(worker.backward_input, *args)
         self.sent_back(task, device, worker, dx)
+        self.handed_back(task, before)
 
     def backward_weight(self, task: Task, device: int, worker: Worker) -> None:
-        _, stage, m, *_ = task
         keys = self.keys(task, device)
-        saved = self.held.pop(("saved", stage, m))
+        saved = self.held.pop(("saved", task.stage, self.unit(task)))
         sums = self.sums[keys.sums]
         self.sums[keys.sums] = worker.run(worker.backward_weight, self.weights[keys.weights], saved, sums)
 
-    def needed(self, stage: int, microbatch: int) -> tuple[Arrays, Arrays]:
-        """The residuals, and the gradient of the output."""
-        return self.held.pop(("residual", stage, microbatch)), self.held.pop(("gradient", stage, microbatch))
+    def unit(self, task: Task) -> int:
+        return self.parts.schedule.unit(task)
+
+    def needed(self, task: Task, worker: Worker) -> tuple[Arrays, Arrays, Arrays]:
+        """The residuals, the gradient of the output, and that of the next slice's context."""
+        at = task.stage, self.unit(task)
+        after = worker.nothing if task.slice == self.last_slice else self.held.pop(("context gradient", *at))
+        return self.held.pop(("residual", *at)), self.held.pop(("gradient", *at)), after
+
+    def handed_back(self, task: Task, before: Arrays) -> None:
+        """Leaves the slice before the gradient of what it has left."""
+        if task.slice:
+            self.held["context gradient", task.stage, self.unit(task) - 1] = before
 
     def sent_back(self, task: Task, device: int, worker: Worker, dx: Arrays) -> None:
-        _, stage, m, *_ = task
+        stage, unit = task.stage, self.unit(task)
         if stage > 0:
-            self.held["gradient", stage - 1, m] = self.parts.moved(dx, self.parts.home(stage - 1, m), device)
+            self.held["gradient", stage - 1, unit] = self.parts.moved(dx, self.parts.home(stage - 1, unit), device)
         elif self.model.first_fn is not None:
             keys = self.keys(task, device)
-            args = self.ends[keys.ends], self.inputs[device][m], dx, self.end_sums[keys.end_sums]
+            args = self.ends[keys.ends], self.inputs[device][unit], dx, self.end_sums[keys.end_sums]
             self.end_sums[keys.end_sums] = worker.run(worker.entered, *args)
 
 
@@ -250,18 +279,31 @@ class _Whole(Run):
         return loss, stages, self.parts.ends_total(self.end_sums, self.ends_like)
 
 
-def workers(model: Model, parts: Parts, stages: Any, ends: Ends, inputs: Any, *, microbatches: int) -> list[Worker]:
-    """One for each place on the pipeline's axis, whose gradients are of the loss's share of so many microbatches."""
-    x = jax.eval_shape(lambda ends, inputs: model.enter(ends, _at(inputs, 0)), ends, inputs)
+def workers(model: Model, parts: Parts, stages: Any, ends: Ends, inputs: Slices, *, microbatches: int) -> Workers:
+    """For each place on the pipeline's axis one per slice, the same for slices of one shape.
+
+    Their gradients are of the loss's share of so many microbatches.
+    """
     weights = jax.eval_shape(lambda stages: _at(stages, 0), stages)
     shardings = parts.stage_shardings(stages)
     found = []
     for device, mesh in enumerate(parts.meshes):
-        with jax.set_mesh(mesh):
-            stage = traced(model.stage, weights, x)
-        found.append(
-            Worker(model=model, microbatches=microbatches, mesh=mesh, stage=stage, weight_shardings=shardings[device])
-        )
+        own: dict[Any, Worker] = {}
+        keys = []
+        context = jax.eval_shape(lambda: model.context)
+        for part in inputs:
+            x = jax.eval_shape(lambda ends, part: model.enter(ends, _at(part, 0)), ends, part)
+            key = tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves((x, context)))
+            if key not in own:
+                with jax.set_mesh(mesh):
+                    stage = traced(model.stage, weights, x, context)
+                own[key] = Worker(
+                    model=model, microbatches=microbatches, mesh=mesh, stage=stage, weight_shardings=shardings[device]
+                )
+            keys.append(key)
+            if context is not None:
+                context = jax.eval_shape(model.stage_fn, weights, x, context)[1]
+        found.append([own[key] for key in keys])
     return found
 
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from .. import compat
 from .equations import Equations, equations, variables
-from .flow import Arrays, Flow, Passing, is_float
+from .flow import NOTHING, Arrays, Flow, Passing, is_float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,10 +23,12 @@ class Stage:
     """Functions of a stage's weights and of flat arrays.
 
     Shapes: `residual_shapes` are what a forward leaves for its backward, `saved_shapes` what backward-input leaves for
-    backward-weight.
+    backward-weight. Where sequences are cut, a context goes from each slice of one to the next at this stage, such as
+    keys and values; its gradient comes back. Without there is none: no arrays.
     """
 
     passing: Passing
+    """What goes from stage to stage."""
     weights_tree: Any
     weights_are_float: tuple[bool, ...]
     forward_program: Equations
@@ -34,26 +36,43 @@ class Stage:
     input_program: Equations
     weight_program: Equations
     flow_shapes: Flow
+    context_shapes: Flow
+    after_shapes: Arrays
+    """Of the floats of the next slice's context, which may be longer."""
     residual_shapes: Arrays
     saved_shapes: Arrays
 
-    def forward(self, weights: Any, flow: Flow) -> tuple[Flow, Arrays]:
-        """The stage's output, and what its backward needs."""
-        out = self.forward_program(*jax.tree.leaves(weights), *flow.floats, *flow.others)
-        num_floats, num = len(flow.floats), len(flow.floats) + len(flow.others)
-        return Flow(out[:num_floats], out[num_floats:num]), out[num:]
+    def forward(self, weights: Any, flow: Flow, context: Flow = NOTHING) -> tuple[Flow, Flow, Arrays]:
+        """The stage's output, the context of the next slice, and what the backward needs."""
+        given = [*flow.floats, *context.floats, *flow.others, *context.others]
+        out = self.forward_program(*jax.tree.leaves(weights), *given)
+        found, residuals = out[: len(given)], out[len(given) :]
+        floats, others = _cut(found, len(flow.floats) + len(context.floats))
+        (y, y_others), (after, after_others) = _cut(floats, len(flow.floats)), _cut(others, len(flow.others))
+        return Flow(y, after), Flow(y_others, after_others), residuals
 
-    def backward(self, weights: Any, residuals: Arrays, gradient: Arrays) -> tuple[Any, Arrays]:
-        """The gradients of the weights and of the input's floats."""
-        out = self.backward_program(*jax.tree.leaves(weights), *residuals, *gradient)
-        num = sum(self.weights_are_float)
-        return self._gradients(weights, out[:num]), out[num:]
+    def backward(
+        self, weights: Any, residuals: Arrays, dy: Arrays, after: Sequence[Any] = ()
+    ) -> tuple[Any, Arrays, Arrays]:
+        """The gradients of the weights, and of the floats of the input and of the context.
 
-    def backward_input(self, weights: Any, residuals: Arrays, gradient: Arrays) -> tuple[Arrays, Arrays]:
-        """The gradient of the input's floats, and what backward_weight needs."""
-        out = self.input_program(*jax.tree.leaves(weights), *residuals, *gradient)
-        num = len(self.flow_shapes.floats)
-        return out[:num], out[num:]
+        Args:
+            weights: those of the forward.
+            residuals: what it left.
+            dy: the gradient of the floats of its output.
+            after: that of the next slice's context.
+        """
+        out = self.backward_program(*jax.tree.leaves(weights), *residuals, *dy, *after)
+        dw, dx = _cut(out, sum(self.weights_are_float))
+        return self._gradients(weights, dw), *_cut(dx, len(dy))
+
+    def backward_input(
+        self, weights: Any, residuals: Arrays, dy: Arrays, after: Sequence[Any] = ()
+    ) -> tuple[Arrays, Arrays, Arrays]:
+        """The gradients of the floats of the input and of the context, and what backward_weight needs."""
+        out = self.input_program(*jax.tree.leaves(weights), *residuals, *dy, *after)
+        dx, saved = _cut(out, len(dy) + len(after))
+        return *_cut(dx, len(dy)), saved
 
     def backward_weight(self, weights: Any, saved: Arrays) -> Any:
         """The gradient of the weights."""
@@ -68,13 +87,13 @@ class Stage:
         )
 
 
-def traced(stage_fn: Callable[[Any, Any], Any], weights: Any, x: Any) -> Stage:
-    """The stage for weights and inputs of such shapes."""
-    passing = Passing.of(x)
-    flow = jax.eval_shape(passing.flow, x)
+def traced(stage_fn: Callable[..., Any], weights: Any, x: Any, context: Any = None) -> Stage:
+    """The stage for weights, inputs and contexts of such shapes; the function gets a context where there is one."""
+    both = Passing.of((x, context))
+    given, flow, before = (jax.eval_shape(Passing.of(tree).flow, tree) for tree in ((x, context), x, context))
     weight_leaves, weights_tree = jax.tree.flatten(weights)
     are_float = tuple(is_float(leaf) for leaf in weight_leaves)
-    num_weights, num_floats = len(weight_leaves), len(flow.floats)
+    num_weights, num_floats = len(weight_leaves), len(given.floats)
     kept: dict[str, Any] = {}
 
     def primal(*arrays: Any) -> Arrays:
@@ -84,16 +103,18 @@ def traced(stage_fn: Callable[[Any, Any], Any], weights: Any, x: Any) -> Stage:
         def run(trained: Arrays, floats: Arrays) -> Flow:
             rest = iter(trained)
             w = [next(rest) if f else leaf for f, leaf in zip(are_float, own, strict=True)]
-            y = stage_fn(jax.tree.unflatten(weights_tree, w), passing.tree_of(Flow(floats, others)))
-            return passing.flow(y)
+            x, context = both.tree_of(Flow(floats, others))
+            weights = jax.tree.unflatten(weights_tree, w)
+            found = stage_fn(weights, x) if context is None else stage_fn(weights, x, context)
+            return both.flow(found)
 
         trained = [leaf for f, leaf in zip(are_float, own, strict=True) if f]
         y, vjp, y_others = jax.vjp(run, trained, floats, has_aux=True)
         residuals, kept["vjp"] = jax.tree.flatten(vjp)
         return [*y, *y_others, *residuals]
 
-    forward = equations(primal, *weight_leaves, *flow.floats, *flow.others)
-    num_out = num_floats + len(flow.others)
+    forward = equations(primal, *weight_leaves, *given.floats, *given.others)
+    num_out = num_floats + len(given.others)
     residuals = forward.outputs[num_out:]
 
     def pulled(*arrays: Any) -> Arrays:
@@ -101,17 +122,20 @@ def traced(stage_fn: Callable[[Any, Any], Any], weights: Any, x: Any) -> Stage:
         dw, dx = jax.tree.unflatten(kept["vjp"], arrays[:count])(list(arrays[count:]))
         return [*dw, *dx]
 
-    backward = equations(pulled, *[atom.aval for atom in residuals], *flow.floats)
+    out_floats = [atom.aval for atom in forward.outputs[:num_floats]]
+    backward = equations(pulled, *[atom.aval for atom in residuals], *out_floats)
     return _split(
         forward,
         backward,
         num_weights=num_weights,
         num_out=num_out,
         facts={
-            "passing": passing,
+            "passing": Passing.of(x),
             "weights_tree": weights_tree,
             "weights_are_float": are_float,
             "flow_shapes": flow,
+            "context_shapes": before,
+            "after_shapes": [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in out_floats[len(flow.floats) :]],
         },
     )
 
@@ -159,6 +183,10 @@ def _joined(forward: Equations, backward: Equations, residuals: Sequence[Any]) -
         outputs=tuple(read(atom) for atom in backward.outputs),
         values=forward.values | backward.values,
     )
+
+
+def _cut(arrays: Arrays, at: int) -> tuple[Arrays, Arrays]:
+    return arrays[:at], arrays[at:]
 
 
 def _in_order(program: Equations, first: Sequence[Any]) -> list[Any]:

@@ -115,6 +115,15 @@ class Table:
         return tuple(tuple(sorted({task.stage for task in order})) for order in self.orders)
 
     @property
+    def units(self) -> int:
+        """Microbatches, or slices of them: what goes through a stage in one task."""
+        return self.microbatches * self.slices
+
+    def unit(self, task: Task) -> int:
+        """The number of a task's microbatch, or of its slice, all slices of a microbatch side by side."""
+        return task.microbatch * self.slices + task.slice
+
+    @property
     def share(self) -> float:
         """What one task has of a whole microbatch through a device's part of the model."""
         return 1 / (self.chunks * self.slices)

@@ -21,7 +21,7 @@ from .asynchronous import Train, ends_of, optimizer_states
 from .model import Ends, LossFn, Model, Remat, StageFn
 from .optimizer import States, Update, applied
 from .parts import Parts
-from .per_stage import Keys, Run, Worker, workers
+from .per_stage import Keys, Run, Worker, Workers, workers
 from .table import Located, Task
 from .waves import Push, Waves, WaveSimulation
 
@@ -109,7 +109,7 @@ class WaveTraining:
         rows = tuple(range(outer.schedule.stages))
         self.parts = [Parts(mesh=mesh, axis=axis, schedule=outer.schedule, rows=rows) for mesh in outer.meshes]
         self.order = _order(simulated)
-        self.workers: list[list[Worker]] = []
+        self.workers: list[Workers] = []
         self.updates: dict[tuple[int, int], Update] = {}
 
     def __call__(self, params: Any, opt_state: Any, inputs: Any, targets: Any) -> tuple[Any, Any, jax.Array]:
@@ -120,7 +120,9 @@ class WaveTraining:
         for number, (x, target) in enumerate(data):
             own = self.outer.replica(params, number)
             if len(self.workers) == number:
-                self.workers.append(workers(self.model, self.parts[number], *self.model.parts(own), x, microbatches=1))
+                self.workers.append(
+                    workers(self.model, self.parts[number], *self.model.parts(own), [x], microbatches=1)
+                )
             runs.append(WaveRun(self, number, everyone, own, opt_state[number], x, target))
         for number, located in self.order:
             runs[number].task(located)
@@ -187,7 +189,7 @@ class WaveRun(Run):
         inputs: Any,
         targets: Any,
     ):
-        super().__init__(training.model, training.parts[number], training.workers[number], inputs, targets)
+        super().__init__(training.model, training.parts[number], training.workers[number], [inputs], [targets])
         self.training, self.number, self.everyone, self.like = training, number, everyone, params
         self.states = training.states.cut(state, self.parts)
         waves = training.simulated.waves
@@ -332,7 +334,8 @@ def _valid(
     leading(f"{ASKED}: inputs", inputs, waves.workers, "workers")
     leading(f"{ASKED}: targets", targets, waves.workers, "workers")
     one = jax.eval_shape(lambda *trees: jax.tree.map(lambda leaf: leaf[0], trees), inputs, targets)
-    valid(ASKED, model, waves.schedule, waves.stages, params, *one)
+    inputs, targets = one
+    valid(ASKED, model, waves.schedule, waves.stages, params, [inputs], [targets])
     if model.parts(params)[1].shared is not None:
         raise ShardingError(
             f"{ASKED}: params/shared",

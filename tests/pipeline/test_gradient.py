@@ -270,11 +270,10 @@ def test_parameters_in_parts(compiled):
         (schedules.pipedream(stages=2, microbatches=4), "weights change after every 1 of 4"),
         (schedules.pipedream_2bw(stages=2, microbatches=4), "weights change after every 2 of 4"),
         (schedules.hetpipe(stages=2, microbatches=4), "weights change after every"),
-        (schedules.terapipe(stages=2, microbatches=4, slices=3), "3 slices of each sequence"),
     ],
     ids=lambda it: getattr(it, "name", ""),
 )
-def test_schedules_of_several_weights_or_of_slices(schedule, there):
+def test_schedules_of_several_weights(schedule, there):
     with pytest.raises(ShardingError, match="value_and_grad") as caught:
         pipeline.value_and_grad(MLP.stage_fn, MLP.loss_fn, schedule)
     assert there in str(caught.value)

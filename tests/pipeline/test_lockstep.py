@@ -4,14 +4,14 @@ from collections import Counter
 
 import pytest
 from hypothesis import given, settings
-from pipelines import SYNCHRONOUS, made, synchronous_schedules
+from pipelines import SLICED, SYNCHRONOUS, made, synchronous_schedules
 
 from sharding.pipeline import Schedule, Task, schedules
 from sharding.pipeline.lockstep import OPS, THINGS, lockstep
 
 
 def walked(schedule):
-    """Per tick what each device does as (kind, stage, microbatch); fails where a task does not find what it needs."""
+    """Per tick what each device does as (kind, stage, unit); fails where a task does not find what it needs."""
     tables = lockstep(schedule)
     ticks, devices = tables.op.shape
     last = schedule.stages - 1
@@ -22,35 +22,48 @@ def walked(schedule):
         for device in range(devices):
             kind = OPS[tables.op[t, device]]
             stage = tables.stages[device][tables.chunk[t, device]]
-            microbatch = int(tables.microbatch[t, device])
+            unit = int(tables.unit[t, device])
             here = memory[device]
             at = {thing: int(tables.slot[thing][t, device]) for thing in THINGS}
+            at |= {f"passed {thing}": int(found[t, device]) for thing, found in tables.passed.items()}
+            part = unit % schedule.slices
             goes = {}
 
-            def find(thing, here=here, at=at, stage=stage, microbatch=microbatch):
+            def find(thing, here=here, at=at, stage=stage, unit=unit):
                 assert at[thing] < tables.num_slots[thing], f"{thing} is looked for where nobody leaves it"
-                assert here[thing].get(at[thing]) == (stage, microbatch)
+                assert here[thing].get(at[thing]) == (stage, unit)
 
-            def leave(thing, here=here, at=at, stage=stage, microbatch=microbatch):
-                here[thing][at[thing]] = (stage, microbatch)
+            def leave(thing, here=here, at=at, stage=stage, unit=unit):
+                here[thing][at[thing]] = (stage, unit)
+
+            def hand(thing, to, here=here, at=at, stage=stage):
+                here[thing][at[f"passed {thing}"]] = (stage, to)
 
             if kind is not None:
                 assert tables.is_first[t, device] == (stage == 0)
                 assert tables.is_last[t, device] == (stage == last)
-                row.append((kind, stage, microbatch))
+                assert tables.is_first_slice[t, device] == (part == 0)
+                assert tables.is_last_slice[t, device] == (part == schedule.slices - 1)
+                row.append((kind, stage, unit))
             else:
                 row.append(None)
             if kind == "forward":
                 if stage > 0:
                     find("input")
+                if part > 0:
+                    find("context")
                 leave("residual")
+                hand("context", unit + 1)
                 if stage == last:
                     leave("gradient")
-                goes["input"] = (stage + 1, microbatch)
+                goes["input"] = (stage + 1, unit)
             if kind in ("backward", "backward-input"):
                 find("residual")
                 find("gradient")
-                goes["gradient"] = (stage - 1, microbatch)
+                if part < schedule.slices - 1:
+                    find("context gradient")
+                hand("context gradient", unit - 1)
+                goes["gradient"] = (stage - 1, unit)
             if kind == "backward-input":
                 leave("saved")
             if kind == "backward-weight":
@@ -68,18 +81,26 @@ def most_live(schedule):
     """The most of each thing that waits on one device after a tick: it has been made and will be needed."""
     ticks = schedule.ticks()
     last = schedule.stages - 1
-    home = {(t.stage, t.microbatch): d for row in ticks for d, t in enumerate(row) if t is not None}
+    home = {(t.stage, schedule.unit(t)): d for row in ticks for d, t in enumerate(row) if t is not None}
     made, needed = {}, {}
     for tick, row in enumerate(ticks):
         for task in filter(None, row):
-            _, stage, m, *_ = task
+            stage, m = task.stage, schedule.unit(task)
             if task.kind == "forward":
                 made["residual", stage, m] = tick
                 needed["input", stage, m] = tick
+                if task.slice > 0:
+                    needed["context", stage, m] = tick
+                if task.slice < schedule.slices - 1:
+                    made["context", stage, m + 1] = tick
                 made["gradient" if stage == last else "input", min(stage + 1, last), m] = tick
             if task.kind in ("backward", "backward-input"):
                 needed["residual", stage, m] = needed["gradient", stage, m] = tick
                 made["gradient", stage - 1, m] = made["saved", stage, m] = tick
+                if task.slice > 0:
+                    made["context gradient", stage, m - 1] = tick
+                if task.slice < schedule.slices - 1:
+                    needed["context gradient", stage, m] = tick
             if task.kind == "backward-weight":
                 needed["saved", stage, m] = tick
     most = dict.fromkeys(THINGS, 0)
@@ -90,25 +111,28 @@ def most_live(schedule):
     return most
 
 
-def names(rows):
-    return [tuple(None if task is None else (task.kind, task.stage, task.microbatch) for task in row) for row in rows]
+def names(schedule):
+    def name(task):
+        return None if task is None else (task.kind, task.stage, schedule.unit(task))
+
+    return [tuple(map(name, row)) for row in schedule.ticks()]
 
 
-@pytest.mark.parametrize("case", SYNCHRONOUS, ids=str)
+@pytest.mark.parametrize("case", SYNCHRONOUS + SLICED, ids=str)
 def test_every_task_finds_what_it_needs(case):
     schedule = made(*case)
-    assert walked(schedule) == names(schedule.ticks())
+    assert walked(schedule) == names(schedule)
     split = schedule.split_backward()
-    assert walked(split) == names(split.ticks())
+    assert walked(split) == names(split)
 
 
 @settings(max_examples=150, deadline=None)
 @given(synchronous_schedules())
 def test_tasks_over_devices_by_chance_find_what_they_need(schedule):
-    assert walked(schedule) == names(schedule.ticks())
+    assert walked(schedule) == names(schedule)
 
 
-@pytest.mark.parametrize("case", SYNCHRONOUS, ids=str)
+@pytest.mark.parametrize("case", SYNCHRONOUS + SLICED, ids=str)
 def test_as_many_slots_as_things_that_wait_at_a_time(case):
     for schedule in (made(*case), made(*case).split_backward()):
         assert lockstep(schedule).num_slots == most_live(schedule)

@@ -2,7 +2,7 @@
 
 import pytest
 from hypothesis import given, settings
-from pipelines import SYNCHRONOUS, awaited, made, synchronous_schedules
+from pipelines import SLICED, SYNCHRONOUS, awaited, made, synchronous_schedules
 
 from sharding.pipeline.per_stage import dispatch_order
 
@@ -18,7 +18,7 @@ def check(schedule):
     assert tuple(map(tuple, started)) == schedule.orders
 
 
-@pytest.mark.parametrize("case", SYNCHRONOUS, ids=str)
+@pytest.mark.parametrize("case", SYNCHRONOUS + SLICED, ids=str)
 def test_programs_start_in_the_schedules_order(case):
     check(made(*case))
     check(made(*case).split_backward())

@@ -138,9 +138,9 @@ def test_programs_equal_vjp(stage_fn, policy):
     gradient = [jnp.cos(jnp.arange(leaf.size, dtype=leaf.dtype)).reshape(leaf.shape) for leaf in flow.floats]
 
     def run(w, flow):
-        y, residuals = stage.forward(w, flow)
-        dw, dx = stage.backward(w, residuals, gradient)
-        own_dx, saved = stage.backward_input(w, residuals, gradient)
+        y, _, residuals = stage.forward(w, flow)
+        dw, dx, _ = stage.backward(w, residuals, gradient)
+        own_dx, _, saved = stage.backward_input(w, residuals, gradient)
         return y, (dw, dx), (stage.backward_weight(w, saved), own_dx)
 
     y, whole, parts = jax.jit(run)(w, flow)
@@ -155,8 +155,8 @@ def test_numbers_among_the_weights_have_a_gradient_of_zero():
 
     w, x = {"float": weights(), "whole": jnp.full((BATCH, TOKENS, FEATURES), 2)}, array()
     stage = traced(shifted, w, x)
-    y, residuals = stage.forward(w, stage.passing.flow(x))
-    dw, dx = stage.backward(w, residuals, [jnp.ones_like(x)])
+    y, _, residuals = stage.forward(w, stage.passing.flow(x))
+    dw, dx, _ = stage.backward(w, residuals, [jnp.ones_like(x)])
     wanted, vjp = jax.vjp(mlp, w["float"], x)
     assert dw["whole"].dtype == w["whole"].dtype
     assert not dw["whole"].any()
