@@ -5,6 +5,7 @@ import itertools
 import random
 from fractions import Fraction
 
+import pytest
 from hypothesis import strategies as st
 
 from sharding.pipeline import Schedule, Task, schedules
@@ -69,6 +70,15 @@ SYNCHRONOUS = [case for case in GRID if case[0] not in ASYNCHRONOUS and case not
 
 def made(name, stages, microbatches):
     return GENERATORS[name](stages=stages, microbatches=microbatches)
+
+
+def by_name(grid):
+    """The cases of a grid as one list per schedule: (parameter, values) of a test that goes through the sizes."""
+    return "cases", [pytest.param([case for case in grid if case[0] == name], id=name) for name in names_in(grid)]
+
+
+def names_in(grid):
+    return dict.fromkeys(case[0] for case in grid)
 
 
 def awaited(schedule: Schedule, task: Task):

@@ -3,7 +3,7 @@
 import xml.etree.ElementTree as ElementTree
 
 import pytest
-from pipelines import GRID, made
+from pipelines import GRID, by_name, made
 
 from sharding.pipeline import Schedule, schedules
 from sharding.pipeline.chart import LEFT, MARGIN, ROW, STYLES, TOP, WIDEST
@@ -16,9 +16,13 @@ def drawn(schedule, **times):
     return simulation, ElementTree.fromstring(simulation.plot().svg)
 
 
-@pytest.mark.parametrize("case", GRID[::5], ids=str)
-def test_a_box_per_task(case):
-    schedule = made(*case)
+@pytest.mark.parametrize(*by_name(GRID[::5]))
+def test_a_box_per_task(cases):
+    for case in cases:
+        check_boxes(made(*case))
+
+
+def check_boxes(schedule):
     simulation, root = drawn(schedule)
     groups = root.findall(f"{SVG}g")
     scale = (float(root.get("width")) - LEFT - MARGIN) / simulation.makespan

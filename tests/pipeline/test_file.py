@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipelines import GRID, made, random_schedules
+from pipelines import GRID, by_name, made, random_schedules
 
 from sharding.errors import ShardingError
 from sharding.pipeline import Schedule, Task, schedules
@@ -11,14 +11,15 @@ from sharding.pipeline import Schedule, Task, schedules
 HEAD = "device,kind,stage,microbatch\n"
 
 
-@pytest.mark.parametrize("case", GRID[::2], ids=str)
-def test_there_and_back(case, tmp_path):
-    schedule = made(*case)
-    schedule.to_csv(tmp_path / "s.csv")
-    found = Schedule.from_csv(tmp_path / "s.csv")
-    assert found == schedule
-    found.to_csv(tmp_path / "again.csv")
-    assert (tmp_path / "again.csv").read_bytes() == (tmp_path / "s.csv").read_bytes()
+@pytest.mark.parametrize(*by_name(GRID))
+def test_there_and_back(cases, tmp_path):
+    for case in cases:
+        schedule = made(*case)
+        schedule.to_csv(tmp_path / "s.csv")
+        found = Schedule.from_csv(tmp_path / "s.csv")
+        assert found == schedule
+        found.to_csv(tmp_path / "again.csv")
+        assert (tmp_path / "again.csv").read_bytes() == (tmp_path / "s.csv").read_bytes()
 
 
 @settings(max_examples=40, deadline=None)

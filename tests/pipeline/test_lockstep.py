@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 from hypothesis import given, settings
-from pipelines import SLICED, SYNCHRONOUS, made, synchronous_schedules
+from pipelines import SLICED, SYNCHRONOUS, by_name, made, synchronous_schedules
 
 from sharding.pipeline import Schedule, Task, schedules
 from sharding.pipeline.lockstep import OPS, THINGS, lockstep
@@ -118,12 +118,11 @@ def names(schedule):
     return [tuple(map(name, row)) for row in schedule.ticks()]
 
 
-@pytest.mark.parametrize("case", SYNCHRONOUS + SLICED, ids=str)
-def test_every_task_finds_what_it_needs(case):
-    schedule = made(*case)
-    assert walked(schedule) == names(schedule)
-    split = schedule.split_backward()
-    assert walked(split) == names(split)
+@pytest.mark.parametrize(*by_name(SYNCHRONOUS + SLICED))
+def test_every_task_finds_what_it_needs(cases):
+    for case in cases:
+        for schedule in (made(*case), made(*case).split_backward()):
+            assert walked(schedule) == names(schedule)
 
 
 @settings(max_examples=150, deadline=None)
@@ -132,10 +131,11 @@ def test_tasks_over_devices_by_chance_find_what_they_need(schedule):
     assert walked(schedule) == names(schedule)
 
 
-@pytest.mark.parametrize("case", SYNCHRONOUS + SLICED, ids=str)
-def test_as_many_slots_as_things_that_wait_at_a_time(case):
-    for schedule in (made(*case), made(*case).split_backward()):
-        assert lockstep(schedule).num_slots == most_live(schedule)
+@pytest.mark.parametrize(*by_name(SYNCHRONOUS + SLICED))
+def test_as_many_slots_as_things_that_wait_at_a_time(cases):
+    for case in cases:
+        for schedule in (made(*case), made(*case).split_backward()):
+            assert lockstep(schedule).num_slots == most_live(schedule)
 
 
 @settings(max_examples=150, deadline=None)

@@ -2,7 +2,7 @@
 
 import pytest
 from hypothesis import given, settings
-from pipelines import SLICED, SYNCHRONOUS, awaited, made, synchronous_schedules
+from pipelines import SLICED, SYNCHRONOUS, awaited, by_name, made, synchronous_schedules
 
 from sharding.pipeline.per_stage import dispatch_order
 
@@ -18,10 +18,11 @@ def check(schedule):
     assert tuple(map(tuple, started)) == schedule.orders
 
 
-@pytest.mark.parametrize("case", SYNCHRONOUS + SLICED, ids=str)
-def test_programs_start_in_the_schedules_order(case):
-    check(made(*case))
-    check(made(*case).split_backward())
+@pytest.mark.parametrize(*by_name(SYNCHRONOUS + SLICED))
+def test_programs_start_in_the_schedules_order(cases):
+    for case in cases:
+        check(made(*case))
+        check(made(*case).split_backward())
 
 
 @settings(max_examples=100, deadline=None)

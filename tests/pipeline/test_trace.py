@@ -3,12 +3,16 @@
 import json
 
 import pytest
-from pipelines import GRID, made
+from pipelines import GRID, by_name, made
 
 
-@pytest.mark.parametrize("case", GRID[::7], ids=str)
-def test_events(case, tmp_path):
-    schedule = made(*case)
+@pytest.mark.parametrize(*by_name(GRID[::7]))
+def test_events(cases, tmp_path):
+    for case in cases:
+        check_events(made(*case), tmp_path)
+
+
+def check_events(schedule, tmp_path):
     simulation = schedule.simulate(send=0.5)
     simulation.trace(tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]

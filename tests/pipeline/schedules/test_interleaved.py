@@ -1,26 +1,37 @@
 """Interleaved 1F1B against its closed forms."""
 
+import itertools
+
 import pytest
 
 from sharding.errors import ShardingError
 from sharding.pipeline import schedules
 
-GRID = [(p, groups * p, v) for p in (1, 2, 3, 4, 6) for groups in (1, 2, 3, 5) for v in (1, 2, 3, 4)]
 
-
-@pytest.mark.parametrize(("stages", "microbatches", "chunks"), GRID)
-@pytest.mark.parametrize("backward", [1.0, 2.0])
-def test_bubbles(stages, microbatches, chunks, backward):
+@pytest.mark.parametrize("stages", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("chunks", [1, 2, 3, 4])
+def test_bubbles(stages, chunks):
     """Idle is (p - 1)/(M v) of the time that the tasks take."""
-    schedule = schedules.interleaved(stages=stages, microbatches=microbatches, chunks=chunks)
-    simulation = schedule.simulate(forward=1.0, backward=backward)
-    ideal = microbatches * (1 + backward)
-    assert simulation.makespan - ideal == pytest.approx(ideal * (stages - 1) / (microbatches * chunks))
+    for microbatches, backward in itertools.product(multiples(stages), (1.0, 2.0)):
+        schedule = schedules.interleaved(stages=stages, microbatches=microbatches, chunks=chunks)
+        simulation = schedule.simulate(forward=1.0, backward=backward)
+        ideal = microbatches * (1 + backward)
+        assert simulation.makespan - ideal == pytest.approx(ideal * (stages - 1) / (microbatches * chunks))
 
 
-@pytest.mark.parametrize(("stages", "microbatches", "chunks"), GRID)
-def test_peaks(stages, microbatches, chunks):
+def multiples(stages):
+    return [groups * stages for groups in (1, 2, 3, 5)]
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("chunks", [1, 2, 3, 4])
+def test_peaks(stages, chunks):
     """Device r sends 2 (p - r - 1) + (v - 1) p chunks ahead of the steady turns, which add one."""
+    for microbatches in multiples(stages):
+        check_peaks(stages, microbatches, chunks)
+
+
+def check_peaks(stages, microbatches, chunks):
     simulation = schedules.interleaved(stages=stages, microbatches=microbatches, chunks=chunks).simulate()
     ahead = [2 * (stages - r - 1) + (chunks - 1) * stages + 1 for r in range(stages)]
     most = microbatches * chunks
