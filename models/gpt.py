@@ -20,6 +20,7 @@ from .transformer import (
     Attention,
     Block,
     Branch,
+    Past,
     RMSNorm,
     causal_attention,
     common_mistakes,
@@ -42,6 +43,7 @@ __all__ = [
     "Config",
     "Embed",
     "Head",
+    "Past",
     "RMSNorm",
     "causal_attention",
     "dropout",
@@ -123,7 +125,10 @@ PRESETS = {
 
 
 class Embed(nnx.Module):
-    """tokens_BS -> x_BSM: a row of the table for each token, plus one for its position if positions are learned."""
+    """tokens_BS, start -> x_BSM: a row of the table for each token, plus one for its position if positions are learned.
+
+    The first token's position is `start`.
+    """
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
         learned = config.positions == "learned"
@@ -131,11 +136,16 @@ class Embed(nnx.Module):
         self.table = normal(rngs, (config.vocab, config.features), fan_in=config.features)
         self.positions = normal(rngs, (config.context, config.features), fan_in=config.features) if learned else None
 
-    def __call__(self, tokens_BS: jax.Array) -> jax.Array:
+    def __call__(self, tokens_BS: jax.Array, start: jax.Array | int = 0) -> jax.Array:
         x_BSM = jnp.take(self.table[...].astype(self.dtype), tokens_BS, axis=0, mode="clip")
         if self.positions is None:
             return x_BSM
-        return x_BSM + self.positions[: tokens_BS.shape[1]].astype(self.dtype)[None, :, :]
+        length = tokens_BS.shape[1]
+        if isinstance(start, int):
+            position_SM = self.positions[start : start + length]
+        else:
+            position_SM = jax.lax.dynamic_slice_in_dim(self.positions[...], start, length)
+        return x_BSM + position_SM.astype(self.dtype)[None, :, :]
 
 
 class Head(nnx.Module):
@@ -173,9 +183,15 @@ class GPT(nnx.Module):
         x_BSM = dropout(self.before_blocks(tokens_BS), self.config.dropout, keys[0])
         return self.after_blocks(run(self.blocks, x_BSM, keys[1], self.config))
 
-    def before_blocks(self, tokens_BS: jax.Array) -> jax.Array:
-        """What the first block gets, x_BSM."""
-        return self.embed(tokens_BS)
+    def before_blocks(self, tokens_BS: jax.Array, start: jax.Array | int = 0) -> jax.Array:
+        """What the first block gets, x_BSM, of tokens whose positions begin at `start`."""
+        return self.embed(tokens_BS, start)
+
+    def past(self, batch: int, length: int | None = None) -> Past:
+        """What a block's `continued` gets with a sequence's first tokens; with room for so many, or growing."""
+        config = self.config
+        none_BTGD = jnp.zeros((batch, length or 0, config.kv_heads, config.head_features), config.dtype)
+        return Past(none_BTGD, none_BTGD, None if length is None else jnp.zeros((), jnp.int32))
 
     def after_blocks(self, x_BSM: jax.Array) -> jax.Array:
         """The logits [B, S, V] of what the last block made."""

@@ -15,7 +15,7 @@ and value, D features of a head.
 import functools
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -62,6 +62,30 @@ class Branch(Protocol):
     def __call__(self, config: Any, *, rngs: nnx.Rngs) -> Callable[[jax.Array], jax.Array]: ...
 
 
+class Past(NamedTuple):
+    """Keys and values of the tokens before a slice of a sequence, at one block."""
+
+    k_BTGD: jax.Array
+    v_BTGD: jax.Array
+    length: jax.Array | None = None
+    """How many of the T are there yet; the others are room. None: all, and they become more with each slice."""
+
+    @property
+    def start(self) -> jax.Array | int:
+        """The position of the slice's first token."""
+        return self.k_BTGD.shape[1] if self.length is None else self.length
+
+    def then(self, k_BSGD: jax.Array, v_BSGD: jax.Array) -> "Past":
+        """With those of the slice."""
+        if self.length is None:
+            return Past(jnp.concatenate([self.k_BTGD, k_BSGD], 1), jnp.concatenate([self.v_BTGD, v_BSGD], 1))
+        k_BTGD, v_BTGD = (
+            jax.lax.dynamic_update_slice_in_dim(past, new, self.length, axis=1)
+            for past, new in ((self.k_BTGD, k_BSGD), (self.v_BTGD, v_BSGD))
+        )
+        return Past(k_BTGD, v_BTGD, self.length + k_BSGD.shape[1])
+
+
 def common_mistakes(config: Any, sizes: Iterable[str]) -> list[str]:
     """What is wrong with the fields that transformers share; `sizes` names those that must be positive."""
     wrong = [f"{name}={getattr(config, name)} must be at least 1" for name in sizes if getattr(config, name) < 1]
@@ -82,10 +106,13 @@ def common_mistakes(config: Any, sizes: Iterable[str]) -> list[str]:
     return wrong
 
 
-def causal_attention(q_BSHD: jax.Array, k_BTGD: jax.Array, v_BTGD: jax.Array) -> jax.Array:
-    """Softmax attention of each position to itself and those before it, [B, S, H, D]; softmax in float32."""
+def causal_attention(q_BSHD: jax.Array, k_BTGD: jax.Array, v_BTGD: jax.Array, start: jax.Array | int = 0) -> jax.Array:
+    """Softmax attention of each position to itself and those before it, [B, S, H, D]; softmax in float32.
+
+    The queries' positions begin at `start`, those of keys and values at 0.
+    """
     score_BGQST = _scores(q_BSHD, k_BTGD)
-    seen_ST = jnp.tri(q_BSHD.shape[1], dtype=bool)[None, None, None, :, :]
+    seen_ST = _seen(q_BSHD.shape[1], k_BTGD.shape[1], start)[None, None, None, :, :]
     return _mixed(jnp.where(seen_ST, score_BGQST, -jnp.inf), v_BTGD)
 
 
@@ -108,14 +135,25 @@ def _mixed(score_BGQST: jax.Array, v_BTGD: jax.Array) -> jax.Array:
     return out_BSGQD.reshape(batch, length, groups * per_group, v_BTGD.shape[-1])
 
 
-def rotate(x_BSND: jax.Array) -> jax.Array:
+def _seen(length: int, keys: int, start: jax.Array | int) -> jax.Array:
+    if isinstance(start, int):
+        return jnp.tri(length, keys, start, dtype=bool)
+    return jnp.arange(keys)[None, :] <= start + jnp.arange(length)[:, None]
+
+
+def rotate(x_BSND: jax.Array, start: jax.Array | int = 0) -> jax.Array:
     """The heads turned by their position, in pairs (i, i + D/2), at speeds from 1 to 1/10,000 per position.
+
+    The first position is `start`.
 
     References: Su et al., RoFormer, arXiv:2104.09864, section 3.2.
     """
     length, half = x_BSND.shape[1], x_BSND.shape[3] // 2
     speed = 10_000.0 ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angle = (jnp.arange(length, dtype=jnp.float32)[:, None] * speed[None, :])[None, :, None, :]
+    position_S = jnp.arange(length, dtype=jnp.float32)
+    if not isinstance(start, int) or start:
+        position_S += start
+    angle = (position_S[:, None] * speed[None, :])[None, :, None, :]
     a, b = jnp.split(x_BSND.astype(jnp.float32), 2, axis=-1)
     turned = [a * jnp.cos(angle) - b * jnp.sin(angle), b * jnp.cos(angle) + a * jnp.sin(angle)]
     return jnp.concatenate(turned, axis=-1).astype(x_BSND.dtype)
@@ -186,6 +224,18 @@ class Attention(nnx.Module):
         self.out_bias = zeros(config.features) if config.biases else None
 
     def __call__(self, x_BSM: jax.Array) -> jax.Array:
+        return self._out(self.attend(*self._projected(x_BSM, 0)))
+
+    def continued(self, x_BSM: jax.Array, past: Past) -> tuple[jax.Array, Past]:
+        """The same for a slice of a sequence, and the past of the next one."""
+        if self.attend is not causal_attention:
+            raise ValueError("Attention.continued: a slice of a sequence needs attend=causal_attention")
+        q_BSHD, k_BSGD, v_BSGD = self._projected(x_BSM, past.start)
+        after = past.then(k_BSGD, v_BSGD)
+        return self._out(causal_attention(q_BSHD, after.k_BTGD, after.v_BTGD, past.start)), after
+
+    def _projected(self, x_BSM: jax.Array, start: jax.Array | int) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """q_BSHD, k_BSGD, v_BSGD."""
         config, dtype = self.config, x_BSM.dtype
         qkv_BSGND = jnp.einsum("BSM,MGND->BSGND", x_BSM, self.qkv[...].astype(dtype))
         if self.qkv_bias is not None:
@@ -193,8 +243,11 @@ class Attention(nnx.Module):
         q_BSGQD, k_BSGD, v_BSGD = qkv_BSGND[..., :-2, :], qkv_BSGND[..., -2, :], qkv_BSGND[..., -1, :]
         q_BSHD = q_BSGQD.reshape(*x_BSM.shape[:2], config.heads, config.head_features)
         if config.positions == "rotary":
-            q_BSHD, k_BSGD = rotate(q_BSHD), rotate(k_BSGD)
-        out_BSHD = self.attend(q_BSHD, k_BSGD, v_BSGD)
+            q_BSHD, k_BSGD = rotate(q_BSHD, start), rotate(k_BSGD, start)
+        return q_BSHD, k_BSGD, v_BSGD
+
+    def _out(self, out_BSHD: jax.Array) -> jax.Array:
+        dtype = out_BSHD.dtype
         return _with_bias(jnp.einsum("BSHD,HDM->BSM", out_BSHD, self.out[...].astype(dtype)), self.out_bias)
 
 
@@ -249,14 +302,25 @@ class Block(nnx.Module):
         self.mlp = mlp(config, rngs=rngs)
 
     def __call__(self, x_BSM: jax.Array, key: jax.Array | None = None) -> jax.Array:
+        return self._run(lambda x_BSM: (self.attention(x_BSM), None), x_BSM, key)[0]
+
+    def continued(self, x_BSM: jax.Array, past: Past) -> tuple[jax.Array, Past]:
+        """The same for a slice of a sequence, without dropout, and the past of the next one."""
+        attention = self.attention
+        if not isinstance(attention, Attention):
+            raise ValueError(f"Block.continued: {type(attention).__name__} knows no tokens before a slice")
+        return self._run(lambda x_BSM: attention.continued(x_BSM, past), x_BSM, None)
+
+    def _run(
+        self, attention: Callable[[jax.Array], tuple[jax.Array, Any]], x_BSM: jax.Array, key: jax.Array | None
+    ) -> tuple[jax.Array, Any]:
         key1, key2 = (None, None) if key is None else jax.random.split(key)
+        branch_BSM, after = attention(x_BSM if self.order == "post" else self.norm1(x_BSM))
+        x_BSM = x_BSM + dropout(checkpoint_name(branch_BSM, "attention_out"), self.dropout, key1)
         if self.order == "post":
-            branch_BSM = checkpoint_name(self.attention(x_BSM), "attention_out")
-            x_BSM = self.norm1(x_BSM + dropout(branch_BSM, self.dropout, key1))
-            return self.norm2(x_BSM + dropout(self.mlp(x_BSM), self.dropout, key2))
-        branch_BSM = checkpoint_name(self.attention(self.norm1(x_BSM)), "attention_out")
-        x_BSM = x_BSM + dropout(branch_BSM, self.dropout, key1)
-        return x_BSM + dropout(self.mlp(self.norm2(x_BSM)), self.dropout, key2)
+            x_BSM = self.norm1(x_BSM)
+            return self.norm2(x_BSM + dropout(self.mlp(x_BSM), self.dropout, key2)), after
+        return x_BSM + dropout(self.mlp(self.norm2(x_BSM)), self.dropout, key2), after
 
 
 def stack(block: Callable[[jax.Array], Block], config: Sizes, key: jax.Array) -> Any:

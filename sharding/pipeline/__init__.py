@@ -24,7 +24,7 @@ from .cutting import Cut, cut
 from .gradient import Executor, ValueAndGrad, place, value_and_grad
 from .schedule import Schedule
 from .simulation import Duration, Simulation
-from .slicing import TokenSlices, token_slices
+from .slicing import JointSlices, TokenSlices, joint_slices, sliced, token_slices
 from .split import Split, split
 from .table import KINDS, Kind, Task
 from .wave_training import train_waves
@@ -36,6 +36,7 @@ __all__ = [
     "Cut",
     "Duration",
     "Executor",
+    "JointSlices",
     "Kind",
     "Push",
     "Schedule",
@@ -48,8 +49,10 @@ __all__ = [
     "Waves",
     "cut",
     "cutting",
+    "joint_slices",
     "place",
     "schedules",
+    "sliced",
     "split",
     "token_slices",
     "train_async",

@@ -20,7 +20,7 @@ class Split:
     """What ``value_and_grad`` takes of a model."""
 
     first_fn: Callable[..., Any]
-    stage_fn: Callable[[Any, Any], Any]
+    stage_fn: Callable[..., Any]
     last_fn: Callable[..., Any]
     params: dict[str, Any]
     """``"stages"``, with leaves [stages, layers of a stage, ...], and of ``"first"``, ``"last"``, ``"shared"`` those
@@ -29,6 +29,10 @@ class Split:
     """How many layers each stage has; behind the last one of a smaller stage are zeros that nothing uses."""
     merge: Callable[[dict[str, Any]], Any]
     """params -> the model."""
+
+    def context(self, layer: Any) -> tuple[Any, ...]:
+        """``value_and_grad``'s for stages of layers that get such a one each; with ``sliced``."""
+        return (layer,) * max(self.sizes)
 
 
 def split(
@@ -39,8 +43,9 @@ def split(
     inputs: Any = None,
     first: Callable[[Any, Any], Any] | None = None,
     last: Callable[[Any, Any], Any] | None = None,
-    layer: Callable[[Any, Any], Any] | None = None,
+    layer: Callable[..., Any] | None = None,
     layers: str = "blocks",
+    sliced: bool = False,
 ) -> Split:
     """A model of equal layers between a beginning and an end, cut into stages of whole layers.
 
@@ -54,6 +59,9 @@ def split(
         last: (model, x) -> output, what comes after them. Default: its method ``after_blocks``.
         layer: (layer, x) -> x. Default: calls it.
         layers: the attribute that has the layers: a list of modules, or one whose parameters are stacked.
+        sliced: for schedules that cut sequences. A slice's inputs are (tokens, position of the first one), which
+            ``before_blocks`` gets as two arguments; ``layer`` is (layer, x, context) -> (x, context), by default the
+            layer's method ``continued``.
 
     Raises:
         ShardingError: no such attribute or methods, layers that differ, variables that are no parameters, or sizes
@@ -65,14 +73,17 @@ def split(
     graph, states, stacked = _layers(asked, model, layers)
     sizes = _sizes(asked, len(states), stages, sizes)
     is_even = len(set(sizes)) == 1
-    first, last = _end(asked, model, first, "before_blocks"), _end(asked, model, last, "after_blocks")
+    if first is None:
+        enter = _end(asked, model, "before_blocks")
+        first = (lambda model, inputs: enter(model, *inputs)) if sliced else enter
+    last = _end(asked, model, "after_blocks") if last is None else last
     outer = nnx.clone(model)
     setattr(outer, layers, nnx.List([]))
     outer_graph, outer_state, rest = nnx.split(outer, nnx.Param, ...)
     _no_others(asked, rest)
     ends = _Ends(nnx, outer_graph, outer_state)
     params = {
-        **ends.parts(first, last, inputs, lambda state, x: _through(nnx, graph, state, layer, x), states[0]),
+        **ends.parts(first, last, inputs),
         "stages": _made(_regrouped(stages), stacked)
         if stacked is not None and is_even
         else _made(lambda states: _stacked(states, sizes), states),
@@ -85,23 +96,28 @@ def split(
     def last_fn(own: Any, y: Any, shared: Any = None) -> Any:
         return last(ends.model(own, shared), y if is_even else y[0])
 
-    def one(state: Any, x: Any) -> Any:
-        return _through(nnx, graph, state, layer, x)
+    def one(state: Any, x: Any, past: Any) -> tuple[Any, Any]:
+        module = nnx.merge(graph, state)
+        run = layer or (type(module).continued if sliced else type(module).__call__)
+        return run(module, x, past) if sliced else (run(module, x), None)
 
-    def even(weights: Any, x: Any) -> Any:
-        for i in range(sizes[0]):
-            x = one(_at(weights, i), x)
-        return x
-
-    def uneven(weights: Any, x: Any) -> Any:
-        flow, stage = x
-        num = jnp.asarray(sizes)[stage]
-        for i in range(max(sizes)):
+    def run(weights: Any, x: Any, context: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
+        flow, stage = (x, 0) if is_even else x
+        found = []
+        for i, past in enumerate(context):
+            args = _at(weights, i), flow, past
             if i < min(sizes):
-                flow = one(_at(weights, i), flow)
+                flow, after = one(*args)
             else:  # what pads a stage is never run
-                flow = jax.lax.cond(i < num, one, lambda _, flow: flow, _at(weights, i), flow)
-        return flow, stage + 1
+                nothing = jax.tree.map(jnp.zeros_like, jax.eval_shape(one, *args)[1])
+                flow, after = jax.lax.cond(
+                    i < jnp.asarray(sizes)[stage], one, lambda _, flow, __, none=nothing: (flow, none), *args
+                )
+            found.append(after)
+        return flow if is_even else (flow, stage + 1), tuple(found)
+
+    def whole(weights: Any, x: Any) -> Any:
+        return run(weights, x, (None,) * max(sizes))[0]
 
     def merge(params: dict[str, Any]) -> Any:
         whole = ends.model(*(params[part] for part in ("first", "last", "shared") if part in params))
@@ -118,7 +134,7 @@ def split(
 
     return Split(
         first_fn=first_fn,
-        stage_fn=even if is_even else uneven,
+        stage_fn=run if sliced else whole,
         last_fn=last_fn,
         params=params,
         sizes=sizes,
@@ -143,18 +159,14 @@ class _Ends:
         first: Callable[[Any, Any], Any],
         last: Callable[[Any, Any], Any],
         inputs: Any,
-        layer: Callable[[Any, Any], Any],
-        layer_state: Any,
     ) -> dict[str, Any]:
         """The parameters by who uses them; those that nobody does are the first's."""
         if inputs is None:
             return {"shared": self.state} if jax.tree.leaves(self.state) else {}
         one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), inputs)
 
-        def before_last(state: Any, layer_state: Any, inputs: Any) -> Any:
-            return layer(layer_state, first(self.model(state), inputs))
-
-        x = jax.eval_shape(before_last, self.shapes, layer_state, one)
+        # Layers return what they get.
+        x = jax.eval_shape(lambda state, inputs: first(self.model(state), inputs), self.shapes, one)
         at_first, at_last = self._used(first, one), self._used(last, x)
         users = {"first": at_first - at_last, "last": at_last - at_first, "shared": at_first & at_last}
         users["first"] |= {path for path, _ in self.nnx.to_flat_state(self.shapes)} - at_first - at_last
@@ -210,9 +222,7 @@ def _no_others(asked: str, rest: Any) -> None:
         raise ShardingError(asked, there=there, must="all variables are parameters")
 
 
-def _end(asked: str, model: Any, given: Callable[[Any, Any], Any] | None, method: str) -> Callable[[Any, Any], Any]:
-    if given is not None:
-        return given
+def _end(asked: str, model: Any, method: str) -> Callable[..., Any]:
     found = getattr(type(model), method, None)
     if found is None:
         what = "first" if method == "before_blocks" else "last"
@@ -233,11 +243,6 @@ def _sizes(asked: str, layers: int, stages: int, given: Sequence[int] | None) ->
         there = f"sizes {sizes}, which are {len(sizes)} stages of {sum(sizes)} layers; {layers} layers"
         raise ShardingError(asked, there=there, must=f"{stages} numbers of at least 1 that add up to {layers}")
     return sizes
-
-
-def _through(nnx: Any, graph: Any, state: Any, layer: Callable[[Any, Any], Any] | None, x: Any) -> Any:
-    module = nnx.merge(graph, state)
-    return module(x) if layer is None else layer(module, x)
 
 
 def _stacked(states: Sequence[Any], sizes: Sequence[int]) -> Any:

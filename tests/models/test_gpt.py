@@ -210,6 +210,31 @@ def test_dropout_keeps_the_mean():
     assert dropped.mean() == pytest.approx(1, abs=0.02)
 
 
+@pytest.mark.parametrize(("positions", "grows"), [("rotary", True), ("learned", False)])
+def test_slices_of_a_sequence_make_the_whole(positions, grows):
+    model, tokens = _model(positions=positions), _tokens()
+
+    @jax.jit
+    def sliced(model, tokens):
+        pasts = [model.past(2, None if grows else 16) for _ in model.blocks]
+        parts, start = [], jnp.int32(0)
+        for part in jnp.split(tokens, (3, 10, 11), axis=1):
+            x = model.before_blocks(part, start)
+            for i, block in enumerate(model.blocks):
+                x, pasts[i] = block.continued(x, pasts[i])
+            parts.append(model.after_blocks(x))
+            start += part.shape[1]
+        return jnp.concatenate(parts, axis=1)
+
+    np.testing.assert_allclose(sliced(model, tokens), _call(model, tokens), rtol=1e-5, atol=1e-6)
+
+
+def test_only_causal_attention_goes_on_from_a_slice_to_the_next():
+    model = gpt.GPT(SMALL, rngs=nnx.Rngs(0), attention=functools.partial(gpt.Attention, attend=lambda q, k, v: q))
+    with pytest.raises(ValueError, match="needs attend=causal_attention"):
+        model.blocks[0].continued(jnp.zeros((2, 3, 32)), model.past(2))
+
+
 def test_branches_can_be_replaced():
     class Nothing(nnx.Module):
         def __init__(self, config, *, rngs):

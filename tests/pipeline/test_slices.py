@@ -7,12 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import NamedSharding
 from pipelined import gap, normal, tokens
 
 import sharding
 from sharding import P, pipeline
 from sharding.errors import ShardingError
+from sharding.models import gpt
 from sharding.pipeline import Schedule, Task, schedules
 
 TOLERANCE = 1e-5
@@ -176,6 +178,53 @@ def test_slices_on_a_grid(sizes, form, axes, remat, executor):
     equal = (LENGTH // slices,) * slices
     lengths = equal if form == "kept" else (LENGTH - slices + 1, *[1] * (slices - 1))
     check(schedule, lengths, form=form, axes=axes, remat=remat, executor=executor)
+
+
+def check_gpt(stages, sizes, lengths, *, executor, positions="rotary", grows=False):
+    config = gpt.Config(
+        vocab=VOCAB, context=LENGTH, layers=sum(sizes), features=16, heads=4, kv_heads=2, mlp_features=24,
+        positions=positions,
+    )  # fmt: skip
+    shapes = nnx.eval_shape(lambda: gpt.GPT(config, rngs=nnx.Rngs(0)))
+    words, targets = batch(2)
+    inputs = pipeline.sliced(words, lengths)
+    one = jax.tree.map(lambda leaf: leaf[0], inputs[0])
+    cut = pipeline.split(shapes, stages, sizes=sizes, inputs=one, sliced=True)
+    chance = np.random.default_rng(1)
+    given = jax.tree.map(lambda leaf: jnp.asarray(chance.normal(size=leaf.shape) / 4, leaf.dtype), cut.params)
+
+    def whole(params):
+        model = cut.merge(params)
+        return sum(gpt.loss(model(words[m]), targets[m]) for m in range(2)) / 2
+
+    wanted = jax.tree.map(np.asarray, jax.jit(jax.value_and_grad(whole))(given))
+    schedule = schedules.terapipe(stages=stages, microbatches=2, slices=len(lengths))
+    past = gpt.GPT.past(shapes, SAMPLES, None if grows else LENGTH)
+    with sharding.mesh(pipe=stages, devices=jax.devices()[:stages]):
+        step = pipeline.value_and_grad(
+            cut.stage_fn,
+            lambda logits, target: gpt.loss(logits, target) * target.shape[-1] / LENGTH,
+            schedule,
+            first_fn=cut.first_fn,
+            last_fn=cut.last_fn,
+            context=cut.context(past),
+            executor=executor,
+        )
+        step = sharding.jit(step) if executor == "spmd" else step
+        found = step(given, inputs, [target for target, _ in pipeline.sliced(targets, lengths)])
+    assert gap(jax.tree.map(np.asarray, found), wanted) <= TOLERANCE
+
+
+def test_gpt_in_slices():
+    check_gpt(2, (2, 1), (6, 4, 2), executor="mpmd", grows=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("positions", ["rotary", "learned"])
+@pytest.mark.parametrize("executor", ["spmd", "mpmd"])
+@pytest.mark.parametrize("sizes", [(1, 1), (1, 2), (1, 1, 1, 1)], ids=str)
+def test_gpt_in_slices_on_a_grid(sizes, executor, positions):
+    check_gpt(len(sizes), sizes, (4, 4, 4), executor=executor, positions=positions)
 
 
 def refused(*, lengths=(4, 4, 4), form="kept", schedule=TERAPIPE, context=None, stage_fn=None, executor="spmd"):
