@@ -12,7 +12,7 @@ from .options import at_least, given
 Executor = Literal["spmd", "mpmd"]
 
 Schedule = Literal[
-    "1f1b", "gpipe", "eager-1f1b", "interleaved", "chimera", "zb-h1", "zb-h2", "zb-v", "dualpipe-v"
+    "1f1b", "gpipe", "eager-1f1b", "interleaved", "chimera", "zb-h1", "zb-h2", "zb-v", "dualpipe-v", "terapipe"
 ]  # fmt: skip
 
 
@@ -24,6 +24,8 @@ class Pipelining:
     """Of the pipe axis."""
     schedule: str
     microbatches: int
+    slices: int = 1
+    """Of each sequence."""
     executor: Executor | None = None
 
 
@@ -33,10 +35,11 @@ class PipelineChoice:
 
     schedule: Annotated[Schedule | None, arg(name="schedule")] = None
     """Order of the microbatches' tasks: 1f1b, gpipe, eager-1f1b, interleaved and zb-v and dualpipe-v (two stages for
-    each device), chimera, zb-h1, zb-h2. Default: 1f1b."""
+    each device), chimera, zb-h1, zb-h2, terapipe (slices of a sequence follow each other too). Default: 1f1b."""
     microbatches: int | None = None
     """Parts of a batch that follow each other through the stages. Default: two for each device of the pipe axis."""
-
+    slices: int | None = None
+    """Parts of a sequence for terapipe. Default: one for each device of the pipe axis."""
     executor: Executor | None = None
     """spmd: one program for all devices; mpmd: a program for each task and device. Default: mpmd on CPUs that a pipe
     axis alone splits, else spmd."""
@@ -44,6 +47,12 @@ class PipelineChoice:
     def __post_init__(self) -> None:
         if self.microbatches is not None:
             at_least("--microbatches", self.microbatches, 1)
+        if self.slices is not None:
+            at_least("--slices", self.slices, 1)
+            if self.schedule != "terapipe":
+                said = f" --schedule {self.schedule}" if self.schedule else ""
+                must = "a schedule that cuts sequences"
+                raise ShardingError(f"--slices {self.slices}{said}", must=must, fix="--schedule terapipe")
 
     def over(self, axes: dict[str, int], accumulate: int = 1) -> Pipelining | None:
         """The pipeline on a mesh with these axes; None where it has no pipe axis. All sizes must be known."""
@@ -64,5 +73,6 @@ class PipelineChoice:
             devices=devices,
             schedule=self.schedule or "1f1b",
             microbatches=self.microbatches or 2 * devices,
+            slices=(self.slices or devices) if self.schedule == "terapipe" else 1,
             executor=self.executor,
         )

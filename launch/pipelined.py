@@ -25,6 +25,7 @@ SCHEDULES: dict[str, Callable[..., pipeline.Schedule]] = {
     "zb-h2": schedules.zb_h2,
     "zb-v": schedules.zb_v,
     "dualpipe-v": schedules.dualpipe_v,
+    "terapipe": schedules.terapipe,
 }
 
 
@@ -41,6 +42,9 @@ class Cut:
     """... and the loss this."""
     loss: Callable[[Any, Any], jax.Array]
     """What comes after the layers, targets -> the mean loss."""
+    past: Callable[[Any, int, int], Any] | None = None
+    """module, sequences, tokens of each -> what a layer gets with the first slice of them; None where the layers need
+    whole sequences."""
     remat: Any = None
     """Which values of a layer are kept for the backward; see ``sharding.pipeline.value_and_grad``."""
 
@@ -54,25 +58,53 @@ class Pipe:
     executor: pipeline.Executor | None
     """None leaves it to the mesh."""
 
+    @property
+    def is_sliced(self) -> bool:
+        """Whether sequences are cut."""
+        return self.schedule.slices > 1
+
     def rows(self, batch: Batch) -> tuple[Any, Any]:
-        """Inputs and targets, [microbatches, ...]."""
+        """Inputs and targets, [microbatches, ...]; where sequences are cut, of each slice."""
         rows = jax.tree.map(lambda leaf: microbatches(leaf, self.schedule.microbatches), batch)
-        return self.cut.inputs(rows), self.cut.targets(rows)
+        inputs, targets = self.cut.inputs(rows), self.cut.targets(rows)
+        if not self.is_sliced:
+            return inputs, targets
+        lengths = self._lengths(inputs.shape[-1])
+        return pipeline.sliced(inputs, lengths), [part for part, _ in pipeline.sliced(targets, lengths)]
+
+    def _lengths(self, tokens: int) -> tuple[int, ...]:
+        slices = self.schedule.slices
+        if tokens % slices:
+            raise ShardingError(
+                f"--slices {slices}",
+                there=f"{tokens} tokens, {slices} slices",
+                must="slices of one length",
+                fix=[f"--slices {n}" for n in range(2, slices) if tokens % n == 0][-1:],
+            )
+        return (tokens // slices,) * slices
 
     def split(self, module: Any, inputs: Any) -> pipeline.Split:
         """A module, or its shapes, as stages."""
-        one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), inputs)
-        return pipeline.split(module, self.schedule.stages, inputs=one)
+        first = inputs[0] if self.is_sliced else inputs
+        one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), first)
+        return pipeline.split(module, self.schedule.stages, inputs=one, sliced=self.is_sliced)
 
-    def value_and_grad(self, split: pipeline.Split, executor: pipeline.Executor) -> pipeline.ValueAndGrad:
-        """That of the stages."""
+    def value_and_grad(
+        self, module: Any, split: pipeline.Split, inputs: Any, executor: pipeline.Executor
+    ) -> pipeline.ValueAndGrad:
+        """That of a module's stages."""
+        context = None
+        if self.is_sliced and self.cut.past is not None:
+            tokens = sum(part.shape[-1] for part, _ in inputs)
+            context = split.context(self.cut.past(module, inputs[0][0].shape[1], tokens))
         return pipeline.value_and_grad(
             split.stage_fn,
-            self.cut.loss,
+            lambda output, target: self.cut.loss(output, target) / self.schedule.slices,
             self.schedule,
             first_fn=split.first_fn,
             last_fn=split.last_fn,
             remat=self.cut.remat,
+            context=context,
             executor=executor,
         )
 
@@ -95,8 +127,12 @@ def checked(pipelining: Pipelining, cut: Cut | None, module: Any, key: jax.Array
         raise ShardingError(asked, there=there, must="a model whose layers can be stages", fix="--model gpt-tiny")
     if key is not None:
         raise ShardingError(asked, there="dropout", must="a pipeline's stages get no random key", fix="--dropout 0")
+    if pipelining.slices > 1 and cut.past is None:
+        there = f"{type(module).__name__}, whose layers need whole sequences"
+        raise ShardingError(asked, there=there, must="a causal model", fix="--model gpt-tiny")
+    slices = {"slices": pipelining.slices} if pipelining.schedule == "terapipe" else {}
     make = SCHEDULES[pipelining.schedule]
-    schedule = make(stages=pipelining.devices, microbatches=pipelining.microbatches)
+    schedule = make(stages=pipelining.devices, microbatches=pipelining.microbatches, **slices)
     layers = jax.tree.leaves(nnx.state(module.blocks))[0].shape[0]
     if layers % schedule.stages:
         raise ShardingError(
@@ -120,8 +156,9 @@ def value_and_grad(merged: Callable[[nnx.State, nnx.State], Any], pipe: Pipe) ->
         params: nnx.State, variables: nnx.State, batch: Batch, key: jax.Array | None
     ) -> tuple[tuple[jax.Array, nnx.State], nnx.State]:
         inputs, targets = pipe.rows(batch)
-        split = pipe.split(merged(params, variables), inputs)
-        loss, gradients = pipe.value_and_grad(split, "spmd")(split.params, inputs, targets)
+        module = merged(params, variables)
+        split = pipe.split(module, inputs)
+        loss, gradients = pipe.value_and_grad(module, split, inputs, "spmd")(split.params, inputs, targets)
         return (loss, variables), nnx.state(split.merge(gradients), nnx.Param)
 
     return both
@@ -151,7 +188,7 @@ def apart(
     def gradient(params: Any, inputs: Any, targets: Any) -> tuple[jax.Array, Any]:
         if not runs:
             splits.append(pipe.split(shapes, inputs))
-            runs.append(pipe.value_and_grad(splits[0], "mpmd"))
+            runs.append(pipe.value_and_grad(shapes, splits[0], inputs, "mpmd"))
         return runs[0](params, inputs, targets)
 
     def update(state: TrainState, loss: jax.Array, gradients: Any) -> tuple[TrainState, Measured]:

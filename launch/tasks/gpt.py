@@ -64,7 +64,13 @@ def build(name: str, config: gpt.Config, optimization: Optimization, *, steps: i
     if optimization.pipeline is not None:
         # Stacked layers are stages as they lie; those that are computed again are so within their stage.
         kept = jax.checkpoint_policies.save_only_these_names("attention_out") if config.remat else None
-        cut = Cut(inputs=lambda rows: rows[..., :-1], targets=lambda rows: rows[..., 1:], loss=gpt.loss, remat=kept)
+        cut = Cut(
+            inputs=lambda rows: rows[..., :-1],
+            targets=lambda rows: rows[..., 1:],
+            loss=gpt.loss,
+            past=gpt.GPT.past,
+            remat=kept,
+        )
         config = replace(config, scan=True)
     init, train_step, merged, apart = trained(
         lambda rngs: gpt.GPT(config, rngs=rngs),

@@ -22,7 +22,10 @@ MESHES = [{"pipe": 2}, {"pipe": 2, "data": 2}, {"pipe": 2, "data": 2, "tensor": 
 def step(sizes, schedule="1f1b", microbatches=4, *, remat=False, executor="spmd"):
     """Figures of two steps from the same state on the same batches, and the parameters after them."""
     devices = sizes.get("pipe", 1)
-    pipeline = Pipelining(devices=devices, schedule=schedule, microbatches=microbatches, executor=executor)
+    slices = 4 if schedule == "terapipe" else 1
+    pipeline = Pipelining(
+        devices=devices, schedule=schedule, microbatches=microbatches, slices=slices, executor=executor
+    )
     pipeline = pipeline if devices > 1 else None
     model = dataclasses.replace(MODEL, remat=remat)
     task = gpt.FAMILY.build("gpt", model, Optimization(pipeline=pipeline, warmup=0), steps=10, seed=0)
@@ -57,7 +60,7 @@ def test_on_a_mesh(one_device):
     assert stacked[-1] == "tensor"
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zb-v", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("schedule", ["1f1b", "terapipe", pytest.param("zb-v", marks=pytest.mark.slow)])
 def test_a_program_for_each_task(schedule, one_device):
     check(step({"pipe": 2}, schedule, executor="mpmd"), one_device)
 
@@ -98,6 +101,8 @@ def test_layers_that_are_computed_again(one_device):
         ("--mesh pipe=4 --schedule zb-v", "4 layers, 8 stages"),
         ("--mesh pipe=4,data=2 --schedule chimera --microbatches 2", "a multiple of 4"),
         ("--mesh pipe=2 --microbatches 0", "must be at least 1"),
+        ("--mesh pipe=2 --slices 2", "--schedule terapipe"),
+        ("--mesh pipe=2 --schedule terapipe --slices 3", "128 tokens, 3 slices"),
     ],
 )
 def test_what_can_not_be(arguments, message, capsys):
@@ -105,6 +110,11 @@ def test_what_can_not_be(arguments, message, capsys):
     with pytest.raises(SystemExit, match="2"):
         main([command, *arguments.split()])
     assert message in capsys.readouterr().err
+
+
+def test_a_slice_for_each_device_if_nothing_is_said():
+    assert PipelineChoice(schedule="terapipe").over({"pipe": 4}).slices == 4
+    assert PipelineChoice(schedule="terapipe", slices=2).over({"pipe": 4}).slices == 2
 
 
 def test_two_microbatches_for_each_device_if_nothing_is_said():
