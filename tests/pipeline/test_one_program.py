@@ -1,6 +1,7 @@
 """What one program holds between ticks, and how long it is: as the schedule says, not as it has microbatches."""
 
 import functools
+import importlib.util
 import itertools
 import math
 import re
@@ -12,6 +13,7 @@ from pipelines import made
 
 import sharding
 from sharding import P, pipeline
+from sharding.cost import compile_only
 from sharding.pipeline import schedules
 from sharding.pipeline.lockstep import lockstep
 from sharding.pipeline.stage import traced
@@ -38,19 +40,20 @@ MICROBATCH = jax.ShapeDtypeStruct((SAMPLES, FEATURES), jnp.float32)
 
 
 @functools.cache
-def compiled(schedule):
+def compiled(schedule, described=None, features=FEATURES):
     """A step for shapes, of which nothing runs."""
-    one = weights(schedule)
-    batch = jax.ShapeDtypeStruct((schedule.microbatches, *MICROBATCH.shape), jnp.float32)
-    with sharding.mesh(pipe=schedule.devices, devices=jax.devices()[: schedule.devices]) as mesh:
+    one = jax.ShapeDtypeStruct((LAYERS // schedule.chunks, features, features), jnp.float32)
+    batch = jax.ShapeDtypeStruct((schedule.microbatches, SAMPLES, features), jnp.float32)
+    devices = jax.devices() if described is None else compile_only(described)
+    with sharding.mesh(pipe=schedule.devices, devices=devices[: schedule.devices]) as mesh:
         split = jax.NamedSharding(mesh, P("pipe"))
         params = jax.ShapeDtypeStruct((schedule.stages, *one.shape), one.dtype, sharding=split)
         step = jax.jit(pipeline.value_and_grad(stage_fn, loss_fn, schedule, placed=True))
         return step.lower(params, batch, batch).compile()
 
 
-def temporary_bytes(schedule):
-    return compiled(schedule).memory_analysis().temp_size_in_bytes
+def temporary_bytes(schedule, **options):
+    return compiled(schedule, **options).memory_analysis().temp_size_in_bytes
 
 
 def kept_bytes(schedule):
@@ -96,6 +99,22 @@ def test_memory_is_ordered_as_simulated():
     assert held[3] == pytest.approx(held[2], rel=0.05)
     for schedule, bytes_ in zip(found, held, strict=True):  # and little more than that: what a task itself needs
         assert 0 < bytes_ - slot_bytes(schedule) < 3 * kept_bytes(schedule)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
+def test_memory_on_tpus_that_are_not_there():
+    """The same by the compiler for them: flat, growing by equal steps, ordered."""
+    held = functools.partial(temporary_bytes, described="v5p:2x2x1", features=128)
+    few, many = (held(schedules.one_f_one_b(stages=4, microbatches=m)) for m in (4, 32))
+    assert many == pytest.approx(few, rel=0.05)
+    found = [held(schedules.gpipe(stages=4, microbatches=m)) for m in (4, 8, 16, 32)]
+    each = [(b - a) / n for (a, b), n in zip(itertools.pairwise(found), (4, 8, 16), strict=True)]
+    assert each == pytest.approx([each[0]] * 3, rel=0.05)
+    names = ("one_f_one_b", "interleaved-2", "eager_1f1b", "dapple-B", "gpipe")
+    one, interleaved, eager, dapple, gpipe = (held(made(name, 4, 8)) for name in names)
+    assert one < interleaved < eager < gpipe
+    assert dapple == pytest.approx(eager, rel=0.05)
 
 
 def test_more_in_flight_takes_more_also_with_backwards_in_parts():
