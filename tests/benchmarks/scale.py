@@ -2,10 +2,12 @@
 
     python -m tests.benchmarks.scale                          # a minute
     python -m tests.benchmarks.scale --json scale.json
+    python -m tests.benchmarks.scale --aot                    # compiled for them too: needs libtpu (extra tpu)
 
 For GPT-3 (175 billion parameters) and a mixture of experts of a trillion: the seconds of tracing and completing the
 step, of its ledger, of its memory, of its estimate and of its page, each for the first time in the process. Layers are
-scanned, so that the figures don't grow with depth; nothing is compiled.
+scanned, so that the figures don't grow with depth; nothing is compiled. With `--aot` the TPU compiler then says what it
+holds at the peak, beside what was predicted.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -38,8 +40,12 @@ SLOW = 10.0
 
 @dataclass(frozen=True)
 class Options:
-    """What to write."""
+    """What to look at, and what to write."""
 
+    aot: bool = False
+    """Whether the compiler for the chips, ahead of time, says its own peak."""
+    only: Literal["all", "gpt3", "trillion"] = "all"
+    """Which program."""
     json: Path | None = None
     """Where to write the figures."""
 
@@ -62,6 +68,8 @@ class Look:
     memory_seconds: float
     estimate_seconds: float
     page_seconds: float
+    compiled_peak_bytes: int | None = None
+    compile_seconds: float | None = None
 
     @property
     def seconds(self) -> float:
@@ -154,12 +162,12 @@ def trillion() -> Program:
     return {"data": 64, "tensor": 8}, step, args, specs, params
 
 
-PROGRAMS = {"GPT-3": gpt3, "a trillion parameters": trillion}
+PROGRAMS = {"gpt3": ("GPT-3", gpt3), "trillion": ("a trillion parameters", trillion)}
 
 
-def look(name: str) -> Look:
-    """Completes a program and says what that took."""
-    sizes, run, args, specs, params = PROGRAMS[name]()
+def look(name: str, program: Callable[[], Program], *, aot: bool) -> Look:
+    """Completes a program, and compiles it or not, and says what that took."""
+    sizes, run, args, specs, params = program()
     with sharding.mesh(sizes, devices=DEVICES), tempfile.TemporaryDirectory() as folder:
         step = sharding.jit(run, in_shardings=specs, donate_argnums=(0,))
         c, complete_seconds = timed(lambda: step.complete(*args))
@@ -168,6 +176,11 @@ def look(name: str) -> Look:
         estimate, estimate_seconds = timed(c.estimate)
         _, page_seconds = timed(lambda: c.report(Path(folder) / "page.html"))
     graph = c.assignment.graph
+    compiled, compile_seconds = None, None
+    if aot:
+        with sharding.mesh(sizes, devices=sharding.cost.compile_only(DEVICES)):
+            step = sharding.jit(run, in_shardings=specs, donate_argnums=(0,))
+            compiled, compile_seconds = timed(lambda: step.lower(*args).compile())
     return Look(
         name=name,
         num_parameters=sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params)),
@@ -183,6 +196,8 @@ def look(name: str) -> Look:
         memory_seconds=memory_seconds,
         estimate_seconds=estimate_seconds,
         page_seconds=page_seconds,
+        compiled_peak_bytes=None if compiled is None else sharding.cost.read_compiled(compiled).peak_bytes,
+        compile_seconds=compile_seconds,
     )
 
 
@@ -196,8 +211,10 @@ def main(options: Options) -> None:
     """Print the figures of each program."""
     jax.config.update("jax_platforms", "cpu")
     found = []
-    for name in PROGRAMS:
-        one = look(name)
+    for key, (name, program) in PROGRAMS.items():
+        if options.only not in ("all", key):
+            continue
+        one = look(name, program, aot=options.aot)
         found.append(one)
         print(
             f"{name}: {one.num_parameters / 1e9:,.1f} billion parameters in {one.num_arguments} arguments; on {DEVICES}"
@@ -208,6 +225,8 @@ def main(options: Options) -> None:
               f"{SLOW:.0f}); estimate {one.estimate_seconds:.2f} s, page {one.page_seconds:.2f} s")  # fmt: skip
         print(f"  a step: {one.estimated_seconds:.1f} s, {one.collective_bytes / 1e9:.1f} GB of collectives and "
               f"{one.peak_bytes / 1e9:.1f} GB at the peak of each device", flush=True)  # fmt: skip
+        if one.compiled_peak_bytes is not None:
+            print(f"  its compiler, in {one.compile_seconds:.0f} s: {one.compiled_peak_bytes / 1e9:.1f} GB", flush=True)
     if options.json is not None:
         document = {"jax": jax.__version__, "devices": DEVICES, "programs": [asdict(one) for one in found]}
         options.json.write_text(json.dumps(document, indent=1) + "\n")
