@@ -11,7 +11,10 @@ import jax
 from .. import compat
 
 CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2"})
-"""Equations that do nothing but run their body; see ``_is_call``."""
+"""Equations that do nothing but run their body.
+
+A stage's forward and backward are programs of their own: what a checkpoint computes again can't be merged with what the
+forward has computed, so that nothing has to prevent it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +89,7 @@ def _inline(jaxpr: Any, names: dict[Any, Any], eqns: list[Any], values: dict[Any
     for eqn in jaxpr.eqns:
         operands = [_read(names, atom) for atom in eqn.invars]
         bodies = list(compat.sub_jaxprs(eqn.params))
-        if _is_call(eqn) and len(bodies) == 1:
+        if eqn.primitive.name in CALLS and len(bodies) == 1:
             body = compat.open_jaxpr(bodies[0][2])
             inside: dict[Any, Any] = dict(zip(body.invars, operands, strict=True))
             for var, value in zip(body.constvars, compat.constants(bodies[0][2]), strict=True):
@@ -98,11 +101,6 @@ def _inline(jaxpr: Any, names: dict[Any, Any], eqns: list[Any], values: dict[Any
         results = [var if compat.is_drop(var) else compat.new_var(var.aval) for var in eqn.outvars]
         names.update(zip(eqn.outvars, results, strict=True))
         eqns.append(eqn.replace(invars=operands, outvars=results))
-
-
-def _is_call(eqn: Any) -> bool:
-    """Whether an equation is its body; a backward that must not be merged with its forward is not."""
-    return eqn.primitive.name in CALLS and not (eqn.params.get("differentiated") and eqn.params.get("prevent_cse"))
 
 
 def _read(names: dict[Any, Any], atom: Any) -> Any:

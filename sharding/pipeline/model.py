@@ -47,9 +47,7 @@ class Model:
         """The stage as it is differentiated."""
         if not self.remat:
             return self.stage_fn
-        policy = None if self.remat is True else self.remat
-        # Forward and backward are apart in time: there is nothing that XLA could merge.
-        return jax.checkpoint(self.stage_fn, policy=policy, prevent_cse=False)
+        return jax.checkpoint(self.stage_fn, policy=None if self.remat is True else self.remat)
 
     @property
     def has_ends(self) -> bool:

@@ -104,6 +104,7 @@ STAGES += [constant, dropped]
 POLICIES = {
     "none": lambda stage: stage,
     "all": lambda stage: jax.checkpoint(stage, prevent_cse=False),
+    "default": jax.checkpoint,
     "dots": lambda stage: jax.checkpoint(stage, prevent_cse=False, policy=jax.checkpoint_policies.dots_saveable),
 }
 
@@ -129,7 +130,9 @@ def close(found, wanted):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6, atol=2e-6), found, wanted)
 
 
-@pytest.mark.parametrize("policy", ["none", "all", pytest.param("dots", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "policy", ["none", "default", *(pytest.param(name, marks=pytest.mark.slow) for name in ("all", "dots"))]
+)
 @pytest.mark.parametrize("stage_fn", STAGES, ids=lambda stage: stage.__name__)
 def test_programs_equal_vjp(stage_fn, policy):
     w, x = weights(), inputs(stage_fn)
@@ -194,7 +197,7 @@ def products(program):
     return sum(eqn.primitive.name == "dot_general" for eqn in program.eqns)
 
 
-@pytest.mark.parametrize(("policy", "again"), [("none", 0), ("all", 3), ("dots", 0)])
+@pytest.mark.parametrize(("policy", "again"), [("none", 0), ("all", 3), ("default", 3), ("dots", 0)])
 def test_parts_compute_together_what_the_whole_does(policy, again):
     """Per layer two products for the input, two for the weights; with remat also those of the forward again but the
     last, whose result nothing needs."""
