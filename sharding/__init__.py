@@ -31,7 +31,7 @@ from .placement import put
 # isort: on
 
 if TYPE_CHECKING:
-    from . import checkpoint, pipeline
+    from . import checkpoint, pipeline, zero
 
 __all__ = [
     "Comparison",
@@ -53,9 +53,10 @@ __all__ = [
     "rules",
     "same",
     "topology",
+    "zero",
 ]
 
-_LAZY = ("checkpoint", "pipeline")
+_LAZY = ("checkpoint", "pipeline", "zero")
 
 
 def __getattr__(name: str) -> Any:
