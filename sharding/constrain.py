@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from . import annotation, compat, limits
 from .barrier import barrier_p
-from .decision import Decision, Decisions
+from .decision import EXCHANGED, Decision, Decisions
 from .graph import CALLS, Atom, Op, Scope
 from .group import same_p
 from .halo import of_rotation, rotation, rotation_back
@@ -25,7 +25,7 @@ from .propagation import Assignment
 from .refined import refine
 from .reshard import Step, chain
 from .settled import settled
-from .spec import Spec, indivisible
+from .spec import Dim, Spec, indivisible
 
 
 def constrain(closed_jaxpr: Any, assignment: Assignment, mesh: AbstractMesh, *, inputs: bool = False) -> Any:
@@ -50,12 +50,14 @@ class _Rewriter:
         self.program = assignment.graph.scope
         self.mesh = mesh
         self.makers = assignment.graph.makers
-        self.turning = {v for op in assignment.graph.ops for part in of_rotation(op, self.makers) for v in part.results}
+        self.divergent = assignment.graph.divergent
+        turns = (op for op in assignment.graph.ops if not assignment.graph.diverges(op))
+        self.turning = {v for op in turns for part in of_rotation(op, self.makers) for v in part.results}
         self.decisions = Decisions(assignment)
         self.done: dict[Any, Any] = {}
 
     def jaxpr(self, jaxpr: Any, scope: Scope, *, inputs: bool = False) -> Any:
-        key = (id(jaxpr), self.signature(scope), inputs, scope.manual)
+        key = (id(jaxpr), self.signature(scope), inputs, scope.manual, scope.divergent)
         if key not in self.done:  # one body called twice with equal splits stays one body
             self.done[key] = _Body(self, jaxpr, scope).rebuilt(inputs)
         return self.done[key]
@@ -118,11 +120,11 @@ class _Body:
         self.settled = settled(self.scope, self.rewriter.makers, self.exact, known=known, loose=loose)
         for eqn in source.eqns:
             op = self.rewriter.maker(self.scope, eqn)
-            self.sources.append(eqn if op is None else self.turned(op, eqn))
+            self.sources.append(eqn if op is None or self.scope.divergent else self.turned(op, eqn))
             if op is not None and op.results[0] in self.rewriter.turning:
                 self.settled.update(eqn.outvars)
                 op = None
-            elif op is not None and rotation(op, self.rewriter.makers) is not None:
+            elif op is not None and not self.scope.divergent and rotation(op, self.rewriter.makers) is not None:
                 op = None
             decision = self.decision(op, eqn)
             self.decisions.append(decision)
@@ -157,6 +159,8 @@ class _Body:
         for var in source.invars if self.scope is not self.rewriter.program else ():
             if var in self.moving and self.scope.env[var] in self.scope.exits:  # a loop carries it
                 self.argument(var, first)
+        for var in source.invars if self.scope.manual else ():
+            self.part_of(var, first)
         for var, stack in zip(source.invars, self.scope.read, strict=False):
             self.sliced(var, stack, first)
         for i, eqn in enumerate(self.sources):
@@ -176,6 +180,18 @@ class _Body:
         if spec is not None:
             pin = self.rewriter.pins.get(atom) if atom is not None else None
             self.swapped[var] = self.emit(var, spec, eqn, asked=pin.spec if pin else None)
+
+    def part_of(self, var: Any, eqn: Any) -> None:
+        """What a `shard_map` takes in lies as it does outside, and moves first, not where XLA meets its first use."""
+        atom, manual = self.scope.env[var], self.scope.manual
+        op = self.rewriter.makers.get(atom) if atom is not None else None
+        want = self.wanted(var)
+        if op is None or op.name != "shard_map" or want is None:
+            return
+        outside = self.rewriter.specs[op.operands[0]]
+        have = Spec(dims=tuple(Dim(axes=tuple(a for a in axes if a not in manual)) for axes in outside.axes))
+        if have.axes != want.axes:
+            self.swapped[var] = self.reshard(self.emit(var, have, eqn), have, want, eqn)
 
     def sliced(self, var: Any, stack: Atom, eqn: Any) -> None:
         """What a loop reads of a stack lies as that does, and moves to where it was decided to lie."""
@@ -253,7 +269,9 @@ class _Body:
             return None
         decision = self.rewriter.decisions.of(op)
         is_read = op.name in limits.READ and any(decision.operands)
-        return decision if is_read or any(step.kind != "slice" for step in decision.steps) else None
+        assert op.rule is not None
+        is_kept_whole = self.scope.divergent and not EXCHANGED.isdisjoint(op.rule.kinds)
+        return decision if is_read or is_kept_whole or any(step.kind != "slice" for step in decision.steps) else None
 
     def decided(
         self, eqn: Any, decision: Decision, invars: list[Any], found: list[Spec | None]
@@ -266,7 +284,7 @@ class _Body:
         for k, (var, steps, need) in enumerate(zip(eqn.invars, decision.operands, decision.needs, strict=True)):
             if steps:
                 invars[k] = self.walked(invars[k], var, steps, eqn)
-            elif self.atom(var) is None and any(need.axes):  # made where it is used
+            elif self.atom(var) is None and (any(need.axes) or (self.scope.divergent and need.dims)):  # made here
                 invars[k] = self.emit(invars[k], need, eqn)
             found[k] = need if found[k] is not None or any(need.axes) else None
         results: list[Spec | None] = [None] * len(eqn.outvars)
@@ -335,7 +353,8 @@ class _Body:
         pin = self.rewriter.pins.get(target) if asked and target is not None else None
         if spec is None or (pin is None and self.rewriter.spec(self.atom(var)) == spec):
             return operand
-        return self.reshard(operand, self.wanted(var), spec, eqn, asked=pin.spec if pin else None)
+        permutes = target not in self.rewriter.divergent
+        return self.reshard(operand, self.wanted(var), spec, eqn, asked=pin.spec if pin else None, permutes=permutes)
 
     def reshard(
         self,
@@ -346,11 +365,13 @@ class _Body:
         *,
         asked: Spec | None = None,
         name: str | None = None,
+        permutes: bool = True,
     ) -> Any:
         """The operand, split so far as `have` says, brought to a spec step by step."""
         itemsize = getattr(operand.aval.dtype, "itemsize", 0)
+        permutes = permutes and not self.scope.divergent
         if have is not None and itemsize:
-            for step in chain(have, spec, operand.aval.shape, itemsize, self.rewriter.sizes)[:-1]:
+            for step in chain(have, spec, operand.aval.shape, itemsize, self.rewriter.sizes, permutes=permutes)[:-1]:
                 operand = self.emit(operand, step.spec, eqn)
         return self.emit(operand, spec, eqn, asked=asked, name=name)
 

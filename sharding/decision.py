@@ -42,6 +42,9 @@ WHOLE = frozenset({"top_k"})
 PECULIAR = FAR | WHOLE | {PRODUCT}
 """Ops for which their rule does not say all."""
 
+EXCHANGED = frozenset({Kind.PERMUTE, Kind.REPLICATE})
+"""The kinds of factors along which XLA lets neighbours exchange what they lack, by collective-permutes."""
+
 Factors = Mapping[int, Atoms]
 """Factor -> what splits it while the op runs."""
 
@@ -86,11 +89,12 @@ class Decisions:
         free = [v not in self._made for v in op.operands]
         # By identity: the graph keeps its rules, and hashing one is slow.
         kind = op.name if op.name in PECULIAR else ""
-        key = (id(op.rule), kind, tuple(s.axes for s in specs), *shapes, *itemsizes, *free)
+        permutes, manual = not self.graph.diverges(op), self.graph.manual.get(op.results[0], frozenset())
+        key = (id(op.rule), kind, permutes, manual, tuple(s.axes for s in specs), *shapes, *itemsizes, *free)
         found = self._known.get(key)
         if found is None:
             form = self._forms.setdefault(op.rule, Form.of(0, op.rule, single_use=False, firsts=None))
-            found = self._known[key] = _Op(self, form, op, specs, shapes, itemsizes, free).cheapest()
+            found = self._known[key] = _Op(self, form, op, specs, shapes, itemsizes, free, permutes, manual).cheapest()
         return found
 
 
@@ -106,6 +110,10 @@ class _Op:
     itemsizes: Sequence[int]
     free: Sequence[bool]
     """Per operand whether it is made where it is used, so that moving it costs nothing."""
+    permutes: bool
+    """Whether there may be collective-permutes: not where some devices run the op and others don't."""
+    manual: frozenset[str]
+    """Axes of the `shard_map`s around."""
 
     def cheapest(self) -> Decision:
         found = [(self.cost(factors, d), d) for factors in self.choices() if (d := self.decision(factors)) is not None]
@@ -139,7 +147,7 @@ class _Op:
         options: list[list[Atoms]] = []
         for f in range(len(rule.sizes)):
             seen = dict.fromkeys(part.factors[f] for part in parts.values() if f in part.factors)
-            far = rule.kinds[f] is Kind.PERMUTE and self.op.name in FAR
+            far = rule.kinds[f] is Kind.PERMUTE and (self.op.name in FAR or not self.permutes)
             if self.op.name in WHOLE:
                 seen = {}
             elif far or rule.kinds[f] is Kind.REPLICATE or f in rule.blocked:
@@ -187,7 +195,7 @@ class _Op:
 
         One summed dim after the other, unless it then is cut along axes of the sum alone: then the sum over these comes
         first, as a reduce-scatter, and that over all others at once. Where as many devices have the same to do, XLA
-        lets each sum up its part and then changes their places.
+        lets each sum up its part and then changes their places; where it must not, it is summed up whole.
         """
         rule, table = self.form.rule, self.decisions.table
         sums = [factors[f] for f, kind in enumerate(rule.kinds) if kind is Kind.REDUCE and factors[f]]
@@ -197,9 +205,13 @@ class _Op:
         slices = bool(after) and all(step.kind == "slice" for step in after)
         if not (self.op.name == PRODUCT and slices and set(summed).issuperset(cut)):
             steps = [self.step("all-reduce", atoms, spec, self.held(i, spec)) for atoms in reversed(sums)]
-            return (*steps, *after), bool(after) and not (slices and not sums)
+            stays = not self.permutes and not EXCHANGED.isdisjoint(rule.kinds)
+            return (*steps, *after), bool(after) and (stays or not (slices and not sums))
         last = after[-1]
-        idle = tuple(a for a in range(len(table.sizes)) if not any(a in atoms for atoms in factors.values()))
+        taken = {a for axis in self.manual for a in table.split((axis,))}.union(*factors.values())
+        idle = tuple(a for a in range(len(table.sizes)) if a not in taken)
+        if idle and not self.permutes:
+            return (self.step("all-reduce", summed, spec, self.held(i, spec)), *after), True
         if self.width(idle) == self.width(cut):
             sum_ = self.step("all-reduce", summed, last.spec, last.num_bytes)
             return (sum_, self.step("collective-permute", (*cut, *idle), last.spec, last.num_bytes)), False
@@ -221,7 +233,7 @@ class _Op:
     def chain(self, i: int, have: Spec, want: Spec) -> tuple[Step, ...]:
         if have.axes == want.axes:
             return ()
-        return chain(have, want, self.shapes[i], self.itemsizes[i], self.decisions.sizes)
+        return chain(have, want, self.shapes[i], self.itemsizes[i], self.decisions.sizes, permutes=self.permutes)
 
     def lying(self, i: int, factors: Factors) -> Spec | None:
         """How an array lies where the factors are split so; None where parts of its dims would be strided."""

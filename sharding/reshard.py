@@ -53,7 +53,15 @@ class Step:
     """What each device sends."""
 
 
-def chain(have: Spec, want: Spec, shape: tuple[int, ...], itemsize: int, sizes: Mapping[str, int]) -> tuple[Step, ...]:
+def chain(
+    have: Spec,
+    want: Spec,
+    shape: tuple[int, ...],
+    itemsize: int,
+    sizes: Mapping[str, int],
+    *,
+    permutes: bool = True,
+) -> tuple[Step, ...]:
     """The cheapest steps from one split of an array to another; none where they are the same.
 
     Args:
@@ -62,6 +70,8 @@ def chain(have: Spec, want: Spec, shape: tuple[int, ...], itemsize: int, sizes: 
         shape: of the whole array.
         itemsize: bytes of an element.
         sizes: of the mesh axes.
+        permutes: whether a step may be a collective-permute. Not where some devices run the program and others don't:
+            it waits for all devices, other collectives for those of their own group. Nor are axes cut then.
 
     Cheapest by the bytes that a device sends, where each step counts as `STEP_BYTES` more (Dijkstra, over the splits
     that can be met on the way; with the three or four axes of a mesh there are few).
@@ -71,12 +81,46 @@ def chain(have: Spec, want: Spec, shape: tuple[int, ...], itemsize: int, sizes: 
     if start == goal:
         return ()
     named = tuple(sizes.items())
-    steps = _chain(start, goal, shape, itemsize, named)
+    steps = _chain(start, goal, shape, itemsize, named, permutes)
+    if not permutes:
+        is_even = _is_even((start, *(step.spec.axes for step in steps)), shape, sizes)
+        return steps if is_even else _regathered(start, goal, shape, itemsize, sizes)
     pieces = _halves(start, goal, sizes)
     if not pieces or sum(step.num_bytes for step in steps if step.kind != "slice") <= steps[-1].num_bytes:
         return steps
-    finer = _chain(_cut(start, pieces, sizes), _cut(goal, pieces, sizes), shape, itemsize, named)
+    finer = _chain(_cut(start, pieces, sizes), _cut(goal, pieces, sizes), shape, itemsize, named, permutes)
     return min(steps, finer, key=_cost)
+
+
+def _is_even(splits: Sequence[Split], shape: tuple[int, ...], sizes: Mapping[str, int]) -> bool:
+    """Whether all parts of each dim that changes are as long in every split."""
+    changing = [(n, ways) for n, ways in zip(shape, zip(*splits, strict=True), strict=True) if len({*ways}) > 1]
+    return not any(n % num_parts(axes, sizes) for n, ways in changing for axes in ways)
+
+
+def _regathered(
+    start: Split, goal: Split, shape: tuple[int, ...], itemsize: int, sizes: Mapping[str, int]
+) -> tuple[Step, ...]:
+    """Each dim that changes gathered whole, then cut at once.
+
+    Where parts are of unequal length, those of one split begin and end in the midst of another's: XLA lets neighbours
+    exchange what they lack.
+    """
+    changed = [d for d, (old, new) in enumerate(zip(start, goal, strict=True)) if old != new]
+    gathers: list[_Move] = []
+    slices: list[_Move] = []
+    split = start
+    for d in changed:
+        split = _with(split, d, ())
+        if start[d]:
+            gathers.append(("all-gather", start[d], split))
+    for d in changed:
+        split = _with(split, d, goal[d])
+        if goal[d]:
+            slices.append(("slice", goal[d], split))
+    befores = (start, *(after for _, _, after in (*gathers, *slices)))
+    pairs = zip(befores, (*gathers, *slices), strict=False)
+    return tuple(_step(move, _held(before, move, shape, itemsize, sizes), sizes) for before, move in pairs)
 
 
 def _cost(steps: Iterable[Step]) -> int:
@@ -99,7 +143,7 @@ def _halves(start: Split, goal: Split, sizes: Mapping[str, int]) -> dict[str, li
 
 @lru_cache(maxsize=4096)
 def _chain(
-    start: Split, goal: Split, shape: tuple[int, ...], itemsize: int, named: tuple[tuple[str, int], ...]
+    start: Split, goal: Split, shape: tuple[int, ...], itemsize: int, named: tuple[tuple[str, int], ...], permutes: bool
 ) -> tuple[Step, ...]:
     sizes = dict(named)
     number = itertools.count()  # of equal costs the first found
@@ -115,6 +159,8 @@ def _chain(
         for move in _moves(split, goal, sizes):
             kind, axes, after = move
             cost = spent
+            if kind == "collective-permute" and not permutes:
+                continue
             if kind != "slice":
                 held = _held(split, move, shape, itemsize, sizes)
                 cost += wire_bytes(kind, held, num_parts(axes, sizes)) + STEP_BYTES

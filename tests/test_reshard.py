@@ -76,6 +76,28 @@ def test_each_step_moves_data_inside_its_groups_alone(sizes):
         assert split == after
 
 
+@pytest.mark.parametrize("shape", [(12, 12), (7, 5)], ids=str)
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+def test_a_way_without_permutes(sizes, shape):
+    """Also through parts of unequal length: a cut leaves each device with nothing that it did not have."""
+    for before, after in itertools.product(splits(sizes, 2), repeat=2):
+        split = before
+        for step in reshard.chain(spec(before), spec(after), shape, 4, sizes, permutes=False):
+            assert step.kind != "collective-permute"
+            if step.kind == "slice":
+                old, new = uneven_parts(split, shape, sizes), uneven_parts(step.spec.axes, shape, sizes)
+                assert all(new[device] <= old[device] for device in old)
+            split = step.spec.axes
+        assert split == after
+
+
+def uneven_parts(split, shape, sizes):
+    """As `parts`, where a dim's last part may be shorter, or empty."""
+    padded = [size + -size % math.prod(sizes[a] for a in axes) for size, axes in zip(shape, split, strict=True)]
+    there = set(itertools.product(*map(range, shape)))
+    return {device: held & there for device, held in parts(split, padded, sizes).items()}
+
+
 def cheapest(before, after, shape, sizes):
     """The cost of the best way, by trying all splits again and again until nothing gets cheaper."""
     names = splits(sizes, len(shape))

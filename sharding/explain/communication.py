@@ -66,7 +66,8 @@ class Walk:
         self.entered = _entered(self.graph)
         self.branches = _branches(self.graph.scope)
         self.moved: set[tuple] = set()
-        self.turns = {op.results[0]: turn for op in self.graph.ops if (turn := _turn(op, self.graph)) is not None}
+        turned = [op for op in self.graph.ops if not self.graph.diverges(op)]
+        self.turns = {op.results[0]: turn for op in turned if (turn := _turn(op, self.graph)) is not None}
         makers = self.graph.makers
         self.turning = {v for result in self.turns for op in of_rotation(makers[result], makers) for v in op.results}
 
@@ -102,7 +103,7 @@ class Walk:
         for v in op.operands:
             want = self.specs[target] if op.site else self.leaves(target)
             if v in self.times and self.specs[v].axes != want.axes:
-                steps = self.chain(v, self.specs[v], want)
+                steps = self.chain(op, v, self.specs[v], want)
                 what = f"{self.graph.label(target)}, {'where a loop has it' if op.site else 'a result'}"
                 advise = partial(self.advice.edge, v, target)
                 for c in self.moves(op, v, self.specs[v], steps, self.times[v], what, advise):
@@ -116,8 +117,9 @@ class Walk:
         """Bytes of a value that one device has."""
         return local_bytes(self.specs[v].axes, self.graph.shapes[v], self.graph.itemsize(v), self.sizes)
 
-    def chain(self, v: int, have: Spec, want: Spec) -> tuple[Step, ...]:
-        return chain(have, want, self.graph.shapes[v], self.graph.itemsize(v), self.sizes)
+    def chain(self, op: Op, v: int, have: Spec, want: Spec) -> tuple[Step, ...]:
+        shape, itemsize = self.graph.shapes[v], self.graph.itemsize(v)
+        return chain(have, want, shape, itemsize, self.sizes, permutes=not self.graph.diverges(op))
 
     def op(self, op: Op) -> Iterator[Transfer]:
         decision = self.decisions.of(op)
@@ -126,7 +128,7 @@ class Walk:
             times, what = self.entered.get(v, op.times), f"operand {k} of {op.name}, {self.graph.label(v)}"
             advise = partial(self.advice.operand, op, v, needs[k])
             if v in self.times and needs[k].axes != decision.needs[k].axes:
-                steps = (*steps, *self.chain(v, decision.needs[k], needs[k]))
+                steps = (*steps, *self.chain(op, v, decision.needs[k], needs[k]))
             for c in self.moves(op, v, self.specs[v], steps, times, what, advise):
                 yield Transfer(c, v, True)
         yield from self.exchanged(op, (*needs, *runs_as))
@@ -134,7 +136,7 @@ class Walk:
             sums = [step for step in steps if step.kind in SUMS]
             rest = steps[len(sums) :]
             if spec.axes != made.axes:
-                sums, rest = self.of_limited(v, sums, needs, spec), self.chain(v, spec, self.specs[v])
+                sums, rest = self.of_limited(v, sums, needs, spec), self.chain(op, v, spec, self.specs[v])
             for c in self.sums(op, v, sums, decision):
                 yield Transfer(c, v, False)
             what, advise = f"result of {op.name}, {self.graph.label(v)}", partial(self.advice.result, v, spec)

@@ -26,6 +26,7 @@ class Builder:
         self.repeated: dict[str, list[int]] = {}
         self.calls: Site = ()  # the call equations around, innermost first
         self.manual: frozenset[str] = frozenset()  # axes of the shard_maps around
+        self.divergent = False  # whether a loop or branch around may run on some of their devices only
         self.rules: dict[Any, Rule | None] = {}  # of equations that are alike
         self.distinct: dict[Rule, Rule] = {}
 
@@ -34,7 +35,10 @@ class Builder:
         g.shapes.append(tuple(getattr(aval, "shape", ())))
         g.dtypes.append(getattr(aval, "dtype", None))
         g.sites.append((maker, *self.calls) if maker is not None else ())
-        return len(g.shapes) - 1
+        made = len(g.shapes) - 1
+        if self.divergent:
+            g.divergent.add(made)
+        return made
 
     def use(self, atom: Atom, aval: Any) -> int:
         return self.value(aval, None) if atom is None else atom
@@ -52,7 +56,7 @@ class Builder:
 
     def scope(self, jaxpr: Any, inputs: Sequence[Atom], times: int) -> Scope:
         jaxpr = compat.open_jaxpr(jaxpr)
-        scope = Scope(jaxpr, manual=self.manual)
+        scope = Scope(jaxpr, manual=self.manual, divergent=self.divergent)
         scope.env.update(dict.fromkeys(jaxpr.constvars))
         scope.env.update(zip(jaxpr.invars, inputs, strict=True))
         for i, eqn in enumerate(jaxpr.eqns):
@@ -60,7 +64,9 @@ class Builder:
             if name in CALLS:
                 self.call(scope, i, eqn, times)
             elif name in self.handlers:
+                around, self.divergent = self.divergent, self.divergent or self.may_diverge(name)
                 self.handlers[name](self, scope, i, eqn, times)
+                self.divergent = around
             elif name == "annotate":
                 self.annotate(scope, eqn, times)
             elif name == "same":
@@ -72,6 +78,14 @@ class Builder:
             else:
                 self.plain(scope, eqn, times)
         return scope
+
+    def may_diverge(self, name: str) -> bool:
+        """Whether devices may differ in what they run of an equation's bodies.
+
+        In a `shard_map` each device has numbers of its own along the manual axes, also as a loop's or branch's
+        condition. That they are the same on all of them is not looked for.
+        """
+        return name in ("while", "cond") and any(self.sizes[axis] > 1 for axis in self.manual)
 
     def outs(self, scope: Scope) -> list[Atom]:
         return [self.read(scope, atom) for atom in scope.jaxpr.outvars]

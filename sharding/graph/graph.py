@@ -98,6 +98,8 @@ class Scope:
     """For each result of a loop's body the stack to which it is added, or None."""
     manual: frozenset[str] = frozenset()
     """Mesh axes that a `shard_map` around has taken: no value here can be split by them."""
+    divergent: bool = False
+    """Whether devices that differ along those axes may differ in whether, or how often, they run it."""
 
 
 @dataclass(eq=False)
@@ -115,6 +117,8 @@ class Graph:
     groups: list[Group] = field(default_factory=list)
     manual: dict[int, frozenset[str]] = field(default_factory=dict)
     """Of values in and around a `shard_map` the axes that they can't take."""
+    divergent: set[int] = field(default_factory=set)
+    """Values that are made where devices may differ in what they run: nothing there may wait for all of them."""
     spread: list[int] = field(default_factory=list)
     """Scalars that are broadcast: what is made of them is no value, and yet needs them."""
     names: dict[str, int] = field(default_factory=dict)
@@ -135,6 +139,10 @@ class Graph:
     def with_pins(self, pins: Mapping[int, Pin]) -> Graph:
         """The same program with other annotations on some values."""
         return dataclasses.replace(self, pins={**self.pins, **pins})
+
+    def diverges(self, op: Op) -> bool:
+        """Whether devices may differ in whether they run an op."""
+        return not self.divergent.isdisjoint(op.results)
 
     def num_bytes(self, value: int) -> int:
         """Bytes of a whole value."""

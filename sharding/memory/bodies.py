@@ -23,6 +23,11 @@ def moved_into(
     return to.resplit(x, shape, width, low.spec_of(atom, scope), spec)
 
 
+def inside(low: Lowering, child: Scope | None) -> Emitter:
+    """What adds instructions to a loop's or branch's body."""
+    return Emitter(low.sizes, low.place, permutes=child is None or not child.divergent)
+
+
 def separate(operands: Sequence[Instruction], carried: Sequence[int], to: Emitter) -> list[Instruction]:
     """The operands of a loop with copies of what it changes where that is an argument or there already."""
     seen: set[Instruction] = set()
@@ -46,7 +51,7 @@ def scan(low: Lowering, i: int, eqn: Any, scope: Scope | None, env: Env, to: Emi
         moved_into(low, atom, low.read(atom, env), target, scope, to)
         for atom, target in zip(eqn.invars, entries, strict=True)
     ]
-    inner = Emitter(low.sizes, low.place)
+    inner = inside(low, child)
     names: Env = dict.fromkeys(body.constvars)
     for k, (var, x) in enumerate(zip(body.invars, entered, strict=True)):
         width = low.width(var.aval)
@@ -112,7 +117,7 @@ def while_(low: Lowering, i: int, eqn: Any, scope: Scope | None, env: Env, to: E
     ]
     body = compat.open_jaxpr(p["body_jaxpr"])
     child = scope.children.get((i, "body_jaxpr", 0)) if scope is not None else None
-    inner = Emitter(low.sizes, low.place)
+    inner = inside(low, child)
     names: Env = dict.fromkeys(body.constvars)
     for var, x in zip(body.invars, entered[n_cond:], strict=True):
         names[var] = inner.argument(x.shape, low.width(var.aval), x.value)
@@ -146,7 +151,7 @@ def cond(low: Lowering, i: int, eqn: Any, scope: Scope | None, env: Env, to: Emi
     for k, branch in enumerate(eqn.params["branches"]):
         jaxpr = compat.open_jaxpr(branch)
         child = scope.children.get((i, "branches", k)) if scope is not None else None
-        inner = Emitter(low.sizes, low.place)
+        inner = inside(low, child)
         names: Env = dict.fromkeys(jaxpr.constvars)
         for var, x in zip(jaxpr.invars, entered[1:], strict=True):
             names[var] = inner.argument(x.shape, low.width(var.aval), x.value)

@@ -20,9 +20,10 @@ class Place:
 class Emitter:
     """Adds instructions to a body."""
 
-    def __init__(self, sizes: Mapping[str, int], place: Place):
+    def __init__(self, sizes: Mapping[str, int], place: Place, *, permutes: bool = True):
         self.body = Body()
         self.sizes = sizes
+        self.permutes = permutes
         self.at = place
         self._made: dict[Any, Instruction] = {}
         self.carried: set[Instruction] = set()
@@ -78,7 +79,7 @@ class Emitter:
         """The same array split otherwise, by the cheapest way."""
         if have.axes == need.axes:
             return x
-        return self.walked(x, shape, width, chain(have, need, tuple(shape), width, self.sizes))
+        return self.walked(x, shape, width, chain(have, need, tuple(shape), width, self.sizes, permutes=self.permutes))
 
     def walked(self, x: Instruction, shape: Sequence[int], width: int, steps: Sequence[Step]) -> Instruction:
         """The same array behind some steps."""
