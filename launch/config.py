@@ -83,6 +83,9 @@ class TextChoice:
         return bool(self.files or self.tokenizer or self.vocab)
 
 
+Zero = Literal[0, 1, 2, 3]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Optimization:
     """AdamW with a linear warm-up, a cosine down to a tenth, and clipping by the global norm."""
@@ -99,6 +102,8 @@ class Optimization:
     """Parts of a batch whose gradients are computed one after the other."""
     pipeline: Pipelining | None = None
     """How these parts go through stages instead, if the mesh has any."""
+    zero: Zero = 0
+    """What the axis `data` splits: 0 no states, 1 the optimizer's, 2 gradients too, 3 parameters too."""
 
     def __post_init__(self) -> None:
         at_least("--lr", self.lr, 0)
@@ -135,6 +140,9 @@ class OptimizationChoice:
     """Largest norm of a gradient; 1.0 for gpt-tiny."""
     accumulate: int | None = None
     """Compute the gradient of a batch in so many parts one after the other, which needs less memory; 1 for gpt-tiny."""
+    zero: Zero | None = None
+    """ZeRO's stage, what the axis data splits: 1 the optimizer's state, 2 gradients too, 3 parameters too. Default: 0,
+    none of them."""
 
     def __post_init__(self) -> None:
         self.over(Optimization())
@@ -214,6 +222,8 @@ class Explain:
     batch: int | None = None
     """Examples in a step, over all devices. Default: at least 16, as many as the mesh can split evenly."""
     pipeline: OmitArgPrefixes[PipelineChoice] = field(default_factory=PipelineChoice)
+    zero: Zero = 0
+    """ZeRO's stage, what the axis data splits: 1 the optimizer's state, 2 gradients too, 3 parameters too."""
     why: Annotated[str | None, arg(metavar="NAME")] = None
     """Show where each axis of this tensor comes from, such as state/params/embed/table."""
     communication: bool = False
@@ -236,6 +246,7 @@ class Explain:
             at_least("--batch", self.batch, 1)
             if -1 not in axes.values():
                 check_batch(self.batch, axes, pipeline=self.pipeline.over(axes))
+        check_zero(self.zero, axes)
         if self.aot is not None and self.devices not in (None, self.aot):
             raise ShardingError(
                 f"--devices {self.devices} --aot {self.aot}",
@@ -332,6 +343,18 @@ def check_batch(batch: int, axes: dict[str, int], accumulate: int = 1, pipeline:
         must="each part of the mesh must get the same number of examples" + (" each time" if times else ""),
         fix=f"--batch {near}",
     )
+
+
+def check_zero(zero: Zero, axes: dict[str, int]) -> None:
+    """Raise an error if no axis splits the model's states."""
+    if zero and axes.get("data", 1) == 1:
+        mesh = ",".join(f"{name}={size}" for name, size in axes.items())
+        raise ShardingError(
+            f"--zero {zero}",
+            there=f"--mesh {mesh}",
+            must="the axis data, over which the batch is split, splits the states",
+            fix="--mesh data=2,...",
+        )
 
 
 def as_json(config: Any) -> dict[str, Any]:

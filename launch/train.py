@@ -19,7 +19,7 @@ from sharding import ShardingError, checkpoint
 
 from . import curve, devices, folder, metrics, report, tasks, text
 from . import program as programs
-from .config import Recipe, Train, as_json, batch_parts, check_batch, parse_mesh
+from .config import Recipe, Train, as_json, batch_parts, check_batch, check_zero, parse_mesh
 from .console import Console
 from .interrupt import Interrupt
 from .task import Batch, Source, TrainState
@@ -40,6 +40,7 @@ def _run(config: Train, interrupt: Interrupt) -> None:
     accumulate = recipe.optimization.accumulate
     pipelining = config.pipeline.over(axes, accumulate)
     check_batch(recipe.batch, axes, accumulate, pipelining)
+    check_zero(recipe.optimization.zero, axes)
     optimization = replace(recipe.optimization, pipeline=pipelining)
     tokenized = text.read(config.text) if config.text.given else None
     model = text.fitted(model, tokenized) if tokenized else model

@@ -10,6 +10,9 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+import sharding
+from sharding import P, zero
+
 from ..models import layouts
 from . import pipelined
 from .config import Optimization
@@ -61,13 +64,19 @@ def trained(
     schedule = learning_rate(optimization, steps)
     transform = optimizer(optimization, schedule)
 
+    def rules() -> layouts.Layout:
+        return layout(jax.sharding.get_abstract_mesh().axis_names)
+
     def init(key: jax.Array) -> TrainState:
         _, params, variables = nnx.split(make(nnx.Rngs(params=key)), nnx.Param, ...)
-        return TrainState(params, transform.init(params), jnp.zeros((), jnp.int32), variables)
+        opt_state = _split(transform, optimization, params, rules()).init(params)
+        return TrainState(params, opt_state, jnp.zeros((), jnp.int32), variables)
 
     def merged(params: nnx.State, variables: nnx.State) -> Any:
-        rules = layout(jax.sharding.get_abstract_mesh().axis_names)
-        params = layouts.annotate(params, rules)
+        params = layouts.annotate(params, rules())
+        if optimization.zero == 3:
+            own = zero.specs(params, stage=3, like=_known(params, rules()))
+            params = jax.tree.map(sharding.annotate, params, own.params)
         if pipe is not None:
             params = layouts.staged(params)
         # Both are made anew here: nnx lets a variable change only in the trace that made it.
@@ -89,13 +98,17 @@ def trained(
         return updated(replace(state, variables=variables), nats, gradients)
 
     def updated(state: TrainState, nats: jax.Array, gradients: nnx.State) -> tuple[TrainState, Measured]:
-        updates, opt_state = transform.update(gradients, state.opt_state, state.params)
+        tx = _split(transform, optimization, state.params, rules())
+        if isinstance(tx, zero.Sharded):
+            params, opt_state = tx.apply(gradients, state.opt_state, state.params)
+        else:
+            updates, opt_state = tx.update(gradients, state.opt_state, state.params)
+            params = optax.apply_updates(state.params, updates)
         measured = {
             "loss": nats,
             "gradient_norm": optax.tree.norm(gradients),
             "learning_rate": jnp.asarray(schedule(state.step), jnp.float32),
         }
-        params = optax.apply_updates(state.params, updates)
         return replace(state, params=params, opt_state=opt_state, step=state.step + 1), measured
 
     apart = None if pipe is None else pipelined.apart(shapes, merged, updated, pipe)
@@ -149,6 +162,21 @@ def optimizer(optimization: Optimization, schedule: optax.Schedule) -> optax.Gra
         optax.clip_by_global_norm(optimization.clip),
         optax.adamw(schedule, b2=0.95, weight_decay=optimization.weight_decay, mask=_decays),
     )
+
+
+def _split(
+    transform: optax.GradientTransformation, optimization: Optimization, params: Any, rules: layouts.Layout
+) -> optax.GradientTransformation:
+    """The optimizer over the axis `data`, where there is a mesh that it splits states over."""
+    if not optimization.zero or "data" not in jax.sharding.get_abstract_mesh().axis_names:
+        return transform
+    return zero.shard(transform, stage=optimization.zero, like=_known(params, rules))
+
+
+def _known(params: Any, rules: layouts.Layout) -> Any:
+    """How a layout splits the parameters."""
+    found = layouts.specs(params, rules)
+    return jax.tree.map(lambda _, spec: P() if spec is None else spec, params, found, is_leaf=lambda x: x is None)
 
 
 def _decays(params: nnx.State) -> nnx.State:
