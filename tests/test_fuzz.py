@@ -27,7 +27,13 @@ BATCH = 20
 pytestmark = pytest.mark.filterwarnings("ignore:.*XLA pads it", "ignore:Some donated buffers were not usable")
 
 
-@pytest.mark.parametrize("first", range(0, COUNT - 20, BATCH))
+@pytest.mark.parametrize(
+    "first",
+    [
+        *range(0, COUNT // 2, BATCH),
+        *(pytest.param(first, marks=pytest.mark.slow) for first in range(COUNT // 2, COUNT - 20, BATCH)),
+    ],
+)
 def test_programs(first):
     for number in range(first, first + BATCH):
         try:

@@ -51,7 +51,9 @@ def same_variables(state, other) -> None:
         assert np.linalg.norm(a - b) <= 1e-3 * np.linalg.norm(b)
 
 
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize(
+    "name", ["resnet-tiny", "dlrm-tiny", *(pytest.param(n, marks=pytest.mark.slow) for n in ("bert-tiny", "vit-tiny"))]
+)
 def test_a_small_one_learns_the_same_on_three_axes(name: str):
     task = task_of(name, SMALLER[name])
     source, start = task.source(BATCH, 0), jax.device_get(jax.jit(task.init)(jax.random.key(0)))

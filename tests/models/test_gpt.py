@@ -60,7 +60,14 @@ def _value_and_grad(model, key=None):
     return jax.value_and_grad(gpt.next_token_loss)(model, _tokens(), key)
 
 
-@pytest.mark.parametrize("changes", [{}, {"positions": "learned", "tied": False}, {"dtype": "bfloat16", "scan": True}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({}, marks=pytest.mark.slow),
+        pytest.param({"positions": "learned", "tied": False}, marks=pytest.mark.slow),
+        {"dtype": "bfloat16", "scan": True},
+    ],
+)
 def test_shapes(changes):
     model = _model(**changes)
     logits = _call(model, _tokens())
@@ -164,7 +171,7 @@ def test_rotation_keeps_lengths_and_sees_only_distance():
     assert not np.allclose(score[0, 0], score[0, 5], rtol=1e-2)
 
 
-@pytest.mark.parametrize("key", [None, 3])
+@pytest.mark.parametrize("key", [pytest.param(None, marks=pytest.mark.slow), 3])
 def test_scanned_is_unrolled(key):
     key = None if key is None else jax.random.key(key)
     unrolled, scanned = _model(dropout=0.2), _model(dropout=0.2, scan=True)
@@ -176,7 +183,7 @@ def test_scanned_is_unrolled(key):
     _assert_close(_paths(scanned_grads), _stacked(_paths(grads)))
 
 
-@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize("scan", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_remat_changes_nothing(scan):
     key = jax.random.key(3)
     value, grads = _value_and_grad(_model(scan=scan, dropout=0.2), key)

@@ -109,8 +109,8 @@ def _count(text, shape):
     return sum(result.count(shape) for result in results)
 
 
-@pytest.mark.parametrize("remat", [False, True])
-@pytest.mark.parametrize("axes", [{"tensor": 8}, {"data": 2, "tensor": 4}])
+@pytest.mark.parametrize("remat", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("axes", [pytest.param({"tensor": 8}, marks=pytest.mark.slow), {"data": 2, "tensor": 4}])
 def test_a_layer_reduces_twice_forward_and_twice_back(axes, remat):
     # [B / data, S, M] is the shape of the residual stream, which only the tensor axis reduces; outside of the layers
     # that is once for the embedding and once for the gradient of the head's input.

@@ -36,7 +36,14 @@ def _call(model, pixels, training=False):
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"block": "bottleneck"}, {"stem": "large", "stages": (2, 1)}, {"dtype": "bfloat16"}], ids=str
+    "changes",
+    [
+        {},
+        pytest.param({"block": "bottleneck"}, marks=pytest.mark.slow),
+        pytest.param({"stem": "large", "stages": (2, 1)}, marks=pytest.mark.slow),
+        {"dtype": "bfloat16"},
+    ],
+    ids=str,
 )
 def test_shapes(changes):
     logits, _ = _call(_model(**changes), _images())

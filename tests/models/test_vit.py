@@ -32,7 +32,14 @@ def _value_and_grad(model, key=None):
     return jax.value_and_grad(lambda model: images.loss(model(_images(), key), jnp.array([0, 4, 2])))(model)
 
 
-@pytest.mark.parametrize("changes", [{}, {"pool": "mean"}, {"dtype": "bfloat16", "scan": True}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({}, marks=pytest.mark.slow),
+        pytest.param({"pool": "mean"}, marks=pytest.mark.slow),
+        {"dtype": "bfloat16", "scan": True},
+    ],
+)
 def test_shapes(changes):
     logits = _model(**changes)(_images())
     assert logits.shape == (3, 5)
@@ -88,7 +95,15 @@ def test_the_mean_over_patches_does_not_know_their_order():
     np.testing.assert_allclose(model(_images()), model(rolled), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("changes", [{"scan": True}, {"remat": True}, {"scan": True, "remat": True}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({"scan": True}, marks=pytest.mark.slow),
+        pytest.param({"remat": True}, marks=pytest.mark.slow),
+        {"scan": True, "remat": True},
+    ],
+    ids=str,
+)
 def test_forms_agree(changes):
     key = jax.random.key(3)
     value, grads = _value_and_grad(_model(dropout=0.2), key)
