@@ -8,8 +8,8 @@ Plain flax nnx modules without any sharding. What is unusual:
   - with `remat` the output of each attention is kept, so the backward pass runs no forward reduction again.
 
 Shape suffixes: B batch, S sequence, T sequence of keys, M features, F hidden features of the MLP, L layers, H query
-heads, G head groups (one key and value head each), Q query heads of a group, N = Q + 2 heads of a group with its key
-and value, D features of a head.
+heads, G head groups (one key and value head each), Q query heads of a group (in scores no dim where it is one), N =
+Q + 2 heads of a group with its key and value, D features of a head.
 """
 
 import functools
@@ -112,8 +112,8 @@ def causal_attention(q_BSHD: jax.Array, k_BTGD: jax.Array, v_BTGD: jax.Array, st
     The queries' positions begin at `start`, those of keys and values at 0.
     """
     score_BGQST = _scores(q_BSHD, k_BTGD)
-    seen_ST = _seen(q_BSHD.shape[1], k_BTGD.shape[1], start)[None, None, None, :, :]
-    return _mixed(jnp.where(seen_ST, score_BGQST, -jnp.inf), v_BTGD)
+    seen_BGQST = jnp.broadcast_to(_seen(q_BSHD.shape[1], k_BTGD.shape[1], start), score_BGQST.shape)
+    return _mixed(jnp.where(seen_BGQST, score_BGQST, -jnp.inf), v_BTGD)
 
 
 def full_attention(q_BSHD: jax.Array, k_BTGD: jax.Array, v_BTGD: jax.Array) -> jax.Array:
@@ -124,15 +124,21 @@ def full_attention(q_BSHD: jax.Array, k_BTGD: jax.Array, v_BTGD: jax.Array) -> j
 def _scores(q_BSHD: jax.Array, k_BTGD: jax.Array) -> jax.Array:
     batch, length, heads, size = q_BSHD.shape
     groups = k_BTGD.shape[2]
-    q_BSGQD = q_BSHD.reshape(batch, length, groups, heads // groups, size)
-    return jnp.einsum("BSGQD,BTGD->BGQST", q_BSGQD, k_BTGD).astype(jnp.float32) / math.sqrt(size)
+    # XLA:CPU has fast products for leading batch dims, and copies whole scores for a dim of size 1.
+    per_group = () if heads == groups else (heads // groups,)
+    q_BGQSD = jnp.moveaxis(q_BSHD.reshape(batch, length, groups, *per_group, size), 1, -2)
+    score_BGQST = jnp.einsum("BG...SD,BGTD->BG...ST", q_BGQSD, k_BTGD.transpose(0, 2, 1, 3))
+    return score_BGQST.astype(jnp.float32) / math.sqrt(size)
 
 
 def _mixed(score_BGQST: jax.Array, v_BTGD: jax.Array) -> jax.Array:
-    batch, groups, per_group, length, _ = score_BGQST.shape
-    weight_BGQST = jax.nn.softmax(score_BGQST, axis=-1).astype(v_BTGD.dtype)
-    out_BSGQD = jnp.einsum("BGQST,BTGD->BSGQD", weight_BGQST, v_BTGD)
-    return out_BSGQD.reshape(batch, length, groups * per_group, v_BTGD.shape[-1])
+    highest_BGQS1 = jax.lax.stop_gradient(jnp.max(score_BGQST, axis=-1, keepdims=True))
+    weight_BGQST = jnp.exp(score_BGQST - highest_BGQS1)
+    out_BGQSD = jnp.einsum("BG...ST,BGTD->BG...SD", weight_BGQST.astype(v_BTGD.dtype), v_BTGD.transpose(0, 2, 1, 3))
+    # Their sum divides here, where there is less to divide than weights.
+    out_BGQSD = (out_BGQSD / jnp.sum(weight_BGQST, axis=-1, keepdims=True)).astype(v_BTGD.dtype)
+    out_BSGQD = jnp.moveaxis(out_BGQSD, -2, 1)
+    return out_BSGQD.reshape(*out_BSGQD.shape[:2], -1, out_BSGQD.shape[-1])
 
 
 def _seen(length: int, keys: int, start: jax.Array | int) -> jax.Array:
@@ -240,7 +246,9 @@ class Attention(nnx.Module):
         qkv_BSGND = jnp.einsum("BSM,MGND->BSGND", x_BSM, self.qkv[...].astype(dtype))
         if self.qkv_bias is not None:
             qkv_BSGND += self.qkv_bias[...].astype(dtype)[None, None, :, :, :]
-        q_BSGQD, k_BSGD, v_BSGD = qkv_BSGND[..., :-2, :], qkv_BSGND[..., -2, :], qkv_BSGND[..., -1, :]
+        per_group = config.heads // config.kv_heads
+        q_BSGQD, k_BSG1D, v_BSG1D = jnp.split(qkv_BSGND, [per_group, per_group + 1], axis=3)
+        k_BSGD, v_BSGD = k_BSG1D.squeeze(3), v_BSG1D.squeeze(3)
         q_BSHD = q_BSGQD.reshape(*x_BSM.shape[:2], config.heads, config.head_features)
         if config.positions == "rotary":
             q_BSHD, k_BSGD = rotate(q_BSHD, start), rotate(k_BSGD, start)

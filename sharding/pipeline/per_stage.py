@@ -28,6 +28,8 @@ from .table import Located, Task
 class Worker:
     """The programs of one place on the pipeline's axis, for microbatches or slices of some shape.
 
+    Each has the name of its task in a profile.
+
     Weights are those of one stage with a leading dim of 1, as they are cut out of the stages' parameters.
     """
 
@@ -49,49 +51,61 @@ class Worker:
     @cached_property
     def enter(self) -> Callable[[Ends, Any], Flow]:
         """ends, input -> x."""
-        return jax.jit(lambda ends, inputs: self.stage.passing.flow(self.model.enter(ends, inputs)))
+
+        def enter(ends: Ends, inputs: Any) -> Flow:
+            return self.stage.passing.flow(self.model.enter(ends, inputs))
+
+        return jax.jit(enter)
 
     @cached_property
     def forward(self) -> Callable[[Any, Flow, Flow], tuple[Flow, Flow, Arrays]]:
         """weights, x, context -> y, the next slice's context, residuals."""
-        return jax.jit(lambda weights, x, context: self.stage.forward(_only(weights), x, context))
+
+        def forward(weights: Any, x: Flow, context: Flow) -> tuple[Flow, Flow, Arrays]:
+            return self.stage.forward(_only(weights), x, context)
+
+        return jax.jit(forward)
 
     @cached_property
     def loss(self) -> Callable[[Ends, Flow, Any, jax.Array, Ends], tuple[jax.Array, Ends, Arrays]]:
         """ends, y, target, loss, sums -> the loss and the gradients of the ends with this microbatch's, dy."""
 
-        def run(ends: Ends, y: Flow, target: Any, loss: jax.Array, sums: Ends) -> tuple[jax.Array, Ends, Arrays]:
+        def loss(ends: Ends, y: Flow, target: Any, loss: jax.Array, sums: Ends) -> tuple[jax.Array, Ends, Arrays]:
             value, (more, dy) = self.model.share(self.stage.passing, ends, y, target, self.microbatches)
             return loss + value.astype(loss.dtype), jax.tree.map(jnp.add, sums, more), dy
 
-        return jax.jit(run, donate_argnums=(3, 4))
+        return jax.jit(loss, donate_argnums=(3, 4))
 
     @cached_property
     def backward(self) -> Callable[[Any, Arrays, Arrays, Arrays, Any], tuple[Any, Arrays, Arrays]]:
         """weights, residuals, dy, the gradient of the next slice's context, sums -> the sums with this microbatch's,
         dx, the context's gradient."""
 
-        def run(weights: Any, residuals: Arrays, dy: Arrays, after: Arrays, sums: Any) -> tuple[Any, Arrays, Arrays]:
+        def backward(weights: Any, residuals: Arrays, dy: Arrays, after: Arrays, sums: Any) -> tuple[Any, Arrays, Arrays]:
             dw, dx, before = self.stage.backward(_only(weights), residuals, dy, after)
             return _added(sums, dw), dx, before
 
-        return jax.jit(run, donate_argnums=4, out_shardings=(self.weight_shardings, None, None))
+        return jax.jit(backward, donate_argnums=4, out_shardings=(self.weight_shardings, None, None))
 
     @cached_property
     def backward_end(self) -> Callable[[Any, Arrays, Arrays, Arrays, Any], tuple[Any, Arrays]]:
         """The same where nobody waits for dx."""
 
-        def run(weights: Any, residuals: Arrays, dy: Arrays, after: Arrays, sums: Any) -> tuple[Any, Arrays]:
+        def backward_end(weights: Any, residuals: Arrays, dy: Arrays, after: Arrays, sums: Any) -> tuple[Any, Arrays]:
             dw, _, before = self.stage.backward(_only(weights), residuals, dy, after)
             return _added(sums, dw), before
 
-        return jax.jit(run, donate_argnums=4, out_shardings=(self.weight_shardings, None))
+        return jax.jit(backward_end, donate_argnums=4, out_shardings=(self.weight_shardings, None))
 
     @cached_property
     def backward_input(self) -> Callable[[Any, Arrays, Arrays, Arrays], tuple[Arrays, Arrays, Arrays]]:
         """weights, residuals, dy, the gradient of the next slice's context -> dx, the context's gradient, what
         backward_weight needs."""
-        return jax.jit(lambda weights, *rest: self.stage.backward_input(_only(weights), *rest))
+
+        def backward_input(weights: Any, *rest: Arrays) -> tuple[Arrays, Arrays, Arrays]:
+            return self.stage.backward_input(_only(weights), *rest)
+
+        return jax.jit(backward_input)
 
     @cached_property
     def nothing(self) -> Arrays:
@@ -103,19 +117,19 @@ class Worker:
     def backward_weight(self) -> Callable[[Any, Arrays, Any], Any]:
         """weights, saved, sums -> the sums with this microbatch's."""
 
-        def run(weights: Any, saved: Arrays, sums: Any) -> Any:
+        def backward_weight(weights: Any, saved: Arrays, sums: Any) -> Any:
             return _added(sums, self.stage.backward_weight(_only(weights), saved))
 
-        return jax.jit(run, donate_argnums=2, out_shardings=self.weight_shardings)
+        return jax.jit(backward_weight, donate_argnums=2, out_shardings=self.weight_shardings)
 
     @cached_property
     def entered(self) -> Callable[[Ends, Any, Arrays, Ends], Ends]:
         """ends, input, dx, sums -> the sums with this microbatch's gradients of what comes before the first stage."""
 
-        def run(ends: Ends, inputs: Any, dx: Arrays, sums: Ends) -> Ends:
+        def entered(ends: Ends, inputs: Any, dx: Arrays, sums: Ends) -> Ends:
             return jax.tree.map(jnp.add, sums, self.model.entered(self.stage.passing, ends, inputs, dx))
 
-        return jax.jit(run, donate_argnums=3)
+        return jax.jit(entered, donate_argnums=3)
 
 
 Workers = list[list[Worker]]

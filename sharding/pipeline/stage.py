@@ -1,11 +1,13 @@
 """One stage of a model as programs of their own: forward, backward, and the backward's two parts.
 
 Traced once for all stages, microbatches and devices. What a forward leaves for its backward are only arrays that depend
-on its input: weights are at hand, and what is made of them alone is made again.
+on its input: weights are at hand, and what is made of them alone is made again. So is what cheap elementwise equations
+make of other arrays that are left.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +16,14 @@ import jax
 import jax.numpy as jnp
 
 from .. import compat
+from ..memory.primitives import EXPENSIVE
+from ..rules.table import ELEMENTWISE
 from .equations import Equations, equations, variables
 from .flow import NOTHING, Arrays, Flow, Passing, is_float
+from .products import ordered
+
+CHEAP = (ELEMENTWISE - EXPENSIVE | {"broadcast_in_dim", "div", "reshape", "squeeze"}) - {"name"}
+"""Equations that take less to run again than their results take to be stored and read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +131,7 @@ def traced(stage_fn: Callable[..., Any], weights: Any, x: Any, context: Any = No
         return [*dw, *dx]
 
     out_floats = [atom.aval for atom in forward.outputs[:num_floats]]
-    backward = equations(pulled, *[atom.aval for atom in residuals], *out_floats)
+    backward = ordered(equations(pulled, *[atom.aval for atom in residuals], *out_floats))
     return _split(
         forward,
         backward,
@@ -144,29 +152,48 @@ def _split(forward: Equations, backward: Equations, *, num_weights: int, num_out
     """The four programs, out of the forward's equations and those of its transposed linear part."""
     own, residuals = forward.inputs[:num_weights], forward.outputs[num_out:]
     varying = forward.reached(forward.inputs[num_weights:])
-    kept = list(dict.fromkeys(var for var in variables(residuals) if var in varying))
+    left = list(dict.fromkeys(var for var in variables(residuals) if var in varying))
+    kept = _sources(forward, left, varying)
     # The operands of the backward are named as the forward names them, so that both are one program.
     whole = _joined(forward, backward, residuals)
     gradient = backward.inputs[len(residuals) :]
     num_gradients = sum(facts["weights_are_float"])
     dw, dx = whole.outputs[:num_gradients], whole.outputs[num_gradients:]
     given = [*own, *kept, *gradient]
-    for_input = whole.needed(dx, given=given)
     # The weight part takes what the input part made, but makes again what is of the weights alone.
-    made = {var for eqn in for_input for var in eqn.outvars} & whole.reached([*kept, *gradient])
-    for_weight = whole.needed(dw, given=[*given, *made])
+    made = {var for eqn in whole.needed(dx, given=[*own, *left, *gradient]) for var in eqn.outvars}
+    there = [*left, *gradient, *(made & whole.reached([*left, *gradient]))]
+    for_weight = whole.needed(dw, given=[*own, *there])
     used = set(variables(dw)).union(*(variables(eqn.invars) for eqn in for_weight))
     inside = {var for eqn in for_weight for var in eqn.outvars}
-    saved = [var for var in _in_order(whole, [*kept, *gradient]) if var in used and var not in inside]
+    saved = [var for var in _in_order(whole, [*left, *gradient]) if var in used and var not in inside]
     return Stage(
         forward_program=forward.part(forward.inputs, [*forward.outputs[:num_out], *kept], forward.eqns),
         backward_program=whole.part(given, whole.outputs, whole.needed(whole.outputs, given=given)),
-        input_program=whole.part(given, [*dx, *saved], for_input),
+        input_program=whole.part(given, [*dx, *saved], whole.needed([*dx, *saved], given=given)),
         weight_program=whole.part([*own, *saved], dw, for_weight),
         residual_shapes=[_shape(var) for var in kept],
         saved_shapes=[_shape(var) for var in saved],
         **facts,
     )
+
+
+def _sources(forward: Equations, left: Sequence[Any], varying: set[Any]) -> list[Any]:
+    """Arrays of which cheap equations make all that a forward leaves; not more of them, nor larger ones."""
+    cheap = {var: eqn for eqn in forward.eqns if eqn.primitive.name in CHEAP for var in eqn.outvars}
+
+    def origin(var: Any) -> Any:
+        operands = varying.intersection(variables(cheap[var].invars)) if var in cheap else ()
+        if len(operands) == 1 and _bytes(*operands) <= _bytes(var):
+            return origin(*operands)
+        return var
+
+    wanted, made = {origin(var) for var in left}, set[Any]()
+    for eqn in forward.eqns:
+        there = made.union(wanted)
+        if eqn.primitive.name in CHEAP and all(v in there or v not in varying for v in variables(eqn.invars)):
+            made.update(varying.intersection(eqn.outvars))
+    return [var for var in _in_order(forward, forward.inputs) if var in wanted and var not in made]
 
 
 def _joined(forward: Equations, backward: Equations, residuals: Sequence[Any]) -> Equations:
@@ -192,6 +219,10 @@ def _cut(arrays: Arrays, at: int) -> tuple[Arrays, Arrays]:
 def _in_order(program: Equations, first: Sequence[Any]) -> list[Any]:
     """Variables, each once."""
     return list(dict.fromkeys([*first, *(var for eqn in program.eqns for var in eqn.outvars)]))
+
+
+def _bytes(var: Any) -> int:
+    return math.prod(var.aval.shape) * var.aval.dtype.itemsize
 
 
 def _shape(var: Any) -> jax.ShapeDtypeStruct:

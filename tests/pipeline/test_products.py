@@ -1,0 +1,89 @@
+"""Reordered products give the same numbers, and transpose less."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from sharding.pipeline.equations import equations
+from sharding.pipeline.products import ordered
+
+X, G = jnp.ones((2, 5, 3)), jnp.ones((2, 5, 7))
+SCORES, Q = jnp.ones((2, 4, 16, 15)), jnp.ones((2, 4, 16, 3))
+
+
+def dot(a, b, contracted, batch=((), ())):
+    return jax.lax.dot_general(a, b, (contracted, batch))
+
+
+def weights(x, g):
+    """As differentiation writes the gradient of the weights of x @ w."""
+    return jax.lax.transpose(dot(g, x, ((0, 1), (0, 1))), (1, 0))
+
+
+def heads(x, g):
+    """The same where the weights have two dims of results."""
+    split = g.reshape(2, 5, 7, 1)
+    return jax.lax.transpose(dot(split, x, ((0, 1), (0, 1))), (2, 0, 1))
+
+
+def keys(scores, q):
+    """As differentiation writes the gradient of the keys of an attention."""
+    return dot(scores, q, ((2,), (2,)), ((0, 1), (0, 1)))
+
+
+CASES = {"weights": (weights, X, G), "heads": (heads, X, G), "keys": (keys, SCORES, Q)}
+
+
+def transposed(program):
+    """How many numbers a program transposes: results of transposes, and first operands of products that must be."""
+    found = 0
+    for eqn in program.eqns:
+        (contracted, _), (batch, _) = eqn.params.get("dimension_numbers", (((), ()), ((), ())))
+        first = eqn.invars[0].aval
+        if eqn.primitive.name == "transpose" or (batch and first.ndim - 1 not in contracted):
+            found += math.prod(first.shape)
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_fewer_numbers_are_transposed(case):
+    function, *args = CASES[case]
+    before = equations(lambda *arrays: [function(*arrays)], *args)
+    assert transposed(ordered(before)) < transposed(before)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_numbers_stay(case):
+    function, *shapes = CASES[case]
+    args = [jax.random.normal(jax.random.key(i), shape.shape) for i, shape in enumerate(shapes)]
+    (found,) = ordered(equations(lambda *arrays: [function(*arrays)], *args))(*args)
+    np.testing.assert_allclose(found, function(*args), rtol=1e-5, atol=1e-5)
+
+
+def test_a_product_that_is_used_otherwise_too_stays():
+    def both(x, g):
+        product = dot(g, x, ((0, 1), (0, 1)))
+        return [product, jax.lax.transpose(product, (1, 0))]
+
+    program = equations(both, X, G)
+    assert ordered(program).eqns == program.eqns
+
+
+def test_other_transposes_stay():
+    program = equations(lambda x, g: [jax.lax.transpose(heads(x, g), (2, 0, 1))], X, G)
+    names = [eqn.primitive.name for eqn in ordered(program).eqns]
+    assert names.count("transpose") == 1
+
+
+def test_precision_goes_with_its_operand():
+    high, low = jax.lax.Precision.HIGHEST, jax.lax.Precision.DEFAULT
+
+    def product(x, g):
+        turned = jax.lax.dot_general(g, x, (((0, 1), (0, 1)), ((), ())), precision=(high, low))
+        return [jax.lax.transpose(turned, (1, 0))]
+
+    (eqn,) = ordered(equations(product, X, G)).eqns
+    assert eqn.params["precision"] == (low, high)
