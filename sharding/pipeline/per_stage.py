@@ -81,7 +81,9 @@ class Worker:
         """weights, residuals, dy, the gradient of the next slice's context, sums -> the sums with this microbatch's,
         dx, the context's gradient."""
 
-        def backward(weights: Any, residuals: Arrays, dy: Arrays, after: Arrays, sums: Any) -> tuple[Any, Arrays, Arrays]:
+        def backward(
+            weights: Any, residuals: Arrays, dy: Arrays, after: Arrays, sums: Any
+        ) -> tuple[Any, Arrays, Arrays]:
             dw, dx, before = self.stage.backward(_only(weights), residuals, dy, after)
             return _added(sums, dw), dx, before
 

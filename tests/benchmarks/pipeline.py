@@ -108,9 +108,9 @@ def single() -> Contender:
     return Contender(name="single", step=jax.jit(step, donate_argnums=0), state=state, seconds=[], losses=[])
 
 
-def piped(name: str, executor: pipeline.Executor) -> Contender:
+def piped(name: str, executor: pipeline.Executor, devices: int = DEVICES) -> Contender:
     """A schedule over all devices."""
-    schedule = SCHEDULES[name](stages=DEVICES, microbatches=MICROBATCHES)
+    schedule = SCHEDULES[name](stages=devices, microbatches=MICROBATCHES)
     rows = pipeline_data.BATCH // MICROBATCHES
     split = pipeline.split(
         pipeline_data.model(),
@@ -176,6 +176,18 @@ def alone(options: Options) -> None:
     print(json.dumps({"seconds": contender.seconds, "losses": contender.losses}))
 
 
+def bubbles() -> dict[str, dict[str, float]]:
+    """Schedule -> percent of devices' time that is idle, executed and simulated, with as many devices as cores."""
+    command = [sys.executable, "-m", "tests.benchmarks.bubbles"]
+    ran = subprocess.run(command, check=True, capture_output=True, text=True)
+    return json.loads(ran.stdout.splitlines()[-1])
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def theirs(python: Path, steps: int) -> list[dict[str, Any]]:
     """PyTorch's, as it is and compiled."""
     script = Path(__file__).parent / "peers" / "torch_pipeline.py"
@@ -210,7 +222,7 @@ def main(options: Options) -> None:
         steps.setdefault(name, []).extend(line["step_seconds"][WARM:])
         losses[name] = line["losses"]
     _check(losses, devices[0]["losses"])
-    figures = _figures(steps)
+    figures = _figures(steps) | {f"idle percent, {min(DEVICES, num_cores())} devices": bubbles()}
     print(json.dumps(figures, indent=1))
     if options.json is not None:
         options.json.write_text(json.dumps(figures, indent=1) + "\n")

@@ -62,6 +62,12 @@ def kept_bytes(schedule):
     return schedule.chunks * sum(math.prod(shape.shape) * shape.dtype.itemsize for shape in shapes)
 
 
+def task_bytes(schedule):
+    """All that ``jax.vjp`` keeps of one microbatch through one device's part of the model, cheap to make or not."""
+    _, vjp = jax.eval_shape(lambda w, x: jax.vjp(stage_fn, w, x), weights(schedule), MICROBATCH)
+    return schedule.chunks * sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(vjp))
+
+
 def slot_bytes(schedule):
     """What waits between tasks."""
     num = lockstep(schedule).num_slots
@@ -83,10 +89,11 @@ def test_gpipe_holds_more_with_each_microbatch():
     """As much as its slots: nothing copies them."""
     found = [temporary_bytes(schedules.gpipe(stages=4, microbatches=m)) for m in (4, 8, 16, 32)]
     each = [(b - a) / n for (a, b), n in zip(itertools.pairwise(found), (4, 8, 16), strict=True)]
-    slot = kept_bytes(schedules.gpipe(stages=4, microbatches=4)) + 4 * math.prod(MICROBATCH.shape)
+    passing = 4 * math.prod(MICROBATCH.shape)
+    slot = kept_bytes(schedules.gpipe(stages=4, microbatches=4)) + passing
     for grown in each:
         assert slot <= 1.001 * grown
-        assert grown <= 1.1 * slot
+        assert grown <= slot + 1.1 * passing
 
 
 def test_memory_is_ordered_as_simulated():
@@ -98,7 +105,7 @@ def test_memory_is_ordered_as_simulated():
     assert held[0] < held[1] < held[2] < held[4]
     assert held[3] == pytest.approx(held[2], rel=0.05)
     for schedule, bytes_ in zip(found, held, strict=True):  # and little more than that: what a task itself needs
-        assert 0 < bytes_ - slot_bytes(schedule) < 3 * kept_bytes(schedule)
+        assert 0 < bytes_ - slot_bytes(schedule) < 2 * task_bytes(schedule)
 
 
 @pytest.mark.slow

@@ -193,6 +193,24 @@ def test_a_policy_keeps_what_it_says():
     ]
 
 
+def test_what_is_cheap_to_make_does_not_wait():
+    """Of a GELU by tanh its input and the tanh; of a residual stream its start and what was added."""
+
+    def gelu(w, x):
+        return x + jax.nn.gelu(x @ w["a"]) @ w["b"]
+
+    rows, hidden = (BATCH, TOKENS, FEATURES), (BATCH, TOKENS, HIDDEN)
+    kept = [shape.shape for shape in traced(gelu, weights(), array()).residual_shapes]
+    assert sorted(kept) == sorted([rows, hidden, hidden])
+
+    def stream(w, x):
+        x = x + jnp.tanh(x @ w["a"] @ w["b"])
+        return x + jnp.tanh(x @ w["a"] @ w["b"])
+
+    kept = [shape.shape for shape in traced(stream, weights(), array()).residual_shapes]
+    assert sorted(kept) == sorted([*[rows] * 3, *[hidden] * 2])
+
+
 def products(program):
     return sum(eqn.primitive.name == "dot_general" for eqn in program.eqns)
 

@@ -1,0 +1,173 @@
+"""How much of the time a pipeline's devices are idle, by a profile of its steps, beside what simulation says.
+
+    python -m tests.benchmarks.bubbles                # JSON: schedule -> percent executed and simulated
+
+The model is that of `pipeline`, in as many stages as there are cores, up to four: with more, devices wait for a core
+instead of each other. XLA computes each program with one thread, else a device would be faster while others are idle.
+A program runs from the beginning of its first operation to the end of its last, and a task is its stage's program with
+those of the model's ends that go with it. Executed is the share of devices' time between a step's first and last task
+in which they do none; simulated is that of the schedule where each task takes the mean of its kind and stage in this
+step. Of each, and of their difference, the median over steps is given.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+import sharding
+from sharding import pipeline
+
+from . import pipeline_data
+from .pipeline import DEVICES, MICROBATCHES, SCHEDULES, num_cores, piped
+
+STEPS, WARM = 7, 2
+PROGRAMS: dict[str, tuple[pipeline.Kind, ...]] = {
+    "enter": ("forward",),
+    "forward": ("forward",),
+    "loss": ("forward",),
+    "backward": ("backward",),
+    "backward_input": ("backward-input",),
+    "backward_weight": ("backward-weight",),
+    "entered": ("backward", "backward-input"),
+}
+"""Program -> the kinds of tasks that run it, those of the model's ends at the first or last stage alone."""
+
+
+class Run(NamedTuple):
+    """A program on a device, in seconds."""
+
+    device: int
+    program: str
+    begin: float
+    end: float
+
+
+class Bubbles(NamedTuple):
+    """Of all devices' time in a step, the share in which they are idle."""
+
+    executed: float
+    simulated: float
+
+
+def executed_fraction(runs: Sequence[Run]) -> float:
+    """Of the time of all devices, from the first run's beginning to the last one's end, the share without any."""
+    span = max(run.end for run in runs) - min(run.begin for run in runs)
+    devices = {run.device for run in runs}
+    return 1 - sum(_busy([run for run in runs if run.device == device]) for device in devices) / (len(devices) * span)
+
+
+def _busy(runs: Iterable[Run]) -> float:
+    """Seconds in which at least one of them runs."""
+    total, until = 0.0, -float("inf")
+    for run in sorted(runs, key=lambda run: run.begin):
+        total += max(0.0, run.end - max(run.begin, until))
+        until = max(until, run.end)
+    return total
+
+
+def simulated_fraction(schedule: pipeline.Schedule, runs: Sequence[Run]) -> float:
+    """The bubble fraction of the schedule whose tasks take the mean seconds of their kind and stage."""
+    seconds = defaultdict[tuple[str, int], float](float)
+    for task, run in matched(schedule, runs):
+        seconds[task.kind, task.stage] += (run.end - run.begin) / schedule.microbatches
+
+    def whole(task: pipeline.Task) -> float:
+        kinds = ("backward",) if task.kind == "backward" else ("backward-input", "backward-weight")
+        return sum(seconds[kind, task.stage] for kind in kinds)
+
+    def weight(task: pipeline.Task) -> float:
+        return seconds["backward-weight", task.stage]
+
+    def forward(task: pipeline.Task) -> float:
+        return seconds["forward", task.stage]
+
+    return schedule.simulate(forward=forward, backward=whole, weight=weight).bubble_fraction
+
+
+def matched(schedule: pipeline.Schedule, runs: Sequence[Run]) -> list[tuple[pipeline.Task, Run]]:
+    """Each run with the task that it is of: on a device, the runs of a program are in the order of their tasks."""
+    found = []
+    for (device, program), own in _grouped(runs).items():
+        tasks = [task for task in schedule.orders[device] if _runs_in(task, program, last=schedule.stages - 1)]
+        found += zip(tasks, own, strict=True)
+    return found
+
+
+def _grouped(runs: Iterable[Run]) -> dict[tuple[int, str], list[Run]]:
+    """(device, program) -> runs as they began."""
+    found = defaultdict[tuple[int, str], list[Run]](list)
+    for run in sorted(runs, key=lambda run: run.begin):
+        found[run.device, run.program].append(run)
+    return found
+
+
+def _runs_in(task: pipeline.Task, program: str, *, last: int) -> bool:
+    """Whether a task runs a program."""
+    stage = {"enter": 0, "entered": 0, "loss": last}.get(program, task.stage)
+    return task.kind in PROGRAMS[program] and task.stage == stage
+
+
+def profiled(step: Any) -> list[Run]:
+    """The runs of a pipeline's programs while `step()` runs."""
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder, profiler_options=options):
+            jax.block_until_ready(step())
+        (file,) = Path(folder).rglob("*.xplane.pb")
+        return _runs(jax.profiler.ProfileData.from_file(str(file)))
+
+
+def _runs(profile: Any) -> list[Run]:
+    times = defaultdict[tuple[Any, ...], list[float]](list)
+    for event in (event for plane in profile.planes for line in plane.lines for event in line.events):
+        facts = dict(event.stats)
+        program = str(facts.get("hlo_module", "")).removeprefix("jit_")
+        if program in PROGRAMS:
+            key = facts["device_ordinal"], program, facts["program_id"], facts["run_id"]
+            times[key] += [event.start_ns, event.start_ns + event.duration_ns]
+    return [Run(device, program, min(ns) / 1e9, max(ns) / 1e9) for (device, program, *_), ns in times.items()]
+
+
+def measured(name: str, stages: int) -> list[Bubbles]:
+    """Those of each step of a schedule, after some that are not counted."""
+    contender, schedule = piped(name, "mpmd", stages), SCHEDULES[name](stages=stages, microbatches=MICROBATCHES)
+    tokens = pipeline_data.tokens(steps=WARM + STEPS)
+    found = []
+    for batch in tokens:
+        runs = profiled(lambda batch=batch: contender.run([batch], timed=False))
+        found.append(Bubbles(executed_fraction(runs), simulated_fraction(schedule, runs)))
+    return found[WARM:]
+
+
+def main(stages: int) -> None:
+    """Prints the medians of each schedule."""
+    with sharding.mesh(pipe=stages):
+        found = {name: measured(name, stages) for name in SCHEDULES}
+    print(json.dumps({name: _percent(bubbles) for name, bubbles in found.items()}))
+
+
+def _percent(bubbles: Sequence[Bubbles]) -> dict[str, float]:
+    columns = {
+        "executed": [each.executed for each in bubbles],
+        "simulated": [each.simulated for each in bubbles],
+        "difference": [each.executed - each.simulated for each in bubbles],
+    }
+    return {name: round(100 * statistics.median(values), 1) for name, values in columns.items()}
+
+
+if __name__ == "__main__":
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false"
+    jax.config.update("jax_platforms", "cpu")
+    cores = min(DEVICES, num_cores())
+    jax.config.update("jax_num_cpu_devices", cores)
+    main(cores)
