@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-import sharding
 from sharding import P, zero
 
 from ..models import layouts
@@ -75,8 +74,7 @@ def trained(
     def merged(params: nnx.State, variables: nnx.State) -> Any:
         params = layouts.annotate(params, rules())
         if optimization.zero == 3:
-            own = zero.specs(params, stage=3, like=_known(params, rules()))
-            params = jax.tree.map(sharding.annotate, params, own.params)
+            params = zero.split(params, like=_known(params, rules()))
         if pipe is not None:
             params = layouts.staged(params)
         # Both are made anew here: nnx lets a variable change only in the trace that made it.

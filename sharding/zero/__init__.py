@@ -7,7 +7,7 @@ Example:
 """
 
 from .formula import model_state_bytes
-from .optimizer import Master, Sharded, shard
+from .optimizer import Master, Sharded, shard, split
 from .specs import Specs, specs
 
-__all__ = ["Master", "Sharded", "Specs", "model_state_bytes", "shard", "specs"]
+__all__ = ["Master", "Sharded", "Specs", "model_state_bytes", "shard", "specs", "split"]

@@ -63,8 +63,8 @@ def shard(
 
     It is a `GradientTransformation` as `tx` is: inside `sharding.jit` its gradients, updates and state are annotated.
     Gradients are added up to where they are used (a reduce-scatter), updates are gathered to where the parameters are
-    whole. For stage 3 the parameters are split too, by ``specs(...).params``: they are gathered at each use, and again
-    in the backward where that is rematerialised.
+    whole. For stage 3 the parameters are split too, by ``split``: they are gathered at each use, and again in the
+    backward where that is rematerialised.
 
     Args:
         tx: an optax optimizer, clipping by global norm included: norms are those of whole arrays.
@@ -85,6 +85,15 @@ def shard(
     """
     check_stage("zero.shard", stage)
     return Sharded(_How(tx=tx, axis=axis, stage=stage, like=like, master=master, replicas=replicas))
+
+
+def split(params: Any, *, axis: str = "data", like: Any = None, replicas: str | None = None) -> Any:
+    """Parameters that an axis splits (stage 3), for use inside a traced step: annotated, behind a model's own splits.
+
+    So the batch keeps the axis where both want it, and parameters are gathered. Arguments as in ``specs``, which also
+    says how to place them.
+    """
+    return _annotated(params, specs(params, axis, 3, like=like, replicas=replicas).params)
 
 
 @dataclass(frozen=True, kw_only=True)

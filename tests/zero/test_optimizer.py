@@ -41,10 +41,10 @@ OPTIMIZERS = {
 }
 
 
-def step_of(tx, *, applies=False):
+def step_of(tx, *, applies=False, prepare=lambda params: params):
     def step(state, x, y):
         params, inner = state
-        value, gradients = jax.value_and_grad(loss)(params, x, y)
+        value, gradients = jax.value_and_grad(lambda params: loss(prepare(params), x, y))(params)
         if applies:
             return tx.apply(gradients, inner, params), value
         updates, inner = tx.update(gradients, inner, params)
@@ -71,7 +71,8 @@ def trained(name, stage, axes, *, applies=False, **options):
         start = jax.tree.map(lambda leaf, spec: sharding.put(leaf, spec), params(), specs.params)
         state = start, sharding.jit(tx.init)(start)
         batch = P((*axes,))
-        step = sharding.jit(step_of(tx, applies=applies), donate_argnums=0)
+        prepare = functools.partial(zero.split, **options) if stage == 3 else lambda params: params
+        step = sharding.jit(step_of(tx, applies=applies, prepare=prepare), donate_argnums=0)
         losses = []
         for x, y in batches():
             state, value = step(state, sharding.put(x, batch), sharding.put(y, batch))
