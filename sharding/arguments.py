@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from . import compat, logical
 from .errors import ShardingError, raise_together
-from .graph import PLACED, Pin
+from .graph import Pin
 from .spec import Spec, from_partition_spec, indivisible, to_partition_spec
 
 Names = str | Sequence[str]
@@ -259,8 +259,7 @@ def committed(
             continue
         try:
             pspec = spec_of(sharding, mesh, f"{function}({name})")
-            spec = from_partition_spec(pspec, leaf.shape, sizes, asked=name, priority=PLACED)
-            have = Pin(spec=spec, origin="the argument's sharding")
+            have = Pin(spec=from_partition_spec(pspec, leaf.shape, sizes, asked=name), origin="the argument's sharding")
             out.append(_agreed(pin, have, f"{function}({name})"))
         except ShardingError as e:
             failures.append(e)

@@ -312,20 +312,3 @@ def test_described_devices_are_enough():
         shape = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
         c = complete(lambda w, x: jnp.tanh(x @ w), shape, shape, in_shardings=(P(None, "tensor"), P("data")))
     assert c.spec("out") == P("data", "tensor")
-
-
-def test_where_an_array_lies_is_asked_when_the_program_asks_it():
-    """The step after the first, whose state is placed, is completed as the first."""
-
-    def f(scale, x):
-        scale = sharding.annotate(scale, P(("data", ...)), priority=1)
-        h = sharding.annotate(x * scale.reshape(1, -1), name="h")
-        return h, scale * 2
-
-    with sharding.mesh(data=8):
-        run = sharding.jit(f, in_shardings=(None, P("data")))
-        scale, x = jnp.ones(16), jnp.ones((32, 16))
-        first = run.complete(scale, x)
-        then = run.complete(sharding.put(scale, P("data")), x)
-    assert first.spec("h") == then.spec("h") == P("data")
-    assert then.spec("scale") == P("data")

@@ -1,12 +1,11 @@
 """A program as the pass sees it: values and ops, flattened from a jaxpr."""
 
 from .build import build
-from .graph import CALLS, PLACED, Atom, Graph, Group, Op, Pin, Scope, Site, joined, line, merged
+from .graph import CALLS, Atom, Graph, Group, Op, Pin, Scope, Site, joined, line, merged
 from .groups import all_pins, pinned
 
 __all__ = [
     "CALLS",
-    "PLACED",
     "Atom",
     "Graph",
     "Group",

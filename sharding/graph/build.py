@@ -63,6 +63,5 @@ def build(
         b.edge([source], out, None, 1)
     g.scope.exits = list(g.outputs)
     b.name_repeated()
-    g.pins.update({v: g.pins[v].in_turn for v in g.inputs if v in g.pins})
     pinned(g)  # members of a group that contradict each other are an error here, before anything is completed
     return g

@@ -59,11 +59,6 @@ class Op:
         return line(self.site)
 
 
-PLACED = 1000
-"""The priority of where an argument lies, until the program is read. What also asks for it there says when: so a step
-that goes on from placed arrays is completed as one that begins with shapes. Where nothing else asks it comes first."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pin:
     """What an annotation says of a value."""
@@ -71,12 +66,6 @@ class Pin:
     spec: Spec
     origin: str
     """Who says so: `in_shardings`, `annotate at train.py:12 (step)`, ..."""
-
-    @property
-    def in_turn(self) -> Pin:
-        """With the places that nothing else has asked for asked first."""
-        dims = (dataclasses.replace(d, priority=0) if d.priority == PLACED else d for d in self.spec.dims)
-        return Pin(spec=Spec(dims=tuple(dims), unreduced=self.spec.unreduced), origin=self.origin)
 
     def said(self, dim: int) -> str:
         """Who says what of one dim, with the logical name if it was said by one."""
@@ -215,9 +204,8 @@ def merged(a: Spec, b: Spec) -> Spec | None:
     """Both annotations in one where each dim is said by one of them only, or by both alike; else None."""
     dims = []
     for x, y in zip(a.dims, b.dims, strict=True):
-        if x.axes == y.axes and (x.axes or x.open == y.open):
-            said, priority = x if x.via else y, min(x.priority, y.priority)
-            dims.append(dataclasses.replace(said, open=x.open and y.open, priority=priority))
+        if x == y:
+            dims.append(x if x.via else y)
         elif y.open and not y.axes:
             dims.append(x)
         elif x.open and not x.axes:
