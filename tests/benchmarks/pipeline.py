@@ -6,7 +6,8 @@
 A step is the gradient of a batch of 16 in 8 microbatches and Adam's update: 6.8 million parameters, 8 layers, 256
 tokens. Contenders take turns, so that a slow while of the machine is one of all. What is compared is the median of each
 one's steps. All must give the losses of one device, or the run fails. One device is a process of its own, as it is for
-PyTorch, and takes the batch as a whole. PyTorch runs as it is and with its blocks compiled, and its best counts.
+PyTorch, and takes the batch as a whole. PyTorch runs as it is and with its blocks compiled, and its best counts. Each
+of a pipeline's devices has one thread on either side, one device alone as many as there are cores.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ from .peers.environment import torch_python
 
 DEVICES = 4
 MICROBATCHES = 8
+THREADS = "NPROC"
+"""The variable by which XLA:CPU is told how many threads share a device's work."""
 WARM = 2
 """Steps before those that are timed."""
 TOLERANCE = 1e-5
@@ -164,7 +167,8 @@ def ours(options: Options, tokens: np.ndarray) -> list[Contender]:
 def apart(options: Options) -> dict[str, Any]:
     """One device in a process of its own."""
     command = [sys.executable, "-m", "tests.benchmarks.pipeline", "--alone", "--rounds", "1", "--steps"]
-    ran = subprocess.run([*command, str(options.steps)], check=True, capture_output=True, text=True)
+    env = {name: value for name, value in os.environ.items() if name != THREADS}
+    ran = subprocess.run([*command, str(options.steps)], check=True, capture_output=True, text=True, env=env)
     return json.loads(ran.stdout.splitlines()[-1])
 
 
@@ -262,5 +266,6 @@ if __name__ == "__main__":
     if chosen.alone:
         alone(chosen)
     else:
+        os.environ[THREADS] = "1"
         jax.config.update("jax_num_cpu_devices", DEVICES)
         main(chosen)
