@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 
 from ..errors import ShardingError
-from .arguments import facts, mesh_in_force, single_controller, valid, whole_microbatches
-from .model import Ends, LossFn, Model, Remat, StageFn
+from .executors.arguments import facts, mesh_in_force, single_controller, valid, whole_microbatches
+from .executors.model import Ends, LossFn, Model, Remat, StageFn
+from .executors.parts import Parts
+from .executors.per_stage import Keys, Run, Worker, dispatch_order, workers
 from .optimizer import States, Update, each_by_itself
-from .parts import Parts
-from .per_stage import Keys, Run, Worker, dispatch_order, workers
 from .schedule import Schedule
 from .table import Located, Task
 

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..errors import ShardingError
-from .arguments import facts, leading, mesh_in_force, one_shape, single_controller, valid, whole_microbatches
-from .lockstep import device_stages
-from .model import LossFn, Model, Remat, StageFn
-from .one_program import one_program
-from .parts import Parts
-from .per_stage import Step
+from .executors.arguments import facts, leading, mesh_in_force, one_shape, single_controller, valid, whole_microbatches
+from .executors.lockstep import device_stages
+from .executors.model import LossFn, Model, Remat, StageFn
+from .executors.one_program import one_program
+from .executors.parts import Parts
+from .executors.per_stage import Step
 from .schedule import Schedule
 
 ASKED = "pipeline.value_and_grad"

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from .. import compat, paths
 from ..errors import ShardingError, raise_together
-from .parts import Parts
+from .executors.parts import Parts
 
 if TYPE_CHECKING:
     from optax import GradientTransformation

@@ -16,12 +16,12 @@ from jax.sharding import Mesh
 
 from ..errors import ShardingError
 from ..spec import sizes_text
-from .arguments import facts, leading, mesh_in_force, single_controller, valid
 from .asynchronous import Train, ends_of, optimizer_states
-from .model import Ends, LossFn, Model, Remat, StageFn
+from .executors.arguments import facts, leading, mesh_in_force, single_controller, valid
+from .executors.model import Ends, LossFn, Model, Remat, StageFn
+from .executors.parts import Parts
+from .executors.per_stage import Keys, Run, Worker, Workers, workers
 from .optimizer import States, Update, applied
-from .parts import Parts
-from .per_stage import Keys, Run, Worker, Workers, workers
 from .table import Located, Task
 from .waves import Push, Waves, WaveSimulation
 

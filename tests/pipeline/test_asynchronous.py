@@ -11,9 +11,9 @@ from sharding import pipeline
 from sharding.errors import ShardingError
 from sharding.pipeline import Schedule, Task, schedules
 from sharding.pipeline.asynchronous import Stashing, Training, optimizer_states
-from sharding.pipeline.model import Model
+from sharding.pipeline.executors.model import Model
+from sharding.pipeline.executors.parts import Parts
 from sharding.pipeline.optimizer import each_by_itself
-from sharding.pipeline.parts import Parts
 
 WIDTH, BATCH, WORDS = 3, 2, 5
 OPTIMIZERS = {

@@ -16,8 +16,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from ..schedule import Schedule
 from .model import Ends
-from .schedule import Schedule
 
 Slices = Sequence[Any]
 """A pytree with leaves [microbatches, ...] for each slice of the tokens; one where they are not cut."""

@@ -15,9 +15,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .. import compat
-from ..memory.primitives import EXPENSIVE
-from ..rules.table import ELEMENTWISE
+from ... import compat
+from ...memory.primitives import EXPENSIVE
+from ...rules.table import ELEMENTWISE
 from .equations import Equations, equations, variables
 from .flow import NOTHING, Arrays, Flow, Passing, is_float
 from .products import ordered

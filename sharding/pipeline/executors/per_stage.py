@@ -16,12 +16,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from ..schedule import Schedule
+from ..table import Located, Task
 from .flow import Arrays, Flow, Passing
 from .model import Ends, Model
 from .parts import Parts, Slices
-from .schedule import Schedule
 from .stage import Stage, traced
-from .table import Located, Task
 
 
 @dataclass(kw_only=True, eq=False)

@@ -13,8 +13,8 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
-from .schedule import Schedule
-from .table import Task
+from ..schedule import Schedule
+from ..table import Task
 
 Thing = Literal["input", "gradient", "residual", "saved", "context", "context gradient"]
 """A stage's input, the gradient of its output, what its forward leaves for its backward, and backward-input for

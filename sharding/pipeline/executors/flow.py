@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .. import compat
+from ... import compat
 
 Arrays = list[Any]
 

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sharding.pipeline.equations import equations
-from sharding.pipeline.products import ordered
+from sharding.pipeline.executors.equations import equations
+from sharding.pipeline.executors.products import ordered
 
 X, G = jnp.ones((2, 5, 3)), jnp.ones((2, 5, 7))
 SCORES, Q = jnp.ones((2, 4, 16, 15)), jnp.ones((2, 4, 16, 3))

@@ -13,7 +13,7 @@ from typing import Any
 
 from jax.extend.core import primitives
 
-from .. import compat
+from ... import compat
 from .equations import Equations, variables
 
 

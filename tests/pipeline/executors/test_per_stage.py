@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from pipelines import SLICED, SYNCHRONOUS, awaited, by_name, made, synchronous_schedules
 
-from sharding.pipeline.per_stage import dispatch_order
+from sharding.pipeline.executors.per_stage import dispatch_order
 
 
 def check(schedule):

@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
-from .. import compat, paths
-from ..errors import ShardingError, raise_together
-from ..mesh import current
-from ..spec import sizes_text
+from ... import compat, paths
+from ...errors import ShardingError, raise_together
+from ...mesh import current
+from ...spec import sizes_text
+from ..schedule import Schedule
 from .model import PARTS, Model
 from .parts import Slices
-from .schedule import Schedule
 
 
 def mesh_in_force(asked: str, schedule: Schedule, axis: str) -> Mesh | AbstractMesh:

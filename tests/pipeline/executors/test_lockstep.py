@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from pipelines import SLICED, SYNCHRONOUS, by_name, made, synchronous_schedules
 
 from sharding.pipeline import Schedule, Task, schedules
-from sharding.pipeline.lockstep import OPS, THINGS, lockstep
+from sharding.pipeline.executors.lockstep import OPS, THINGS, lockstep
 
 
 def walked(schedule):

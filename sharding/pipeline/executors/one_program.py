@@ -15,10 +15,10 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from ..schedule import Schedule
 from .flow import Arrays, Flow, Passing
 from .lockstep import OPS, THINGS, Lockstep, Thing, lockstep
 from .model import Ends, Model
-from .schedule import Schedule
 from .stage import Stage, traced
 
 Row = dict[str, Any]

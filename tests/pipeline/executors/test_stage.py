@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sharding.pipeline.flow import Flow, Passing
-from sharding.pipeline.stage import traced
+from sharding.pipeline.executors.flow import Flow, Passing
+from sharding.pipeline.executors.stage import traced
 
 BATCH, TOKENS, FEATURES, HIDDEN = 3, 5, 7, 11  # all different, so that a shape says what an array is
 

@@ -15,8 +15,8 @@ import sharding
 from sharding import P, pipeline
 from sharding.cost import compile_only
 from sharding.pipeline import schedules
-from sharding.pipeline.lockstep import lockstep
-from sharding.pipeline.stage import traced
+from sharding.pipeline.executors.lockstep import lockstep
+from sharding.pipeline.executors.stage import traced
 
 LAYERS, SAMPLES, FEATURES = 6, 512, 16
 """Of one device's part of the model, which keeps much more than its weights are."""
