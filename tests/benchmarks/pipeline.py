@@ -180,6 +180,26 @@ def alone(options: Options) -> None:
     print(json.dumps({"seconds": contender.seconds, "losses": contender.losses}))
 
 
+def program_sizes(name: str = "1f1b") -> dict[str, dict[str, float]]:
+    """Microbatches -> CPU seconds in which one program of a schedule compiles, and its instructions."""
+    found = {}
+    for microbatches in (8, 64):
+        schedule = SCHEDULES[name](stages=DEVICES, microbatches=microbatches)
+        rows = (pipeline_data.BATCH // MICROBATCHES, pipeline_data.CONFIG.context)
+        split = pipeline.split(pipeline_data.model(), DEVICES, inputs=jax.ShapeDtypeStruct(rows, jnp.int32))
+        both = pipeline.value_and_grad(
+            split.stage_fn, gpt.loss, schedule, first_fn=split.first_fn, last_fn=split.last_fn
+        )
+        words = jax.ShapeDtypeStruct((microbatches, *rows), jnp.int32)
+        with sharding.mesh(pipe=DEVICES):
+            lowered = jax.jit(both).lower(split.params, words, words)
+            begin = time.process_time()
+            text = lowered.compile().as_text()
+        seconds = time.process_time() - begin
+        found[str(microbatches)] = {"seconds": round(seconds, 2), "instructions": text.count(" = ")}
+    return found
+
+
 def bubbles() -> dict[str, dict[str, float]]:
     """Schedule -> percent of devices' time that is idle, executed and simulated, with as many devices as cores."""
     command = [sys.executable, "-m", "tests.benchmarks.bubbles"]
@@ -226,7 +246,8 @@ def main(options: Options) -> None:
         steps.setdefault(name, []).extend(line["step_seconds"][WARM:])
         losses[name] = line["losses"]
     _check(losses, devices[0]["losses"])
-    figures = _figures(steps) | {f"idle percent, {min(DEVICES, num_cores())} devices": bubbles()}
+    figures = _figures(steps) | {"1f1b in one program, by microbatches": program_sizes()}
+    figures |= {f"idle percent, {min(DEVICES, num_cores())} devices": bubbles()}
     print(json.dumps(figures, indent=1))
     if options.json is not None:
         options.json.write_text(json.dumps(figures, indent=1) + "\n")
