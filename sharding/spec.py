@@ -10,7 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from .errors import ShardingError
@@ -161,6 +163,12 @@ def to_partition_spec(spec: Spec, *, keep_open: bool = False) -> P:
     while entries and entries[-1] is None:
         entries.pop()
     return P(*entries)
+
+
+def partition_spec_of(array: Any) -> P:
+    """How an array, or a shape with a sharding, lies on a mesh; whole where nothing is said of one."""
+    sharding = getattr(array, "sharding", None)
+    return sharding.spec if isinstance(sharding, NamedSharding) else P()
 
 
 def divisible(spec: Spec, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Spec:

@@ -1,11 +1,17 @@
 """Runs of a few steps for the tests of the command line."""
 
+import math
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import jax
+import numpy as np
 import pytest
 
+import sharding
 from sharding import launch
-from sharding.launch import metrics
+from sharding.launch import metrics, program
+from sharding.launch.task import Task, TrainState
 
 STEPS = 6
 SMALL = [
@@ -22,6 +28,37 @@ SMALL = [
     "--scan",
 ]
 MESH = "data=2,fsdp=2,tensor=2"
+
+
+class TwoSteps(NamedTuple):
+    """What two steps of a GPT measured, and the state after them."""
+
+    figures: list[Any]
+    state: TrainState
+    completion: sharding.Completion
+
+
+def two_steps(task: Task, sizes: dict[str, int]) -> TwoSteps:
+    """From the same state on the same 16 sequences, on a mesh of these sizes."""
+    config = task.config
+    tokens = np.random.default_rng(0).integers(0, config.vocab, (2, 16, config.context + 1), np.int32)
+    with sharding.mesh(sizes, devices=jax.devices()[: math.prod(sizes.values())]) as mesh:
+        over = program.over(task, mesh, batch_size=16)
+        state, figures = over.initial_state(0), []
+        for batch in tokens:
+            state, measured = over.train_step(state, over.put(batch))
+            figures.append(jax.device_get(measured))
+    return TwoSteps(figures, state, over.completion)
+
+
+def check_same(found: TwoSteps, wanted: TwoSteps) -> None:
+    """Fails where figures or parameters differ by more than rounding."""
+    for ours, theirs in zip(found.figures, wanted.figures, strict=True):
+        for name in theirs:
+            np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-5)
+    pairs = (jax.tree.leaves(jax.device_get(each.state.params)) for each in (found, wanted))
+    for a, b in zip(*pairs, strict=True):
+        assert np.linalg.norm(a - b) <= 1e-5 * np.linalg.norm(b)
 
 
 def train(out: Path, *args: str, mesh: str = MESH) -> list[metrics.Figures]:

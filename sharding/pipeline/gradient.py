@@ -99,8 +99,8 @@ def value_and_grad(
         if context is None:
             inputs, targets = [inputs], [targets]
         if executor == "spmd":
-            valid(ASKED, model, schedule, len(rows), params, inputs, targets)
-            one_shape(ASKED, model, params, inputs)
+            slices = valid(ASKED, model, schedule, len(rows), params, inputs, targets)
+            one_shape(ASKED, model, slices)
             return one_program(model, schedule, axis=axis, rows=rows)(params, inputs, targets)
         real = single_controller(f"{ASKED}(executor='mpmd')", mesh, fix="executor='spmd'")
         given = params, inputs, targets = jax.tree.map(jnp.asarray, (params, inputs, targets))

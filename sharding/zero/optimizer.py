@@ -15,7 +15,7 @@ from ..annotation import annotate
 from ..barrier import barrier
 from ..errors import ShardingError
 from .formula import check_stage
-from .specs import U, is_spec, mesh_sizes, report, specs, with_axis
+from .specs import axes_of, is_spec, mesh_sizes, report, specs, with_axis
 
 PRIORITY = 2
 """Behind annotations of a model's own splits and of its fully sharded ones."""
@@ -125,7 +125,7 @@ class _How:
         if params is None:
             raise ShardingError(f"{self.asked}.update", there="no parameters", must="they are the third argument")
         if not self.master:
-            updates, state, _ = self._updates(updates, state, params, extra)
+            updates, state, _ = self._updates(updates, state, params, self._wanted(params), extra)
             return barrier(updates, "backward"), state
         new, state = self.apply(updates, state, params, **extra)
         # In single precision, such that the sums are the new ones.
@@ -133,21 +133,20 @@ class _How:
 
     def apply(self, gradients: Any, state: Any, params: Any, **extra: Any) -> tuple[Any, Any]:
         """New parameters."""
-        updates, state, weights = self._updates(gradients, state, params, extra)
-        weights = optax.apply_updates(weights, updates)
         wanted = self._wanted(params)
+        updates, state, weights = self._updates(gradients, state, params, wanted, extra)
+        weights = optax.apply_updates(weights, updates)
         if self.master:
             weights = _annotated(weights, wanted)
             state = Master(weights, state)
         new = jax.tree.map(lambda weight, leaf: weight.astype(leaf.dtype), weights, params)
         return barrier(_annotated(new, wanted), "backward"), state
 
-    def _updates(self, gradients: Any, state: Any, params: Any, extra: Any) -> tuple[Any, Any, Any]:
+    def _updates(self, gradients: Any, state: Any, params: Any, wanted: Any, extra: Any) -> tuple[Any, Any, Any]:
         """Each device's part of the updates, the optimizer's next state, and the weights that they are for.
 
         What the state asks for stays within the optimizer: parameters and gradients say themselves how they lie.
         """
-        wanted = self._wanted(params)
         gradients = _annotated(barrier(gradients, "forward") if self.stage == 1 else gradients, wanted)
         weights = _annotated(state.weights if self.master else barrier(params, "forward"), wanted)
         state = self._placed(state.inner if self.master else state, params, wanted)
@@ -188,5 +187,4 @@ def _annotated(tree: Any, wanted: Any) -> Any:
 
 def _open(spec: P, ndim: int) -> P:
     """At least these axes."""
-    dims = [*spec, *[None] * (ndim - len(spec))]
-    return P(*(U if dim is None or dim is U else (*(dim if isinstance(dim, tuple) else (dim,)), ...) for dim in dims))
+    return P(*((*names, ...) if names else P.UNCONSTRAINED for names in axes_of(spec, ndim)))

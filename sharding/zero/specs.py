@@ -10,16 +10,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from .. import paths
 from ..errors import ShardingError
 from ..mesh import current
-from ..spec import sizes_text
+from ..spec import partition_spec_of, sizes_text
 from .formula import check_stage
-
-U = P.UNCONSTRAINED
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +56,7 @@ def specs(params: Any, axis: str = "data", stage: int = 3, *, like: Any = None, 
     asked = f"zero.specs(axis={axis!r})"
     check_stage("zero.specs", stage)
     sizes = mesh_sizes(asked, axis, replicas)
-    own = jax.tree.map(_spec_of, params) if like is None else like
+    own = jax.tree.map(partition_spec_of, params) if like is None else like
     named = jax.tree_util.tree_leaves_with_path(params)
     split, whole = [], {}
     for (path, leaf), spec in zip(named, jax.tree.leaves(own, is_leaf=is_spec), strict=True):
@@ -73,16 +70,24 @@ def specs(params: Any, axis: str = "data", stage: int = 3, *, like: Any = None, 
 
 def with_axis(shape: tuple[int, ...], spec: P, axis: str, sizes: Mapping[str, int]) -> P | None:
     """A spec with an axis more, or None where no dim divides."""
-    dims = [*spec, *[None] * (len(shape) - len(spec))]
-    if any(axis in _names(dim) for dim in dims):
+    names = axes_of(spec, len(shape))
+    if any(axis in own for own in names):
         return spec
-    parts = [math.prod(sizes[name] for name in _names(dim)) for dim in dims]
+    parts = [math.prod(sizes[name] for name in own) for own in names]
     fits = [d for d, length in enumerate(shape) if length and length % (parts[d] * sizes[axis]) == 0]
     if not fits:
         return None
     best = max(fits, key=lambda d: (parts[d] == 1, shape[d]))
-    dims[best] = (*_names(dims[best]), axis) if _names(dims[best]) else axis
+    dims = [*spec, *[None] * (len(shape) - len(spec))]
+    dims[best] = (*names[best], axis) if names[best] else axis
     return P(*dims)
+
+
+def axes_of(spec: P, ndim: int) -> list[tuple[str, ...]]:
+    """Per dim the axes that split it at least."""
+    entries = [entry if isinstance(entry, tuple) else (entry,) for entry in spec]
+    names = [tuple(name for name in entry if isinstance(name, str)) for entry in entries]
+    return names + [()] * (ndim - len(names))
 
 
 def mesh_sizes(asked: str, axis: str, replicas: str | None = None) -> dict[str, int]:
@@ -113,14 +118,3 @@ def report(asked: str, whole: Mapping[str, int], stacklevel: int) -> None:
 def is_spec(x: Any) -> bool:
     """Whether it is a leaf of a tree of specs."""
     return isinstance(x, P)
-
-
-def _names(dim: Any) -> tuple[str, ...]:
-    if dim is None or dim is U:
-        return ()
-    return tuple(name for name in dim if name is not ...) if isinstance(dim, tuple) else (dim,)
-
-
-def _spec_of(leaf: Any) -> P:
-    sharding = getattr(leaf, "sharding", None)
-    return sharding.spec if isinstance(sharding, NamedSharding) else P()

@@ -27,7 +27,7 @@ import sharding
 from sharding import pipeline
 
 from . import pipeline_data
-from .pipeline import DEVICES, MICROBATCHES, SCHEDULES, num_cores, piped
+from .pipeline import DEVICES, MICROBATCHES, SCHEDULES, THREADS, num_cores, piped
 
 STEPS, WARM = 7, 2
 PROGRAMS: dict[str, tuple[pipeline.Kind, ...]] = {
@@ -166,7 +166,7 @@ def _percent(bubbles: Sequence[Bubbles]) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false"
+    os.environ[THREADS] = "1"
     jax.config.update("jax_platforms", "cpu")
     cores = min(DEVICES, num_cores())
     jax.config.update("jax_num_cpu_devices", cores)

@@ -111,15 +111,12 @@ def single() -> Contender:
     return Contender(name="single", step=jax.jit(step, donate_argnums=0), state=state, seconds=[], losses=[])
 
 
-def piped(name: str, executor: pipeline.Executor, devices: int = DEVICES) -> Contender:
-    """A schedule over all devices."""
-    schedule = SCHEDULES[name](stages=devices, microbatches=MICROBATCHES)
-    rows = pipeline_data.BATCH // MICROBATCHES
-    split = pipeline.split(
-        pipeline_data.model(),
-        schedule.stages,
-        inputs=jax.ShapeDtypeStruct((rows, pipeline_data.CONFIG.context), jnp.int32),
-    )
+MICROBATCH = jax.ShapeDtypeStruct((pipeline_data.BATCH // MICROBATCHES, pipeline_data.CONFIG.context), jnp.int32)
+
+
+def gradient(schedule: pipeline.Schedule, executor: pipeline.Executor) -> tuple[pipeline.ValueAndGrad, Any]:
+    """That of a schedule, and the parameters, placed."""
+    split = pipeline.split(pipeline_data.model(), schedule.stages, inputs=MICROBATCH)
     both = pipeline.value_and_grad(
         split.stage_fn,
         gpt.loss,
@@ -129,7 +126,12 @@ def piped(name: str, executor: pipeline.Executor, devices: int = DEVICES) -> Con
         placed=True,
         executor=executor,
     )
-    params = split.params | {"stages": pipeline.place(split.params["stages"], schedule)}
+    return both, split.params | {"stages": pipeline.place(split.params["stages"], schedule)}
+
+
+def piped(name: str, executor: pipeline.Executor, devices: int = DEVICES) -> Contender:
+    """A schedule over all devices."""
+    both, params = gradient(SCHEDULES[name](stages=devices, microbatches=MICROBATCHES), executor)
     mesh = jax.sharding.get_mesh()
     specs = {part: P("pipe") if part == "stages" else P() for part in params}
     params = {part: jax.device_put(tree, jax.NamedSharding(mesh, specs[part])) for part, tree in params.items()}
@@ -137,7 +139,7 @@ def piped(name: str, executor: pipeline.Executor, devices: int = DEVICES) -> Con
     update = jax.jit(_updated, donate_argnums=(0, 1))
 
     def step(state: Any, tokens: jax.Array) -> tuple[Any, jax.Array]:
-        cut = tokens.reshape(MICROBATCHES, rows, -1)
+        cut = tokens.reshape(MICROBATCHES, MICROBATCH.shape[0], -1)
         loss, gradients = both(state[0], cut[:, :, :-1], cut[:, :, 1:])
         if executor == "spmd":
             return _updated(*state, gradients), loss
@@ -184,15 +186,10 @@ def program_sizes(name: str = "1f1b") -> dict[str, dict[str, float]]:
     """Microbatches -> CPU seconds in which one program of a schedule compiles, and its instructions."""
     found = {}
     for microbatches in (8, 64):
-        schedule = SCHEDULES[name](stages=DEVICES, microbatches=microbatches)
-        rows = (pipeline_data.BATCH // MICROBATCHES, pipeline_data.CONFIG.context)
-        split = pipeline.split(pipeline_data.model(), DEVICES, inputs=jax.ShapeDtypeStruct(rows, jnp.int32))
-        both = pipeline.value_and_grad(
-            split.stage_fn, gpt.loss, schedule, first_fn=split.first_fn, last_fn=split.last_fn
-        )
-        words = jax.ShapeDtypeStruct((microbatches, *rows), jnp.int32)
+        both, params = gradient(SCHEDULES[name](stages=DEVICES, microbatches=microbatches), "spmd")
+        words = jax.ShapeDtypeStruct((microbatches, *MICROBATCH.shape), MICROBATCH.dtype)
         with sharding.mesh(pipe=DEVICES):
-            lowered = jax.jit(both).lower(split.params, words, words)
+            lowered = jax.jit(both).lower(params, words, words)
             begin = time.process_time()
             text = lowered.compile().as_text()
         seconds = time.process_time() - begin

@@ -5,10 +5,11 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+from runs import check_same, two_steps
 
 import sharding
 from sharding import ShardingError
-from sharding.launch import main, program
+from sharding.launch import main
 from sharding.launch.config import Optimization
 from sharding.launch.pipeline_config import PipelineChoice, Pipelining
 from sharding.launch.pipelined import SCHEDULES
@@ -20,7 +21,6 @@ MESHES = [{"pipe": 2}, {"pipe": 2, "data": 2}, {"pipe": 2, "data": 2, "tensor": 
 
 
 def step(sizes, schedule="1f1b", microbatches=4, *, remat=False, executor="spmd"):
-    """Figures of two steps from the same state on the same batches, and the parameters after them."""
     devices = sizes.get("pipe", 1)
     slices = 4 if schedule == "terapipe" else 1
     pipeline = Pipelining(
@@ -28,15 +28,7 @@ def step(sizes, schedule="1f1b", microbatches=4, *, remat=False, executor="spmd"
     )
     pipeline = pipeline if devices > 1 else None
     model = dataclasses.replace(MODEL, remat=remat)
-    task = gpt.FAMILY.build("gpt", model, Optimization(pipeline=pipeline, warmup=0), steps=10, seed=0)
-    tokens = np.random.default_rng(0).integers(0, model.vocab, (2, 16, model.context + 1), np.int32)
-    with sharding.mesh(sizes, devices=jax.devices()[: int(np.prod(list(sizes.values())))]) as mesh:
-        over = program.over(task, mesh, batch_size=16)
-        state, found = over.initial_state(0), []
-        for batch in tokens:
-            state, measured = over.train_step(state, over.put(batch))
-            found.append(jax.device_get(measured))
-        return found, jax.device_get(state.params), over.completion
+    return two_steps(gpt.FAMILY.build("gpt", model, Optimization(pipeline=pipeline, warmup=0), steps=10, seed=0), sizes)
 
 
 @pytest.fixture(scope="module")
@@ -44,25 +36,17 @@ def one_device():
     return step({"data": 1})
 
 
-def check(found, one_device):
-    for ours, theirs in zip(found[0], one_device[0], strict=True):
-        for name in theirs:
-            np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-5)
-    for a, b in zip(jax.tree.leaves(found[1]), jax.tree.leaves(one_device[1]), strict=True):
-        assert np.linalg.norm(a - b) <= 1e-5 * np.linalg.norm(b)
-
-
 def test_on_a_mesh(one_device):
     found = step(MESHES[2])
-    check(found, one_device)
-    stacked = found[2].spec("state/params/blocks/mlp/w1")
+    check_same(found, one_device)
+    stacked = found.completion.spec("state/params/blocks/mlp/w1")
     assert stacked[0] == "pipe"
     assert stacked[-1] == "tensor"
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "terapipe", pytest.param("zb-v", marks=pytest.mark.slow)])
 def test_a_program_for_each_task(schedule, one_device):
-    check(step({"pipe": 2}, schedule, executor="mpmd"), one_device)
+    check_same(step({"pipe": 2}, schedule, executor="mpmd"), one_device)
 
 
 def test_which_executor():
@@ -82,12 +66,12 @@ def test_which_executor():
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule_on_every_mesh(schedule, sizes, one_device):
-    check(step(sizes, schedule), one_device)
+    check_same(step(sizes, schedule), one_device)
 
 
 @pytest.mark.slow
 def test_layers_that_are_computed_again(one_device):
-    check(step(MESHES[1], remat=True), one_device)
+    check_same(step(MESHES[1], remat=True), one_device)
 
 
 @pytest.mark.parametrize(

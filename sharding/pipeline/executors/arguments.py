@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -59,14 +60,19 @@ def whole_microbatches(asked: str, schedule: Schedule, *, fix: str = "") -> None
 
 def valid(
     asked: str, model: Model, schedule: Schedule, rows: int, params: Any, inputs: Slices, targets: Slices
-) -> None:
-    """Raises where parameters, inputs or what the functions make of them can't be."""
+) -> list[tuple[Any, Any]]:
+    """Raises where parameters, inputs or what the functions make of them can't be.
+
+    Returns:
+        For each slice the shapes of what the first stage gets, and of the context that a stage leaves.
+    """
     if model.has_ends:
         _named(asked, params)
     stages, ends = model.parts(params)
     leading(f"{asked}: stages", stages, rows, "stages" if rows == schedule.stages else "rows that pipeline.place makes")
     weights, context = jax.tree.map(_one, stages), jax.eval_shape(lambda: model.context)
     _one_per_slice(asked, schedule, inputs=inputs, targets=targets)
+    found = []
     for part, (own, target) in enumerate(zip(inputs, targets, strict=True)):
         of = f"[{part}]" if context is not None else ""
         leading(f"{asked}: inputs{of}", own, schedule.microbatches, "microbatches")
@@ -77,18 +83,21 @@ def valid(
         if getattr(loss, "shape", None) != () or not jnp.issubdtype(loss.dtype, jnp.floating):
             there = f"it returns {_text(loss)}"
             raise ShardingError(f"{asked}(loss_fn)", there=there, must="a floating scalar: the mean over a microbatch")
+        found.append((x, context))
+    return found
 
 
-def one_shape(asked: str, model: Model, params: Any, inputs: Slices) -> None:
-    """Raises where slices differ in shape, or a context grows; all are as ``valid`` has found them."""
-    if model.context is None:
-        return
-    stages, ends = model.parts(params)
-    weights, context = jax.tree.map(_one, stages), jax.eval_shape(lambda: model.context)
+def one_shape(asked: str, model: Model, slices: Sequence[tuple[Any, Any]]) -> None:
+    """Raises where slices differ in shape, or a context grows.
+
+    Args:
+        asked: by whom.
+        model: whose context they get.
+        slices: as ``valid`` has found them.
+    """
     must = "in one program all slices are of one shape, and so are their contexts"
-    xs = [jax.eval_shape(model.enter, ends, jax.tree.map(_one, own)) for own in inputs]
-    after = jax.eval_shape(model.stage_fn, weights, xs[0], context)[1]
-    for name, first, others in (("inputs", xs[0], xs[1:]), ("context", context, [after])):
+    xs, contexts = zip(*slices, strict=True)
+    for name, first, others in (("inputs", xs[0], xs[1:]), ("context", model.context, contexts)):
         for other in others:
             if there := _differences(first, other):
                 raise ShardingError(f"{asked}: {name}", there=there, must=must, fix="executor='mpmd'")

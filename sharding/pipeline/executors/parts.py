@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from ...spec import partition_spec_of
 from ..schedule import Schedule
 from .model import Ends
 
@@ -116,7 +117,7 @@ class Parts:
     def brought(self, tree: Any, device: int) -> Any:
         """Arrays of any other mesh on a device, split there as on that."""
         mesh = self.meshes[device]
-        return jax.device_put(tree, jax.tree.map(lambda leaf: NamedSharding(mesh, _spec_of(leaf)), tree))
+        return jax.device_put(tree, jax.tree.map(lambda leaf: NamedSharding(mesh, partition_spec_of(leaf)), tree))
 
     def total(self, losses: Mapping[int, jax.Array]) -> jax.Array:
         """A sum over devices, on the whole mesh."""
@@ -183,7 +184,7 @@ class Parts:
 
     def _local(self, leaf: jax.Array, device: int) -> jax.Array:
         """The part of an array on one device's mesh: a copy of it, or its rows where the first dim is split."""
-        mesh, spec = self.meshes[device], _spec_of(leaf)
+        mesh, spec = self.meshes[device], partition_spec_of(leaf)
         data = {shard.device: shard.data for shard in leaf.addressable_shards}
         here = [data[each] for each in mesh.devices.flat]
         split = bool(spec) and spec[0] == self.axis
@@ -193,7 +194,7 @@ class Parts:
 
     def _spec(self, leaf: Any, *, whole: bool = True) -> P:
         """How an array is split along the other axes; with `whole=False` along this one too."""
-        spec = _spec_of(leaf) if getattr(getattr(leaf, "sharding", None), "mesh", None) == self.mesh else P()
+        spec = partition_spec_of(leaf) if getattr(getattr(leaf, "sharding", None), "mesh", None) == self.mesh else P()
         if not whole:
             return spec
         return P(*(_without(dim, self.axis) for dim in spec))
@@ -203,11 +204,6 @@ def _without(dim: Any, axis: str) -> Any:
     if isinstance(dim, tuple):
         return tuple(name for name in dim if name != axis) or None
     return None if dim == axis else dim
-
-
-def _spec_of(leaf: Any) -> P:
-    sharding = getattr(leaf, "sharding", None)
-    return sharding.spec if isinstance(sharding, NamedSharding) else P()
 
 
 def _placed(leaf: Any, mesh: Mesh, spec: P) -> jax.Array:

@@ -213,9 +213,9 @@ class Run:
             x = self.held.pop(("input", stage, unit))
         context = self.held.pop(("context", stage, unit)) if task.slice else self.contexts[device]
         found = worker.run(worker.forward, self.weights[keys.weights], x, context)
-        y, self.held["context", stage, unit + 1], self.held["residual", stage, unit] = found
-        if task.slice == self.last_slice:
-            del self.held["context", stage, unit + 1]
+        y, after, self.held["residual", stage, unit] = found
+        if task.slice < self.last_slice:
+            self.held["context", stage, unit + 1] = after
         if stage < self.last:
             self.held["input", stage + 1, unit] = self.parts.moved(y, self.parts.home(stage + 1, unit), device)
             return

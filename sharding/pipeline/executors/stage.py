@@ -190,8 +190,8 @@ def _sources(forward: Equations, left: Sequence[Any], varying: set[Any]) -> list
 
     wanted, made = {origin(var) for var in left}, set[Any]()
     for eqn in forward.eqns:
-        there = made.union(wanted)
-        if eqn.primitive.name in CHEAP and all(v in there or v not in varying for v in variables(eqn.invars)):
+        missing = varying.intersection(variables(eqn.invars)) - made - wanted
+        if eqn.primitive.name in CHEAP and not missing:
             made.update(varying.intersection(eqn.outvars))
     return [var for var in _in_order(forward, forward.inputs) if var in wanted and var not in made]
 
