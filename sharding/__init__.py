@@ -31,7 +31,7 @@ from .placement import put
 # isort: on
 
 if TYPE_CHECKING:
-    from . import checkpoint, pipeline, zero
+    from . import checkpoint, pipeline, tensor, zero
 
 __all__ = [
     "Comparison",
@@ -52,11 +52,12 @@ __all__ = [
     "put",
     "rules",
     "same",
+    "tensor",
     "topology",
     "zero",
 ]
 
-_LAZY = ("checkpoint", "pipeline", "zero")
+_LAZY = ("checkpoint", "pipeline", "tensor", "zero")
 
 
 def __getattr__(name: str) -> Any:
