@@ -50,19 +50,32 @@ def in_single(
     there = [x for x in operands if x is not None]
     facts: dict[str, Any] = {"value": value, "eqn": eqn, "elementwise": True}
     if name == "integer_pow" and eqn.params["y"] == 3:
-        there.append(_rounded(name, there, shape, ((2,), (None,), 0), facts, to))
+        there.append(_in_both(name, there, shape, ((2,), (None,), 0), facts, to))
         name, key = "mul", "cubed"
     dear = primitives.is_expensive(name, eqn)
-    return _rounded(name, there, shape, key, {**facts, "expensive": dear}, to)
+    return _in_both(name, there, shape, key, {**facts, "expensive": dear}, to)
 
 
-def _rounded(
+def _in_both(
     name: str, operands: list[Instruction], shape: tuple[int, ...], key: Any, facts: dict[str, Any], to: Emitter
 ) -> Instruction:
     """An op in 32 bits and what is left of it in 16."""
     key = None if key is None else (key, "single")
-    wide = to.emit(name, "loop", operands, shape, 4, key=key, **facts)
-    return to.emit("convert", "loop", [wide], shape, 2, key="half", **{**facts, "expensive": True})
+    return rounded(to.emit(name, "loop", operands, shape, 4, key=key, **facts), to)
+
+
+def rounded(wide: Instruction, to: Emitter) -> Instruction:
+    """What is left of 32-bit floats in 16 bits."""
+    facts: dict[str, Any] = {"value": wide.value, "eqn": wide.eqn, "elementwise": True, "expensive": True}
+    return to.emit("convert", "loop", [wide], wide.shape, 2, key="half", **facts)
+
+
+def widened(x: Instruction, to: Emitter) -> Instruction:
+    """16-bit floats in 32 bits: what they were rounded from, unless the program rounds them itself."""
+    wide = single(x) if x.name == "convert" else x
+    if wide.width != 2:
+        return wide
+    return to.emit("convert", "loop", [x], x.shape, 4, key="single", elementwise=True, value=x.value, eqn=x.eqn)
 
 
 def single(x: Instruction) -> Instruction:

@@ -15,6 +15,6 @@ HANDLERS: dict[str, Handler] = {
 }
 
 
-def lower(assignment: Assignment) -> DeviceProgram:
-    """The program of an assignment on one device."""
-    return Lowering(assignment, HANDLERS).program()
+def lower(assignment: Assignment, platform: str) -> DeviceProgram:
+    """The program of an assignment on one device of a platform."""
+    return Lowering(assignment, HANDLERS, platform).program()

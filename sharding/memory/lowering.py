@@ -43,8 +43,10 @@ Handler = Callable[["Lowering", int, Any, "Scope | None", Env, Emitter], None]
 class Lowering:
     """Equations to instructions; those with bodies that are no plain calls go to the handlers it is given."""
 
-    def __init__(self, assignment: Assignment, handlers: Mapping[str, Handler]):
+    def __init__(self, assignment: Assignment, handlers: Mapping[str, Handler], platform: str):
         self.handlers = handlers
+        self.has_half_dots = platform != "cpu"
+        """Whether all dots of 16-bit floats run as such."""
         self.graph: Graph = assignment.graph
         self.sizes = assignment.sizes
         self.specs = assignment.specs
@@ -309,6 +311,10 @@ class Lowering:
         name, value, key = eqn.primitive.name, self.value(var, scope), arithmetic.key_of(eqn, operands, 0)
         width = self.width(var.aval)
         if name == "dot_general":
+            if not self.has_half_dots and arithmetic.is_half(eqn) and products.runs_in_single(eqn, operands):
+                stored = products.dot_operands(eqn, [arithmetic.widened(x, to) for x in operands], to)
+                wide = to.emit(name, "library", stored, shape, 4, key=key, value=value, eqn=eqn)
+                return arithmetic.rounded(wide, to)
             stored = products.dot_operands(eqn, operands, to)
             return to.emit(name, "library", stored, shape, width, key=key, value=value, eqn=eqn)
         stored, order = products.conv_operands(eqn, operands, to), products.conv_order(eqn)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..rules import ELEMENTWISE
+from .instruction import Instruction
 
 RESHAPES = frozenset("expand_dims reshape squeeze".split())
 """The same bytes under another shape."""
@@ -58,6 +59,11 @@ def is_elementwise(name: str) -> bool:
 def is_loop(name: str) -> bool:
     """Whether it is computed element by element."""
     return name in ELEMENTWISE or name in SHAPES or name in REDUCTIONS or name in RESHAPES
+
+
+def is_transposed(x: Instruction) -> bool:
+    """Whether an array is what the program transposes, so that it lies as its operand did."""
+    return x.eqn is not None and x.name == x.eqn.primitive.name == "transpose"
 
 
 def is_stored_for(name: str, shape: tuple[int, ...]) -> bool:

@@ -2,11 +2,48 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
+from . import primitives
 from .emitter import Emitter
 from .instruction import Instruction
+
+LEAST = 8
+"""Of the largest of a dot's three sizes, for the library that knows 16-bit floats."""
+
+
+def runs_in_single(eqn: Any, operands: Sequence[Instruction]) -> bool:
+    """Whether a dot of 16-bit floats runs on operands converted to 32 bits.
+
+    The library that knows 16-bit floats (openxla/xla, `backends/cpu/ynn_support.cc`) is not asked for a dot that
+    isn't of two matrices (or batches of them), nor for one whose left operand isn't summed along its last dim, nor
+    for what lies as a transposition left it. XLA brings a dot of more dims into that form before.
+    """
+    sums, batches = eqn.params["dimension_numbers"]
+    rows, columns, summed = 1, 1, 1
+    for k, x in enumerate(operands):
+        free = [d for d in range(len(x.shape)) if d not in batches[k] and d not in sums[k]]
+        size = math.prod(x.shape[d] for d in free)
+        rows, columns = (size, columns) if k == 0 else (rows, size)
+        summed = math.prod(x.shape[d] for d in sums[k])
+    if min(rows, columns) == 1 or max(rows, columns, summed) < LEAST:
+        return True
+    return _is_written_for_library(eqn) and (
+        sums[0][0] != len(operands[0].shape) - 1 or any(primitives.is_transposed(x) for x in operands)
+    )
+
+
+def _is_written_for_library(eqn: Any) -> bool:
+    """Whether XLA leaves a dot's dims as they are: batch dims first, one summed and at most one other."""
+    sums, batches = eqn.params["dimension_numbers"]
+    first = tuple(range(len(batches[0])))
+    return (
+        tuple(batches[0]) == tuple(batches[1]) == first
+        and len(sums[0]) == 1
+        and all(len(a.aval.shape) <= len(first) + 2 for a in eqn.invars)
+    )
 
 
 def ordered(x: Instruction, order: Sequence[int], to: Emitter) -> Instruction:

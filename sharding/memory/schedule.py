@@ -1,8 +1,9 @@
 """In which order a device runs its kernels.
 
 XLA:CPU runs what is ready in the order in which it became so, which keeps many threads busy and many arrays alive
-(openxla/xla, `service/hlo_memory_scheduler.cc`, `BFSMemoryScheduler`); it combines all all-reduces over the same
-devices that don't wait for one another into one (`service/cpu/cpu_all_reduce_combiner.cc`).
+(openxla/xla, `service/hlo_memory_scheduler.cc`, `BFSMemoryScheduler`); it combines all-reduces over the same devices,
+one after the other until one waits for those before it, and begins again with that one
+(`service/cpu/cpu_all_reduce_combiner.cc`, `service/collective_combiner_utils.h`).
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def as_ready(kernels: Sequence[Kernel], results: Sequence[Instruction]) -> list[
 
 
 def combined(kernels: Sequence[Kernel], results: Sequence[Instruction]) -> list[Step]:
-    """The kernels as steps; all-reduces of one group that don't wait for one another are one step.
+    """The kernels as steps; all-reduces of one group are one step as long as none waits for another of them.
 
     They are found in the order of a walk from the results, what the first one needs first; only all-reduces are walked
     to, so that the time grows with the square of their number, and with that of the other kernels hardly.
@@ -108,13 +109,16 @@ class _Nearest:
 def _joined(
     order: Sequence[int], reads: Reads, home: list[int], waiting: set[int], kernels: Sequence[Kernel]
 ) -> list[int]:
-    """The first of some kernels with those of its group that wait for none of them."""
+    """The first of some kernels with those of its group up to one that waits for any of them."""
     first = order[0]
     joined, behind = [first], {first}
     for k in order[1:]:
+        is_alike = k in waiting and kernels[k].root.group == kernels[first].root.group
         if any(home[r] in behind for r in reads[k]):
+            if is_alike:
+                break
             behind.add(k)
-        elif k in waiting and kernels[k].root.group == kernels[first].root.group:
+        elif is_alike:
             joined.append(k)
             behind.add(k)
     return joined

@@ -60,10 +60,11 @@ def usage(assignment: Assignment, donated: Collection[int] = (), *, platform: st
     Args:
         assignment: a spec per value.
         donated: which of the graph's inputs are donated.
-        platform: whose compiler orders the kernels. `"cpu"` runs what is ready first; of the others, which aim at
-            little memory, it is taken that they keep to the order of the program.
+        platform: whose compiler orders the kernels. `"cpu"` runs what is ready first, and some dots of 16-bit floats
+            in 32 bits; of the others, which aim at little memory, it is taken that they keep to the order of the
+            program.
     """
-    program = lower(assignment)
+    program = lower(assignment, platform)
     aliases = donations(assignment, program, donated)
     order = as_ready if platform == "cpu" else as_written
     return Usage(program, program_lifetimes(program, aliases, order), aliases)

@@ -42,6 +42,16 @@ def test_sums_over_the_same_devices_are_one_step_unless_one_waits_for_another():
     ]  # b is needed first
 
 
+def test_what_waits_for_a_sum_begins_the_next_step():
+    # Of each gradient's sum the norm is summed, too, before the next gradient's turn comes.
+    x = kernel("x")
+    a, b, c = (kernel(name, x, group="data") for name in "abc")
+    norms = [kernel(f"norm {k.root.name}", k, group="data") for k in (a, b, c)]
+    end = kernel("end", *norms)
+    steps = names(as_ready([x, a, b, c, *norms, end], [end.root]))
+    assert steps == ["x", "a", "norm a b", "norm b c", "norm c", "end"]
+
+
 def test_combining_never_makes_a_circle():
     # a1 and b1 wait for sums of the other group: were both pairs combined, each would wait for the other.
     x = kernel("x")
@@ -88,9 +98,12 @@ def slowly_combined(kernels, results):
         joined, behind = list(first), {first}
         for group in order[order.index(first) + 1 :]:
             reads = {partner[k] for one in group for k in kernels if k.root in one.operands}
+            is_alike = group[0].root.group == first[0].root.group and not done & {*group}
+            if reads & behind and is_alike:
+                break
             if reads & behind:
                 behind.add(group)
-            elif group[0].root.group == first[0].root.group and not done & {*group}:
+            elif is_alike:
                 joined += group
                 behind.add(group)
         done |= {*joined}
