@@ -31,7 +31,7 @@ from .placement import put
 # isort: on
 
 if TYPE_CHECKING:
-    from . import checkpoint, pipeline, tensor, zero
+    from . import checkpoint, pipeline, sequence, tensor, zero
 
 __all__ = [
     "Comparison",
@@ -52,12 +52,13 @@ __all__ = [
     "put",
     "rules",
     "same",
+    "sequence",
     "tensor",
     "topology",
     "zero",
 ]
 
-_LAZY = ("checkpoint", "pipeline", "tensor", "zero")
+_LAZY = ("checkpoint", "pipeline", "sequence", "tensor", "zero")
 
 
 def __getattr__(name: str) -> Any:

@@ -22,7 +22,7 @@ FLOORS = [
     ["spec"],
     ["logical"],
     ["metadata"],
-    ["annotation", "group", "barrier"],
+    ["annotation", "group", "barrier", "divergence"],
     ["rules"],
     ["graph"],
     ["propagation"],

@@ -15,6 +15,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from ...divergence import differing
 from ..schedule import Schedule
 from .flow import Arrays, Flow, Passing
 from .lockstep import OPS, THINGS, Lockstep, Thing, lockstep
@@ -59,8 +60,13 @@ def one_program(
         stages, ends = model.parts(params)
         placed = stages if took is None else jax.tree.map(lambda leaf: leaf[took], stages)
         data = jax.tree.map(_units, *inputs), jax.tree.map(_units, *targets)
+
+        def on_each(*args: Any) -> tuple[jax.Array, Any, Ends]:
+            with differing(axis):
+                return _Device(model, schedule, tables, axis, *args).run()
+
         body = jax.shard_map(
-            lambda *args: _Device(model, schedule, tables, axis, *args).run(),
+            on_each,
             in_specs=(P(axis), P(), P(), P(), P()),
             out_specs=(P(), P(axis), P()),
             axis_names={axis},
