@@ -31,7 +31,7 @@ from .placement import put
 # isort: on
 
 if TYPE_CHECKING:
-    from . import checkpoint, pipeline, sequence, tensor, zero
+    from . import checkpoint, expert, pipeline, sequence, tensor, zero
 
 __all__ = [
     "Comparison",
@@ -45,6 +45,7 @@ __all__ = [
     "checkpoint",
     "compare",
     "cost",
+    "expert",
     "explain",
     "jit",
     "mesh",
@@ -58,7 +59,7 @@ __all__ = [
     "zero",
 ]
 
-_LAZY = ("checkpoint", "pipeline", "sequence", "tensor", "zero")
+_LAZY = ("checkpoint", "expert", "pipeline", "sequence", "tensor", "zero")
 
 
 def __getattr__(name: str) -> Any:
