@@ -48,16 +48,20 @@ def kept(routing, capacity):
     return found
 
 
+def gelu(x):
+    """By tanh, as JAX's default."""
+    return x / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
 def by_token(made, x_GSM, routing, capacity=math.inf):
     """Each token through its experts, one by one."""
     x, y = np.asarray(x_GSM, np.float64), np.zeros(x_GSM.shape)
     up, down = np.asarray(made.up[...], np.float64), np.asarray(made.down[...], np.float64)
-    places = kept(routing, capacity)
+    chosen, weights, places = np.asarray(routing.experts_GSK), np.asarray(routing.weights_GSK), kept(routing, capacity)
     for g, s, k in np.ndindex(places.shape):
         if places[g, s, k]:
-            e = int(routing.experts_GSK[g, s, k])
-            hidden = np.asarray(jax.nn.gelu(jnp.asarray(x[g, s] @ up[e])), np.float64)
-            y[g, s] += float(routing.weights_GSK[g, s, k]) * (hidden @ down[e])
+            e = chosen[g, s, k]
+            y[g, s] += weights[g, s, k] * (gelu(x[g, s] @ up[e]) @ down[e])
     return y
 
 
