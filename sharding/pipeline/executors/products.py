@@ -1,8 +1,8 @@
 """The products of a backward pass, with their operands in the order in which XLA:CPU computes them fastest.
 
 Differentiation multiplies the gradient of a product's result by one operand, always in this order, and transposes what
-comes out where it is the gradient of the other. XLA:CPU gets rid of such a transpose by copies of both operands. The
-sums are the same in either order.
+comes out where it is the gradient of the other. XLA:CPU gets rid of such a transpose by copies of both operands, and
+multiplies batches of matrices fast only where the first is summed along its last dim. The sums are the same either way.
 """
 
 from __future__ import annotations
@@ -11,10 +11,14 @@ import math
 from collections import Counter
 from typing import Any
 
+import jax
 from jax.extend.core import primitives
 
 from ... import compat
 from .equations import Equations, variables
+
+_Operand = tuple[Any, tuple[int, ...], tuple[int, ...]]
+"""An array, its dims that are summed, and those of the batch."""
 
 
 def ordered(program: Equations) -> Equations:
@@ -64,20 +68,56 @@ def _exchange(product: Any) -> tuple[int, ...]:
 
 def _swapped(product: Any, result: Any) -> Any:
     """The product of the operands the other way round."""
-    (contracted, batch), precision = product.params["dimension_numbers"], product.params["precision"]
-    params = {
-        **product.params,
-        "dimension_numbers": (contracted[::-1], batch[::-1]),
-        "precision": precision[::-1] if isinstance(precision, tuple) else precision,
-    }
-    return product.replace(invars=product.invars[::-1], outvars=[result], params=params)
+    (left_sums, right_sums), (left_batch, right_batch) = product.params["dimension_numbers"]
+    left, right = product.invars
+    return _product(product, (right, right_sums, right_batch), (left, left_sums, left_batch), result)
+
+
+def _product(like: Any, left: _Operand, right: _Operand, result: Any) -> Any:
+    """A product of two arrays."""
+    numbers = ((left[1], right[1]), (left[2], right[2]))
+    precision = like.params["precision"]
+    swapped = precision[::-1] if isinstance(precision, tuple) else precision
+    params = {**like.params, "dimension_numbers": numbers, "precision": swapped}
+    return like.replace(invars=[left[0], right[0]], outvars=[result], params=params)
 
 
 def _turned(product: Any) -> list[Any]:
-    """The product of the operands the other way round, and the transpose that makes up for it."""
-    result = product.outvars[0]
+    """The product of the operands the other way round, with the transposes that make up for it.
+
+    What is small is transposed before and behind, and kept as it then is: XLA would take a transpose back into the
+    product, and has none that is fast for what comes of it.
+    """
+    (left_sums, right_sums), (left_batch, right_batch) = product.params["dimension_numbers"]
+    left, right = product.invars
+    ndim, num_batch = right.aval.ndim, len(right_batch)
+    free = [dim for dim in range(ndim) if dim not in right_sums and dim not in right_batch]
+    lying, before = _kept(product, right, (*right_batch, *free, *right_sums))
+    first = (lying, tuple(range(num_batch + len(free), ndim)), tuple(range(num_batch)))
     order = _exchange(product)
-    between = compat.new_var(result.aval.update(shape=tuple(result.aval.shape[dim] for dim in order)))
-    swapped = _swapped(product, between)
+    result = product.outvars[0]
+    between = _permuted(result, order)
+    made = _product(product, first, (left, left_sums, left_batch), between)
+    held = compat.new_var(between.aval)
     back = tuple(order.index(dim) for dim in range(len(order)))
-    return [swapped, compat.new_eqn(product, [between], [result], primitives.transpose_p, {"permutation": back})]
+    return [*before, made, _barrier(product, between, held), _transpose(product, held, result, back)]
+
+
+def _kept(like: Any, array: Any, order: tuple[int, ...]) -> tuple[Any, list[Any]]:
+    """An array with its dims in another order, and what stores it so."""
+    if order == tuple(range(len(order))):
+        return array, []
+    moved, held = _permuted(array, order), _permuted(array, order)
+    return held, [_transpose(like, array, moved, order), _barrier(like, moved, held)]
+
+
+def _permuted(array: Any, order: tuple[int, ...]) -> Any:
+    return compat.new_var(array.aval.update(shape=tuple(array.aval.shape[dim] for dim in order)))
+
+
+def _transpose(like: Any, array: Any, result: Any, order: tuple[int, ...]) -> Any:
+    return compat.new_eqn(like, [array], [result], primitives.transpose_p, {"permutation": order})
+
+
+def _barrier(like: Any, array: Any, result: Any) -> Any:
+    return compat.new_eqn(like, [array], [result], jax.lax.optimization_barrier_p, {})

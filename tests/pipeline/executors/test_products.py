@@ -55,6 +55,15 @@ def test_fewer_numbers_are_transposed(case):
     assert transposed(ordered(before)) < transposed(before)
 
 
+def test_batches_of_matrices_lie_as_they_are_multiplied():
+    """In the program, and in what XLA makes of it: it would take a transpose back into the product."""
+    program = ordered(equations(lambda *arrays: [keys(*arrays)], SCORES, Q))
+    (product,) = [eqn for eqn in program.eqns if eqn.primitive.name == "dot_general"]
+    assert product.params["dimension_numbers"] == (((3,), (2,)), ((0, 1), (0, 1)))
+    text = str(jax.jit(lambda *arrays: program(*arrays)).lower(SCORES, Q).compile().as_text())
+    assert "lhs_contracting_dims={3}, rhs_batch_dims={0,1}, rhs_contracting_dims={2}" in text
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_numbers_stay(case):
     function, *shapes = CASES[case]
