@@ -45,7 +45,7 @@ def specs(params: Any, roles: Roles, *, axis: str = "tensor") -> Any:
         >>> params = {"up": jax.ShapeDtypeStruct((8, 32), "float32"), "down": jax.ShapeDtypeStruct((32, 8), "float32")}
         >>> with sharding.mesh(devices=4, tensor=4):
         ...     specs(params, {"up": "column", "down": "row"})
-        {'down': PartitionSpec('tensor', None), 'up': PartitionSpec(None, 'tensor')}
+        {'down': P('tensor', None), 'up': P(None, 'tensor')}
     """
     return _mapped(params, roles, axis, lambda leaf, dim: P() if dim is None else _spec(leaf, dim, axis, None))
 
