@@ -104,6 +104,8 @@ class Optimization:
     """How these parts go through stages instead, if the mesh has any."""
     zero: Zero = 0
     """What the axis `data` splits: 0 no states, 1 the optimizer's, 2 gradients too, 3 parameters too."""
+    sequence_parallel: bool = False
+    """Whether the axis `tensor` splits the residual stream's length too."""
 
     def __post_init__(self) -> None:
         at_least("--lr", self.lr, 0)
@@ -143,6 +145,8 @@ class OptimizationChoice:
     zero: Zero | None = None
     """ZeRO's stage, what the axis data splits: 1 the optimizer's state, 2 gradients too, 3 parameters too. Default: 0,
     none of them."""
+    sequence_parallel: bool = False
+    """Between the branches of a block, split the length of sequences over the axis tensor."""
 
     def __post_init__(self) -> None:
         self.over(Optimization())
@@ -224,6 +228,8 @@ class Explain:
     pipeline: OmitArgPrefixes[PipelineChoice] = field(default_factory=PipelineChoice)
     zero: Zero = 0
     """ZeRO's stage, what the axis data splits: 1 the optimizer's state, 2 gradients too, 3 parameters too."""
+    sequence_parallel: bool = False
+    """Between the branches of a block, split the length of sequences over the axis tensor."""
     why: Annotated[str | None, arg(metavar="NAME")] = None
     """Show where each axis of this tensor comes from, such as state/params/embed/table."""
     communication: bool = False

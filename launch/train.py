@@ -44,6 +44,7 @@ def _run(config: Train, interrupt: Interrupt) -> None:
     optimization = replace(recipe.optimization, pipeline=pipelining)
     tokenized = text.read(config.text) if config.text.given else None
     model = text.fitted(model, tokenized) if tokenized else model
+    tasks.check_sequence_parallel(config.model.name, family, model, optimization, axes)
     task = family.build(
         config.model.name, model, optimization, steps=recipe.steps, seed=config.seed, sample=recipe.sample
     )

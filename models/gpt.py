@@ -16,12 +16,14 @@ from flax import nnx
 
 from .transformer import (
     MLP,
+    PLAIN,
     Attend,
     Attention,
     Block,
     Branch,
     Past,
     RMSNorm,
+    Stream,
     causal_attention,
     common_mistakes,
     dropout,
@@ -45,6 +47,7 @@ __all__ = [
     "Head",
     "Past",
     "RMSNorm",
+    "Stream",
     "causal_attention",
     "dropout",
     "generate",
@@ -163,13 +166,23 @@ class GPT(nnx.Module):
         rngs: its `params` stream gives the initial values.
         attention, mlp: make the two branches of a block. For another attention between the same projections:
             `functools.partial(Attention, attend=...)`.
+        stream: what is done between the residual stream and the branches.
     """
 
-    def __init__(self, config: Config, *, rngs: nnx.Rngs, attention: Branch = Attention, mlp: Branch = MLP):
+    def __init__(
+        self,
+        config: Config,
+        *,
+        rngs: nnx.Rngs,
+        attention: Branch = Attention,
+        mlp: Branch = MLP,
+        stream: Stream = PLAIN,
+    ):
         def block(key: jax.Array) -> Block:
-            return Block(config, rngs=nnx.Rngs(params=key), attention=attention, mlp=mlp)
+            return Block(config, rngs=nnx.Rngs(params=key), attention=attention, mlp=mlp, stream=stream)
 
         self.config = config
+        self.stream = stream
         self.blocks = stack(block, config, rngs.params())
         self.embed = Embed(config, rngs=rngs)
         self.final_norm = RMSNorm(config.features)
@@ -185,7 +198,7 @@ class GPT(nnx.Module):
 
     def before_blocks(self, tokens_BS: jax.Array, start: jax.Array | int = 0) -> jax.Array:
         """What the first block gets, x_BSM, of tokens whose positions begin at `start`."""
-        return self.embed(tokens_BS, start)
+        return self.stream.out_of(self.embed(tokens_BS, start))
 
     def past(self, batch: int, length: int | None = None) -> Past:
         """What a block's `continued` gets with a sequence's first tokens; with room for so many, or growing."""
@@ -195,7 +208,7 @@ class GPT(nnx.Module):
 
     def after_blocks(self, x_BSM: jax.Array) -> jax.Array:
         """The logits [B, S, V] of what the last block made."""
-        x_BSM = self.final_norm(x_BSM)
+        x_BSM = self.stream.into(self.final_norm(x_BSM))
         table_VM = (self.embed if self.head is None else self.head).table[...]
         return jnp.einsum("BSM,VM->BSV", x_BSM, table_VM.astype(x_BSM.dtype))
 

@@ -12,6 +12,7 @@ heads, G head groups (one key and value head each), Q query heads of a group (in
 Q + 2 heads of a group with its key and value, D features of a head.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable
@@ -60,6 +61,20 @@ class Branch(Protocol):
     """What `attention` and `mlp` are: a function or class that makes a module x_BSM -> x_BSM."""
 
     def __call__(self, config: Any, *, rngs: nnx.Rngs) -> Callable[[jax.Array], jax.Array]: ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Stream:
+    """What is done between the residual stream and the branches, where the values stay as they are."""
+
+    into: Callable[[jax.Array], jax.Array] = lambda x_BSM: x_BSM
+    """Of what goes into a branch, and to the logits."""
+    out_of: Callable[[jax.Array], jax.Array] = lambda x_BSM: x_BSM
+    """Of what comes out of a branch, and of the embedding."""
+
+
+PLAIN = Stream()
+"""Nothing."""
 
 
 class Past(NamedTuple):
@@ -290,6 +305,7 @@ class Block(nnx.Module):
         attention, mlp: make the branches.
         norm: number of features -> a norm.
         order: `pre` norms what goes into each branch, `post` norms the stream after each.
+        stream: see `Stream`.
     """
 
     def __init__(
@@ -301,8 +317,10 @@ class Block(nnx.Module):
         mlp: Branch,
         norm: Callable[[int], Callable[[jax.Array], jax.Array]] = RMSNorm,
         order: Literal["pre", "post"] = "pre",
+        stream: Stream = PLAIN,
     ):
         self.dropout = config.dropout
+        self.stream = stream
         self.order = order
         self.norm1 = norm(config.features)
         self.attention = attention(config, rngs=rngs)
@@ -323,12 +341,13 @@ class Block(nnx.Module):
         self, attention: Callable[[jax.Array], tuple[jax.Array, Any]], x_BSM: jax.Array, key: jax.Array | None
     ) -> tuple[jax.Array, Any]:
         key1, key2 = (None, None) if key is None else jax.random.split(key)
-        branch_BSM, after = attention(x_BSM if self.order == "post" else self.norm1(x_BSM))
-        x_BSM = x_BSM + dropout(checkpoint_name(branch_BSM, "attention_out"), self.dropout, key1)
+        into, out_of = self.stream.into, self.stream.out_of
+        branch_BSM, after = attention(into(x_BSM if self.order == "post" else self.norm1(x_BSM)))
+        x_BSM = x_BSM + dropout(checkpoint_name(out_of(branch_BSM), "attention_out"), self.dropout, key1)
         if self.order == "post":
             x_BSM = self.norm1(x_BSM)
-            return self.norm2(x_BSM + dropout(self.mlp(x_BSM), self.dropout, key2)), after
-        return x_BSM + dropout(self.mlp(self.norm2(x_BSM)), self.dropout, key2), after
+            return self.norm2(x_BSM + dropout(out_of(self.mlp(into(x_BSM))), self.dropout, key2)), after
+        return x_BSM + dropout(out_of(self.mlp(into(self.norm2(x_BSM)))), self.dropout, key2), after
 
 
 def stack(block: Callable[[jax.Array], Block], config: Sizes, key: jax.Array) -> Any:

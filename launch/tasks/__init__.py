@@ -8,7 +8,7 @@ import jax
 
 from sharding.errors import ShardingError
 
-from ..config import ModelChoice
+from ..config import ModelChoice, Optimization
 from ..task import Task
 from . import bert, clicks, gpt, images
 from .family import Family
@@ -43,6 +43,26 @@ def check_reads_text(name: str, family: Family) -> None:
         must=f"models that predict the next token of any text are {', '.join(able)}",
         fix=f"--model {able[0]}",
     )
+
+
+def check_sequence_parallel(
+    name: str, family: Family, model: Any, optimization: Optimization, axes: dict[str, int]
+) -> None:
+    """Raise an error if an axis of tensor parallelism is to split the length of what it can't."""
+    if not optimization.sequence_parallel:
+        return
+    size, asked = axes.get("tensor", 1), f"--model {name} --sequence-parallel"
+    if not family.sequence_parallel:
+        able = [preset for preset, each in PRESETS.items() if each.sequence_parallel]
+        must = f"models whose length can be split are {', '.join(able)}"
+        raise ShardingError(asked, there="a model without that", must=must, fix=f"--model {able[0]}")
+    if size == 1:
+        mesh = ",".join(f"{axis}={size}" for axis, size in axes.items())
+        must = "the axis tensor, which splits the branches, splits the length"
+        raise ShardingError(asked, there=f"--mesh {mesh}", must=must, fix="--mesh tensor=2,...")
+    if model.context % size:
+        there = f"{model.context} positions over tensor={size}"
+        raise ShardingError(asked, there=there, must="each device gets as many positions", fix="another --mesh")
 
 
 def check_accumulates(task: Task, accumulate: int) -> None:

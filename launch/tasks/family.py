@@ -35,3 +35,5 @@ class Family:
     text: bool = False
     """Whether its models predict the next token of any text: batches [B, S + 1], and a configuration with `vocab` and
     `context`."""
+    sequence_parallel: bool = False
+    """Whether the residual stream of its models can be split on its length; a configuration with `context`."""

@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 
 from ...models import gpt, layouts
-from .. import corpus
+from .. import corpus, tensor_parallel
 from ..config import Optimization, Recipe
 from ..metrics import bits_per_byte
 from ..pipelined import Cut
@@ -67,14 +67,15 @@ def build(name: str, config: gpt.Config, optimization: Optimization, *, steps: i
         cut = Cut(
             inputs=lambda rows: rows[..., :-1],
             targets=lambda rows: rows[..., 1:],
-            loss=gpt.loss,
+            loss=tensor_parallel.loss,
             past=gpt.GPT.past,
             remat=kept,
         )
         config = replace(config, scan=True)
+    stream = tensor_parallel.stream() if optimization.sequence_parallel else gpt.Stream()
     init, train_step, merged, apart = trained(
-        lambda rngs: gpt.GPT(config, rngs=rngs),
-        gpt.next_token_loss,
+        lambda rngs: gpt.GPT(config, rngs=rngs, stream=stream),
+        next_token_loss,
         layout=layouts.gpt,
         optimization=optimization,
         steps=steps,
@@ -83,7 +84,7 @@ def build(name: str, config: gpt.Config, optimization: Optimization, *, steps: i
     )
 
     def evaluate(params: nnx.State, variables: nnx.State, tokens: jax.Array) -> Measured:
-        return {"nats": gpt.next_token_loss(merged(params, variables), tokens)}
+        return {"nats": next_token_loss(merged(params, variables), tokens)}
 
     def generate(params: nnx.State, prompt: jax.Array, key: jax.Array) -> jax.Array:
         model = merged(params, nnx.State({}))
@@ -108,6 +109,11 @@ def build(name: str, config: gpt.Config, optimization: Optimization, *, steps: i
     )
 
 
+def next_token_loss(model: gpt.GPT, tokens: jax.Array, key: jax.Array | None = None) -> jax.Array:
+    """Mean nats per token of predicting tokens [B, S + 1] from their first S."""
+    return tensor_parallel.loss(model(tokens[:, :-1], key), tokens[:, 1:])
+
+
 def score(batches: Sequence[Looked]) -> dict[str, float]:
     """Bits a byte from the mean nats of batches of the same size."""
     nats = [float(looked["nats"]) for looked in batches]
@@ -120,4 +126,6 @@ def as_text(tokens: np.ndarray) -> str:
     return text.replace(b"\0", b"\n").decode(errors="replace")
 
 
-FAMILY = Family(presets=gpt.PRESETS, recipe=lambda name: Recipe(sample=256), build=build, text=True)
+FAMILY = Family(
+    presets=gpt.PRESETS, recipe=lambda name: Recipe(sample=256), build=build, text=True, sequence_parallel=True
+)

@@ -23,6 +23,7 @@ from ..reshard import Step, chain, local_bytes
 from ..spec import Axis, Spec, axis_name, divisible, num_parts
 from .advice import Advice
 from .ledger import Collective, Ledger
+from .scatter import scattered
 
 MANUAL: Mapping[str, Kind] = {
     "all_gather": "all-gather",
@@ -66,6 +67,7 @@ class Walk:
         self.entered = _entered(self.graph)
         self.branches = _branches(self.graph.scope)
         self.moved: set[tuple] = set()
+        self.scattered = scattered(self.graph, self.specs, self.sizes)
         turned = [op for op in self.graph.ops if not self.graph.diverges(op)]
         self.turns = {op.results[0]: turn for op in turned if (turn := _turn(op, self.graph)) is not None}
         makers = self.graph.makers
@@ -224,7 +226,9 @@ class Walk:
         """The sums with which a decision begins."""
         for step in steps:
             cause = f"{op.name} sums over a dim that {_names(step.axes)} splits"
-            found = self.collective(step.kind, step.axes, step.num_bytes, op, v, op.times, cause)
+            is_cut = step.kind == "all-reduce" and self.scattered.get(v) == frozenset(step.axes)
+            kind = "reduce-scatter" if is_cut else step.kind
+            found = self.collective(kind, step.axes, step.num_bytes, op, v, op.times, cause)
             yield dataclasses.replace(found, advise=partial(self.advice.sum, op, decision, step.axes))
 
     def moves(

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from ..annotation import annotate
+from ..barrier import barrier
 from ..errors import ShardingError
 from .axis import U, check_divides
 
@@ -39,48 +40,51 @@ def scattered(x: jax.Array, *, axis: str = "tensor", length_axis: str | None = N
     References:
         Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models (2205.05198), section 4.2.2.
     """
-    _check("scattered", x, axis, length_axis, dim)
-    return annotate(x, _split(x.ndim, axis, length_axis, dim))
+    return _conjugate("scattered", x, axis, length_axis, dim)
 
 
 def gathered(x: jax.Array, *, axis: str = "tensor", length_axis: str | None = None, dim: int = -2) -> jax.Array:
     """`x` with its length whole along an axis, as a branch needs it; its cotangent's sum is a reduce-scatter.
 
-    Args and errors as in ``scattered``. For gradients in reverse mode only.
+    Args and errors as in ``scattered``. Both have gradients of any order in reverse mode only.
     """
-    _check("gathered", x, axis, length_axis, dim)
-    return _gathered(_split(x.ndim, axis, length_axis, dim), _split(x.ndim, None, length_axis, dim), x)
+    return _conjugate("gathered", x, axis, length_axis, dim)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _gathered(split: P, whole: P, x: jax.Array) -> jax.Array:
-    # An annotation alone would have the cotangent whole as well: summed everywhere, then cut.
-    return annotate(x, whole)
-
-
-def _forward(split: P, whole: P, x: jax.Array) -> tuple[jax.Array, None]:
-    return annotate(x, whole), None
-
-
-def _backward(split: P, whole: P, _: None, cotangent: jax.Array) -> tuple[jax.Array]:
-    return (annotate(cotangent, split),)
-
-
-_gathered.defvjp(_forward, _backward)
-
-
-def _split(ndim: int, axis: str | None, length_axis: str | None, dim: int) -> P:
-    """The length split by these axes, other dims open."""
-    names = tuple(name for name in (length_axis, axis) if name is not None)
-    entries: list[Any] = [U] * ndim
-    entries[dim] = names or None
-    return P(*entries)
-
-
-def _check(what: str, x: jax.Array, axis: str, length_axis: str | None, dim: int) -> None:
+def _conjugate(what: str, x: jax.Array, axis: str, length_axis: str | None, dim: int) -> jax.Array:
+    """Split forward and whole backward, or the other way round: the paper's operators g and g-bar."""
     asked = f"tensor.{what}(x, axis={axis!r})"
     if not -jnp.ndim(x) <= dim < jnp.ndim(x):
         raise ShardingError(asked, there=f"x of shape {jnp.shape(x)}, dim={dim}", must="dim is one of x")
     if length_axis == axis:
         raise ShardingError(asked, there=f"length_axis={axis!r}", must="the length is split by another axis already")
     check_divides(asked, (axis,) if length_axis is None else (length_axis, axis), x.shape[dim], "positions")
+    split, whole = _spec(x.ndim, (length_axis, axis), dim), _spec(x.ndim, (length_axis,), dim)
+    return _moved(split, whole, x) if what == "scattered" else _moved(whole, split, x)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _moved(spec: P, back: P, x: jax.Array) -> jax.Array:
+    """`x` by a spec from here on, its cotangent by another one: an annotation alone has the same for both.
+
+    What makes either is left as it is: the stream's split does not reach into a branch, nor what is whole out of it.
+    """
+    return annotate(barrier(x, "forward"), spec)
+
+
+def _forward(spec: P, back: P, x: jax.Array) -> tuple[jax.Array, None]:
+    return _moved(spec, back, x), None
+
+
+def _backward(spec: P, back: P, _: None, cotangent: jax.Array) -> tuple[jax.Array]:
+    return (_moved(back, spec, cotangent),)
+
+
+_moved.defvjp(_forward, _backward)
+
+
+def _spec(ndim: int, axes: tuple[str | None, ...], dim: int) -> P:
+    """The length split by these axes, other dims open."""
+    entries: list[Any] = [U] * ndim
+    entries[dim] = tuple(name for name in axes if name is not None) or None
+    return P(*entries)

@@ -1,0 +1,72 @@
+"""Steps with a split vocabulary and a split residual stream are steps of one device."""
+
+import numpy as np
+import pytest
+from runs import check_same, refused, two_steps
+
+from sharding.launch import explain
+from sharding.launch.config import Explain, ModelChoice, Optimization
+from sharding.launch.pipeline_config import Pipelining
+from sharding.launch.tasks import gpt
+from sharding.models.gpt import Config
+
+MODEL = Config(vocab=64, context=16, layers=2, features=32, heads=4, kv_heads=4, mlp_features=64)
+BATCH = 16
+PIPE = Pipelining(devices=2, schedule="1f1b", microbatches=2)
+
+
+def two(sizes, **options):
+    return two_steps(gpt.FAMILY.build("gpt", MODEL, Optimization(warmup=0, **options), steps=10, seed=0), sizes)
+
+
+@pytest.fixture(scope="module")
+def one_device():
+    return two({"data": 1})
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        ({"data": 2, "tensor": 4}, {"sequence_parallel": True}),
+        pytest.param({"data": 2, "tensor": 4}, {}, marks=pytest.mark.slow),
+        pytest.param({"data": 2, "fsdp": 2, "tensor": 2}, {"sequence_parallel": True}, marks=pytest.mark.slow),
+        pytest.param({"data": 2, "tensor": 2}, {"sequence_parallel": True, "zero": 3}, marks=pytest.mark.slow),
+    ],
+)
+def test_steps_are_those_of_one_device(sizes, options, one_device):
+    found = two(sizes, **options)
+    check_same(found, one_device)
+    ledger = found.completion.communication()
+    over = [c for c in ledger if c.axes == ("tensor",) and c.result_bytes > 4 * BATCH * MODEL.context]
+    stream = 4 * BATCH // sizes["data"] // sizes.get("fsdp", 1) * MODEL.context * MODEL.features
+    assert {c.result_bytes for c in over} == {stream}  # no table, no logits
+    kinds = {"all-gather", "reduce-scatter"} if options else {"all-reduce"}
+    assert {c.kind for c in over} == kinds
+    assert sum(c.count for c in over if c.kind != "all-gather") == 4 * MODEL.layers + 2
+
+
+@pytest.mark.slow
+def test_stages_of_a_pipeline(one_device):
+    found = two({"pipe": 2, "tensor": 2}, sequence_parallel=True, pipeline=PIPE)
+    for ours, theirs in zip(found.figures, one_device.figures, strict=True):
+        np.testing.assert_allclose(ours["loss"], theirs["loss"], rtol=1e-5)
+        np.testing.assert_allclose(ours["gradient_norm"], theirs["gradient_norm"], rtol=1e-5)
+
+
+@pytest.mark.parametrize("is_split", [False, True])
+def test_what_explain_says(is_split):
+    asked = Explain(model=ModelChoice(scan=True), mesh="data=2,tensor=4", batch=8, sequence_parallel=is_split)
+    kinds = explain.complete(asked).communication().by_kind()
+    assert ("reduce-scatter" in kinds) == is_split
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--mesh", "data=2"], "the axis tensor"),
+        (["--mesh", "tensor=3"], "128 positions over tensor=3"),
+        (["--model", "bert-tiny", "--mesh", "tensor=2"], "models whose length can be split are gpt-tiny"),
+    ],
+)
+def test_what_can_not_be(args, words, capsys):
+    assert words in refused(capsys, *args, "--sequence-parallel")
