@@ -17,10 +17,10 @@ from sharding.errors import ShardingError
 from .options import at_least, given
 from .pipeline_config import PipelineChoice, Pipelining
 
-MESH_AXES = ("data", "fsdp", "tensor", "pipe")
+MESH_AXES = ("data", "fsdp", "tensor", "expert", "pipe")
 """The axes that the layouts in `models` know, and that of a pipeline's stages."""
 
-BATCH_AXES = ("data", "fsdp")
+BATCH_AXES = ("data", "fsdp", "expert")
 """The axes that split a batch."""
 
 LEAST_VOCAB = 257
@@ -34,8 +34,8 @@ class ModelChoice:
     """A model by name, and what is to be different about it."""
 
     name: Annotated[str, arg(name="model")] = "gpt-tiny"
-    """A preset: {gpt,bert,resnet,vit,dlrm}-tiny train in minutes; gpt-small, gpt-xl, gpt-7b, gpt3-175b, bert-base,
-    bert-large, resnet-18, resnet-50, vit-b16, vit-h14, dlrm-large."""
+    """A preset: {gpt,gpt-moe,bert,resnet,vit,dlrm}-tiny train in minutes; gpt-small, gpt-xl, gpt-7b, gpt3-175b,
+    gpt-moe-{2b,140b,1t}, bert-base, bert-large, resnet-18, resnet-50, vit-b16, vit-h14, dlrm-large."""
     dtype: Dtype | None = None
     """Type of activations; parameters stay float32. Default: the preset's."""
     dropout: float | None = None
@@ -165,7 +165,7 @@ class Train:
 
     model: OmitArgPrefixes[ModelChoice] = field(default_factory=ModelChoice)
     mesh: str = "data=2,tensor=2"
-    """Axes and their sizes, major axis first: data, fsdp, tensor and pipe. One size may be -1: what is left."""
+    """Axes and their sizes, major axis first: data, fsdp, tensor, expert and pipe. One size may be -1: what is left."""
     devices: int | None = None
     """How many virtual CPU devices to start. Default: as many as the mesh needs. Not for GPUs and TPUs."""
     steps: int | None = None
@@ -220,7 +220,7 @@ class Explain:
 
     model: OmitArgPrefixes[ModelChoice] = field(default_factory=ModelChoice)
     mesh: str = "data=2,tensor=2"
-    """Axes and their sizes, major axis first: data, fsdp, tensor and pipe. One size may be -1: what is left."""
+    """Axes and their sizes, major axis first: data, fsdp, tensor, expert and pipe. One size may be -1: what is left."""
     devices: str | None = None
     """Described devices, such as v5p:4x8x8 or h100:16x8; none of them is needed. Default: devices of no kind."""
     batch: int | None = None

@@ -46,7 +46,7 @@ def run(config: Explain) -> None:
 
 def complete(config: Explain) -> Any:
     """The completion of the train step over the mesh of `config`, of real shapes and described devices."""
-    axes = parse_mesh(config.mesh)
+    axes = _axes(config)
     # Without a description, devices of no particular kind, as many as the mesh needs.
     devices = config.devices or math.prod(max(size, 1) for size in axes.values())
     over = sharding.mesh(axes, devices=devices)
@@ -60,7 +60,7 @@ def compile_ahead(config: Explain, devices: str) -> tuple[Any, tuple[Verificatio
 
     XLA:TPU refuses a step that doesn't fit its chip, XLA:GPU compiles it all the same.
     """
-    over = sharding.mesh(parse_mesh(config.mesh), devices=cost.compile_only(devices))
+    over = sharding.mesh(_axes(config), devices=cost.compile_only(devices))
     step, args = _step(config, over.mesh)  # before the mesh is in force: what is computed here can't run there
     with over:
         completion = step.complete(*args)
@@ -77,10 +77,15 @@ def compile_ahead(config: Explain, devices: str) -> tuple[Any, tuple[Verificatio
     return completion, (found, fit(found.compiled_peak_bytes, chip))
 
 
+def _axes(config: Explain) -> dict[str, int]:
+    return tasks.with_own_axes(parse_mesh(config.mesh), tasks.find(config.model)[0])
+
+
 def _step(config: Explain, mesh: Any) -> tuple[Any, tuple[Any, Any]]:
     """The train step that `config` names for a mesh, and the shapes of its arguments."""
     family, model = tasks.find(config.model)
     sizes = dict(mesh.shape)
+    tasks.check_experts(config.model.name, model, sizes)
     pipelining = config.pipeline.over(sizes)
     optimization = Optimization(pipeline=pipelining, zero=config.zero, sequence_parallel=config.sequence_parallel)
     tasks.check_sequence_parallel(config.model.name, family, model, optimization, sizes)

@@ -17,7 +17,8 @@ FILE_NAME = "metrics.jsonl"
 
 Figures = Mapping[str, float | int]
 """Figures of one step: `loss` (nats), `gradient_norm`, `learning_rate`, `seconds`, `memory_bytes`; throughput and
-held-out figures by the names that the task gives them, such as `tokens_per_second` and `heldout_bits_per_byte`."""
+held-out figures by the names that the task gives them, such as `tokens_per_second` and `heldout_bits_per_byte`; of
+experts `auxiliary_loss`, `peak_load` (choices of the busiest over the mean) and `dropped_share` (of all choices)."""
 
 
 def bits_per_byte(nats: float) -> float:

@@ -13,7 +13,7 @@ from sharding.pipeline import schedules
 
 from .pipeline_config import Pipelining
 from .rows import microbatches
-from .task import Apart, Batch, Measured, TrainState, ValueAndGrad
+from .task import Apart, Batch, Beside, Measured, TrainState, ValueAndGrad
 
 SCHEDULES: dict[str, Callable[..., pipeline.Schedule]] = {
     "1f1b": schedules.one_f_one_b,
@@ -154,12 +154,12 @@ def value_and_grad(merged: Callable[[nnx.State, nnx.State], Any], pipe: Pipe) ->
 
     def both(
         params: nnx.State, variables: nnx.State, batch: Batch, key: jax.Array | None
-    ) -> tuple[tuple[jax.Array, nnx.State], nnx.State]:
+    ) -> tuple[tuple[jax.Array, Beside], nnx.State]:
         inputs, targets = pipe.rows(batch)
         module = merged(params, variables)
         split = pipe.split(module, inputs)
         loss, gradients = pipe.value_and_grad(module, split, inputs, "spmd")(split.params, inputs, targets)
-        return (loss, variables), nnx.state(split.merge(gradients), nnx.Param)
+        return (loss, (variables, {})), nnx.state(split.merge(gradients), nnx.Param)
 
     return both
 

@@ -38,8 +38,11 @@ class TrainState:
     """What a step changes without a gradient, such as the running averages of batch norms; mostly empty."""
 
 
-ValueAndGrad = Callable[[nnx.State, nnx.State, Batch, jax.Array | None], tuple[tuple[jax.Array, nnx.State], nnx.State]]
-"""params, variables, batch, key -> loss and new variables; gradients."""
+Beside = tuple[nnx.State, Measured]
+"""What a loss leaves beside its value: new variables, and figures."""
+
+ValueAndGrad = Callable[[nnx.State, nnx.State, Batch, jax.Array | None], tuple[tuple[jax.Array, Beside], nnx.State]]
+"""params, variables, batch, key -> loss, new variables and figures; gradients."""
 
 
 class Source(Protocol):
@@ -139,7 +142,7 @@ class Task:
     init: Callable[[jax.Array], TrainState]
     """key -> the state before the first step."""
     train_step: Callable[[TrainState, Batch], tuple[TrainState, Measured]]
-    """state, batch -> the next state; `loss`, `gradient_norm`, `learning_rate`."""
+    """state, batch -> the next state; `loss`, `gradient_norm`, `learning_rate`, and what the model has of its own."""
     evaluate: Callable[[nnx.State, nnx.State, Batch], Measured]
     """params, variables, batch -> what `score` needs of the batch."""
     score: Callable[[Sequence[Looked]], dict[str, float]]

@@ -37,6 +37,8 @@ def _run(config: Train, interrupt: Interrupt) -> None:
     if config.text.given:
         tasks.check_reads_text(config.model.name, family)
     axes = devices.enough(parse_mesh(config.mesh), num_devices=config.devices)
+    axes = tasks.with_own_axes(axes, family)
+    tasks.check_experts(config.model.name, model, axes)
     accumulate = recipe.optimization.accumulate
     pipelining = config.pipeline.over(axes, accumulate)
     check_batch(recipe.batch, axes, accumulate, pipelining)

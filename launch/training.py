@@ -16,9 +16,19 @@ from ..models import layouts
 from . import pipelined
 from .config import Optimization
 from .rows import microbatches
-from .task import Apart, Batch, Measured, TrainState, ValueAndGrad
+from .task import Apart, Batch, Beside, Measured, TrainState, ValueAndGrad
 
-Loss = Callable[[Any, Batch, jax.Array | None], jax.Array]
+
+class Lowered(NamedTuple):
+    """A loss and what else is measured of it."""
+
+    loss: jax.Array
+    """What training lowers."""
+    figures: Measured
+    """For the metrics; a `loss` among them is shown in place of what is lowered."""
+
+
+Loss = Callable[[Any, Batch, jax.Array | None], jax.Array | Lowered]
 """module, batch, key -> the mean loss in nats; the module may change its variables."""
 
 
@@ -80,20 +90,20 @@ def trained(
         # Both are made anew here: nnx lets a variable change only in the trace that made it.
         return nnx.merge(graph, params, jax.tree.map(lambda leaf: leaf, variables))
 
-    def value(
-        params: nnx.State, variables: nnx.State, batch: Batch, key: jax.Array | None
-    ) -> tuple[jax.Array, nnx.State]:
+    def value(params: nnx.State, variables: nnx.State, batch: Batch, key: jax.Array | None) -> tuple[jax.Array, Beside]:
         module = merged(params, variables)
-        nats = loss(module, batch, key)
-        return nats, nnx.state(module, nnx.Not(nnx.Param))
+        found = loss(module, batch, key)
+        found = found if isinstance(found, Lowered) else Lowered(found, {})
+        return found.loss, (nnx.state(module, nnx.Not(nnx.Param)), found.figures)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Measured]:
         now = None if key is None else jax.random.fold_in(key, state.step)
         both = jax.value_and_grad(value, has_aux=True) if pipe is None else pipelined.value_and_grad(merged, pipe)
         if optimization.accumulate > 1:
             both = accumulated(both, optimization.accumulate)
-        (nats, variables), gradients = both(state.params, state.variables, batch, now)
-        return updated(replace(state, variables=variables), nats, gradients)
+        (nats, (variables, figures)), gradients = both(state.params, state.variables, batch, now)
+        state, measured = updated(replace(state, variables=variables), nats, gradients)
+        return state, measured | figures
 
     def updated(state: TrainState, nats: jax.Array, gradients: nnx.State) -> tuple[TrainState, Measured]:
         tx = _split(transform, optimization, state.params, rules())
@@ -117,27 +127,27 @@ def accumulated(both: ValueAndGrad, parts: int) -> ValueAndGrad:
     """`both` over `parts` microbatches one after the other: the mean of their losses and of their gradients.
 
     These are the whole batch's for a loss that is a mean over examples of equal weight which do not see each other.
-    Variables pass from one microbatch to the next; each has a key of its own.
+    Variables pass from one microbatch to the next; each has a key of its own. Figures are means too.
     """
 
     def over_parts(
         params: nnx.State, variables: nnx.State, batch: Batch, key: jax.Array | None
-    ) -> tuple[tuple[jax.Array, nnx.State], nnx.State]:
+    ) -> tuple[tuple[jax.Array, Beside], nnx.State]:
         def add(
             carry: tuple[nnx.State, jax.Array, nnx.State], part: tuple[Batch, jax.Array]
-        ) -> tuple[tuple[nnx.State, jax.Array, nnx.State], None]:
+        ) -> tuple[tuple[nnx.State, jax.Array, nnx.State], Measured]:
             variables, nats, gradients = carry
             rows, number = part
             now = None if key is None else jax.random.fold_in(key, number)
-            (more, variables), each = both(params, variables, rows, now)
+            (more, (variables, figures)), each = both(params, variables, rows, now)
             gradients = jax.tree.map(lambda total, one: total + one / parts, gradients, each)
-            return (variables, nats + more / parts, gradients), None
+            return (variables, nats + more / parts, gradients), figures
 
         zeros = jax.tree.map(jnp.zeros_like, params)
         start = (variables, jnp.zeros((), jnp.float32), zeros)
         rows = jax.tree.map(lambda leaf: microbatches(leaf, parts), batch)
-        (variables, nats, gradients), _ = jax.lax.scan(add, start, (rows, jnp.arange(parts)))
-        return (nats, variables), gradients
+        (variables, nats, gradients), figures = jax.lax.scan(add, start, (rows, jnp.arange(parts)))
+        return (nats, (variables, jax.tree.map(lambda each: jnp.mean(each, axis=0), figures))), gradients
 
     return over_parts
 

@@ -8,7 +8,7 @@ Shape suffixes as there, and V vocabulary.
 
 import dataclasses
 import math
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -45,6 +45,7 @@ __all__ = [
     "Config",
     "Embed",
     "Head",
+    "LanguageModel",
     "Past",
     "RMSNorm",
     "Stream",
@@ -223,7 +224,17 @@ def num_params(model: nnx.Module) -> int:
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
 
 
-def generate(model: GPT, prompt_BS: jax.Array, *, steps: int, key: jax.Array, temperature: float = 1.0) -> jax.Array:
+class LanguageModel(Protocol):
+    """What generates: tokens_BS -> logits_BSV, up to as many tokens as its configuration has context."""
+
+    config: Any
+
+    def __call__(self, tokens_BS: jax.Array) -> jax.Array: ...
+
+
+def generate(
+    model: LanguageModel, prompt_BS: jax.Array, *, steps: int, key: jax.Array, temperature: float = 1.0
+) -> jax.Array:
     """The prompt and `steps` sampled tokens, [B, S + steps]; temperature 0 takes the likeliest.
 
     Every step runs the whole model on the last `context` tokens: no cache.

@@ -51,6 +51,17 @@ TABLE: Layout = (Rule("*/table", P("tensor", U)), Rule("*/table", P(U, "fsdp"), 
 
 GPT: Layout = TABLE + BLOCKS
 
+# Experts are split over an axis of their own, and inside as MLPs are.
+GPT_MOE: Layout = (
+    *GPT,
+    Rule("*/experts/up", P("expert", U, U)),
+    Rule("*/experts/down", P("expert", U, U)),
+    Rule("*/experts/up", P(U, U, "tensor")),
+    Rule("*/experts/down", P(U, "tensor", U)),
+    Rule("*/experts/up", P(U, "fsdp", U), 1),
+    Rule("*/experts/down", P(U, U, "fsdp"), 1),
+)
+
 BERT: Layout = (*GPT, Rule("output/w", P("fsdp", U), 1))
 
 VIT: Layout = (*BLOCKS, Rule("embed/w", P(U, "fsdp"), 1), Rule("head/w", P("fsdp", U), 1))
@@ -83,6 +94,11 @@ def gpt(axis_names: Iterable[str]) -> Layout:
     return _on(GPT, axis_names)
 
 
+def gpt_moe(axis_names: Iterable[str]) -> Layout:
+    """The rules for `models.gpt_moe` on a mesh with these axes."""
+    return _on(GPT_MOE, axis_names)
+
+
 def bert(axis_names: Iterable[str]) -> Layout:
     """The rules for `models.bert` on a mesh with these axes."""
     return _on(BERT, axis_names)
@@ -109,9 +125,9 @@ def _on(layout: Layout, axis_names: Iterable[str]) -> Layout:
 
 
 def batch(axis_names: Iterable[str]) -> P:
-    """The spec of each array [B, ...] of a batch: examples over the axes of `data` and `fsdp` that the mesh has."""
+    """The spec of each array [B, ...] of a batch: examples over those of `data`, `fsdp`, `expert` that the mesh has."""
     names = set(axis_names)
-    return P(tuple(axis for axis in ("data", "fsdp") if axis in names) or None)
+    return P(tuple(axis for axis in ("data", "fsdp", "expert") if axis in names) or None)
 
 
 def specs(params: Any, layout: Layout) -> Any:

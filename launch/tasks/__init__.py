@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import math
 from typing import Any
 
 import jax
@@ -10,10 +11,10 @@ from sharding.errors import ShardingError
 
 from ..config import ModelChoice, Optimization
 from ..task import Task
-from . import bert, clicks, gpt, images
+from . import bert, clicks, gpt, gpt_moe, images
 from .family import Family
 
-FAMILIES = (gpt.FAMILY, bert.FAMILY, images.RESNET, images.VIT, clicks.FAMILY)
+FAMILIES = (gpt.FAMILY, gpt_moe.FAMILY, bert.FAMILY, images.RESNET, images.VIT, clicks.FAMILY)
 
 PRESETS = {name: family for family in FAMILIES for name in family.presets}
 
@@ -30,6 +31,23 @@ def find(choice: ModelChoice) -> tuple[Family, Any]:
         )
     family = PRESETS[choice.name]
     return family, _changed(choice, family.presets[choice.name])
+
+
+def with_own_axes(axes: dict[str, int], family: Family) -> dict[str, int]:
+    """The axes of a mesh and, of size 1 and behind them, those that the models of `family` need besides."""
+    return axes | {name: 1 for name in family.axes if name not in axes}
+
+
+def check_experts(name: str, model: Any, axes: dict[str, int]) -> None:
+    """Raise an error if an axis is to split experts that it doesn't divide."""
+    size, experts = axes.get("expert", 1), getattr(model, "num_experts", 0)
+    if experts % size:
+        raise ShardingError(
+            f"--model {name} --mesh expert={size}",
+            there=f"{experts} experts",
+            must="each device of the axis has as many",
+            fix=f"--mesh expert={math.gcd(experts, size)}",
+        )
 
 
 def check_reads_text(name: str, family: Family) -> None:

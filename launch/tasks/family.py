@@ -32,6 +32,8 @@ class Family:
     presets: Mapping[str, Any]
     recipe: Callable[[str], Recipe] = field(default=lambda name: Recipe())
     build: Build
+    axes: tuple[str, ...] = ()
+    """That a mesh for its models has, be they of size 1."""
     text: bool = False
     """Whether its models predict the next token of any text: batches [B, S + 1], and a configuration with `vocab` and
     `context`."""

@@ -58,17 +58,19 @@ def test_gradients_of_a_plain_loss():
     # No optimizer in between, and variables that pass from part to part.
     def both(params, variables, batch, key):
         def value(params):
-            return ((batch["x"] @ params - batch["y"]) ** 2).mean(), variables + 1
+            error = batch["x"] @ params - batch["y"]
+            return (error**2).mean(), (variables + 1, {"error": error.mean()})
 
         return jax.value_and_grad(value, has_aux=True)(params)
 
     rng = np.random.default_rng(0)
     params, batch = rng.normal(size=(5,)), {"x": rng.normal(size=(12, 5)), "y": rng.normal(size=12)}
     params, batch = jax.tree.map(lambda leaf: jax.numpy.asarray(leaf, jax.numpy.float32), (params, batch))
-    (nats, _), gradients = both(params, 0, batch, None)
-    (parted, count), parted_gradients = training.accumulated(both, 3)(params, 0, batch, None)
+    (nats, (_, figures)), gradients = both(params, 0, batch, None)
+    (parted, (count, parted_figures)), parted_gradients = training.accumulated(both, 3)(params, 0, batch, None)
     np.testing.assert_allclose(parted, nats, rtol=1e-6)
     np.testing.assert_allclose(parted_gradients, gradients, rtol=1e-5)
+    np.testing.assert_allclose(parted_figures["error"], figures["error"], rtol=1e-5)
     assert count == 3
 
 

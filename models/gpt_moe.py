@@ -1,0 +1,161 @@
+"""A GPT of which every other layer has a mixture of experts in place of its MLP.
+
+As GShard and GLaM place them: layers come in pairs, a dense one and a sparse one, which are stacked in pairs where they
+are scanned. Blocks, embedding and head are those of `gpt`; the experts are `sharding.expert`'s, which say themselves
+where they lie: on a mesh there is an axis `expert`. Which second expert a token visits comes from the call's key.
+
+References: Lepikhin et al., GShard, ICLR 2021 (2006.16668); Du et al., GLaM, ICML 2022 (2112.06905).
+
+Shape suffixes as in `gpt`, and N pairs of layers.
+"""
+
+import dataclasses
+import math
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from sharding import expert
+
+from . import gpt
+from .transformer import MLP, Attention, Block, RMSNorm, dropout
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Config(gpt.Config):
+    """The sizes of a model; each expert is as wide as a dense layer's MLP."""
+
+    num_experts: int = 8
+    """Experts of each sparse layer."""
+    top_k: int = 2
+    """Experts that a token visits."""
+    router: Literal["noisy_top_k", "gshard", "switch"] | None = None
+    """What chooses them; None: by `top_k`, as `sharding.expert.MoE` says."""
+    capacity_factor: float | None = 1.25
+    """Places of an expert over the choices that it would have if all had as many; None drops nothing."""
+
+    def __post_init__(self):
+        gpt.Config.__post_init__(self)
+        if self.layers % 2:
+            raise ValueError(f"gpt_moe.Config: layers={self.layers} must be even, every other one has experts")
+
+
+# Sizes of GLaM's models with 64 experts (table 4 there), without its gated units and relative positions, and with the
+# vocabulary of `gpt`; each head of the largest has as many features, and there are half as many.
+PRESETS = {
+    "gpt-moe-tiny": Config(vocab=256, context=128, layers=4, features=128, heads=8, kv_heads=8, mlp_features=512),
+    "gpt-moe-2b": Config(
+        vocab=50_304, context=1024, layers=12, features=768, heads=12, kv_heads=12, mlp_features=3072,
+        num_experts=64, scan=True, remat=True, dtype="bfloat16",
+    ),
+    "gpt-moe-140b": Config(
+        vocab=50_304, context=1024, layers=32, features=4096, heads=32, kv_heads=32, mlp_features=16_384,
+        num_experts=64, scan=True, remat=True, dtype="bfloat16",
+    ),
+    "gpt-moe-1t": Config(
+        vocab=50_304, context=1024, layers=64, features=8192, heads=64, kv_heads=64, mlp_features=32_768,
+        num_experts=64, scan=True, remat=True, dtype="bfloat16",
+    ),
+}  # fmt: skip
+
+
+class Sparse(nnx.Module):
+    """A layer whose second branch is a mixture of experts."""
+
+    def __init__(self, config: Config, *, rngs: nnx.Rngs):
+        self.dropout = config.dropout
+        self.norm1 = RMSNorm(config.features)
+        self.attention = Attention(config, rngs=rngs)
+        self.norm2 = RMSNorm(config.features)
+        self.experts = expert.MoE(
+            features=config.features,
+            hidden=config.mlp_features,
+            num_experts=config.num_experts,
+            top_k=config.top_k,
+            router=config.router,
+            capacity_factor=config.capacity_factor,
+            rngs=rngs,
+        )
+        # As of an MLP: the residual stream keeps its variance at any depth.
+        self.experts.down[...] = self.experts.down[...] / math.sqrt(2 * config.layers)
+
+    def __call__(self, x_BSM: jax.Array, key: jax.Array | None = None) -> tuple[jax.Array, expert.Balance]:
+        keys = (None, None, None) if key is None else jax.random.split(key, 3)
+        branch_BSM = checkpoint_name(self.attention(self.norm1(x_BSM)), "attention_out")
+        x_BSM = x_BSM + dropout(branch_BSM, self.dropout, keys[0])
+        branch_BSM, balance = self.experts(self.norm2(x_BSM), keys[1])
+        return x_BSM + dropout(branch_BSM, self.dropout, keys[2]), balance
+
+
+class Pair(nnx.Module):
+    """A dense layer and a sparse one."""
+
+    def __init__(self, config: Config, *, rngs: nnx.Rngs):
+        self.dense = Block(config, rngs=rngs, attention=Attention, mlp=MLP)
+        self.sparse = Sparse(config, rngs=rngs)
+
+    def __call__(self, x_BSM: jax.Array, key: jax.Array | None = None) -> tuple[jax.Array, expert.Balance]:
+        keys = (None, None) if key is None else jax.random.split(key)
+        return self.sparse(self.dense(x_BSM, keys[0]), keys[1])
+
+
+class GPTMoE(nnx.Module):
+    """The whole model: tokens_BS -> logits_BSV.
+
+    Args:
+        config: its sizes.
+        rngs: its `params` stream gives the initial values.
+    """
+
+    def __init__(self, config: Config, *, rngs: nnx.Rngs):
+        def pair(key: jax.Array) -> Pair:
+            return Pair(config, rngs=nnx.Rngs(params=key))
+
+        keys_N = jax.random.split(rngs.params(), config.layers // 2)
+        self.config = config
+        self.blocks = jax.vmap(pair)(keys_N) if config.scan else nnx.List([pair(key) for key in keys_N])
+        self.embed = gpt.Embed(config, rngs=rngs)
+        self.final_norm = RMSNorm(config.features)
+        self.head = None if config.tied else gpt.Head(config, rngs=rngs)
+
+    def __call__(self, tokens_BS: jax.Array, key: jax.Array | None = None) -> jax.Array:
+        """Logits [B, S, V] of the token after each position."""
+        return self.balanced(tokens_BS, key)[0]
+
+    def balanced(self, tokens_BS: jax.Array, key: jax.Array | None = None) -> tuple[jax.Array, expert.Balance]:
+        """Logits [B, S, V], and the balance of each sparse layer, [N, ...].
+
+        A `key` turns on dropout and what is random in the routers.
+        """
+        if tokens_BS.shape[1] > self.config.context:
+            raise ValueError(f"GPTMoE: {tokens_BS.shape[1]} tokens in a sequence, the context is {self.config.context}")
+        keys = (None, None) if key is None else jax.random.split(key)
+        x_BSM = dropout(self.embed(tokens_BS), self.config.dropout, keys[0])
+        x_BSM, balance = _run(self.blocks, x_BSM, keys[1], self.config)
+        x_BSM = self.final_norm(x_BSM)
+        table_VM = (self.embed if self.head is None else self.head).table[...]
+        return jnp.einsum("BSM,VM->BSV", x_BSM, table_VM.astype(x_BSM.dtype)), balance
+
+
+def _run(blocks: Any, x_BSM: jax.Array, key: jax.Array | None, config: Config) -> tuple[jax.Array, expert.Balance]:
+    call = Pair.__call__
+    if config.remat:
+        kept = jax.checkpoint_policies.save_only_these_names("attention_out")
+        call = jax.checkpoint(call, policy=kept, prevent_cse=not config.scan)
+    keys_N = None if key is None else jax.random.split(key, config.layers // 2)
+    if isinstance(blocks, Pair):
+        return jax.lax.scan(lambda x, pair: call(pair[0], x, pair[1]), x_BSM, (blocks, keys_N))
+    found = []
+    for i, pair in enumerate(blocks):
+        x_BSM, balance = call(pair, x_BSM, None if keys_N is None else keys_N[i])
+        found.append(balance)
+    return x_BSM, jax.tree.map(lambda *each: jnp.stack(each), *found)
+
+
+def next_token_loss(model: GPTMoE, tokens: jax.Array, key: jax.Array | None = None) -> tuple[jax.Array, expert.Balance]:
+    """Mean nats per token of predicting tokens [B, S + 1] from their first S, and the balance of each sparse layer."""
+    logits_BSV, balance = model.balanced(tokens[:, :-1], key)
+    return gpt.loss(logits_BSV, tokens[:, 1:]), balance

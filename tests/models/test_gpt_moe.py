@@ -1,0 +1,81 @@
+"""A GPT with experts: stacked or not, rematerialised or not; its sizes are those of the literature."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from sharding.models import gpt, gpt_moe, layouts
+
+SMALL = gpt_moe.Config(
+    vocab=32, context=8, layers=4, features=16, heads=2, kv_heads=2, mlp_features=32, num_experts=4, capacity_factor=1.0
+)
+KEY = jax.random.key(3)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def init(config):
+    return gpt_moe.GPTMoE(config, rngs=nnx.Rngs(0))
+
+
+TOKENS = jax.random.randint(jax.random.key(7), (2, 9), 0, SMALL.vocab)
+
+
+@pytest.mark.slow
+def test_scanned_says_the_same():
+    call = jax.jit(gpt_moe.next_token_loss)
+    wanted, balance = call(init(SMALL), TOKENS, KEY)
+    found = call(init(dataclasses.replace(SMALL, scan=True)), TOKENS, KEY)
+    assert balance.load.shape == (2, 4) and balance.dropped.sum() > 0
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4), found, (wanted, balance))
+
+
+@functools.cache
+def gradient(**changes):
+    """Loss and balance; gradients with stacked layers, whichever the model has."""
+
+    @jax.jit
+    def both(model):
+        def loss(model):
+            nats, balance = gpt_moe.next_token_loss(model, TOKENS, KEY)
+            return nats + balance.auxiliary_loss.sum(), balance
+
+        return jax.value_and_grad(loss, has_aux=True)(model)
+
+    found, gradients = both(init(dataclasses.replace(SMALL, **changes)))
+    blocks = gradients.blocks
+    if not isinstance(blocks, gpt_moe.Pair):
+        blocks = jax.tree.map(lambda *each: jnp.stack(each), *blocks)
+    return jax.device_get((found, jax.tree.leaves(blocks), jax.tree.leaves(gradients.embed)))
+
+
+@pytest.mark.slow
+def test_gradients_scanned_and_rematerialised_are_the_same():
+    wanted, found = gradient(), gradient(scan=True, remat=True, dropout=0.0)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), found, wanted)
+    assert all(np.any(leaf) for leaf in wanted[1])  # routers among them
+
+
+@pytest.mark.parametrize(("name", "billions"), [("gpt-moe-2b", 1.9), ("gpt-moe-140b", 142), ("gpt-moe-1t", 1134)])
+def test_sizes(name, billions):
+    shapes = nnx.eval_shape(lambda: gpt_moe.GPTMoE(gpt_moe.PRESETS[name], rngs=nnx.Rngs(0)))
+    assert gpt.num_params(shapes) / 1e9 == pytest.approx(billions, rel=0.01)
+
+
+@pytest.mark.parametrize("axes", [("expert",), ("data", "expert", "tensor"), ("fsdp", "expert"), ("data",)])
+def test_every_rule_matches(axes):
+    shapes = nnx.eval_shape(lambda: gpt_moe.GPTMoE(SMALL, rngs=nnx.Rngs(0)))
+    specs = layouts.specs(shapes, layouts.gpt_moe(axes))
+    used = {axis for spec in jax.tree.leaves(specs) for axis in spec if isinstance(axis, str)}
+    assert used == set(axes) - {"data"}
+
+
+def test_layers_come_in_pairs():
+    with pytest.raises(ValueError, match="layers=3 must be even"):
+        dataclasses.replace(SMALL, layers=3)
+    with pytest.raises(ValueError, match="heads=0"):
+        dataclasses.replace(SMALL, heads=0)
