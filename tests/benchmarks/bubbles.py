@@ -26,8 +26,9 @@ import jax
 import sharding
 from sharding import pipeline
 
-from . import pipeline_data
-from .pipeline import DEVICES, MICROBATCHES, SCHEDULES, THREADS, num_cores, piped
+from . import workload
+from .contenders import THREADS, num_cores
+from .pipeline import DEVICES, MICROBATCHES, SCHEDULES, piped
 
 STEPS, WARM = 7, 2
 PROGRAMS: dict[str, tuple[pipeline.Kind, ...]] = {
@@ -141,7 +142,7 @@ def _runs(profile: Any) -> list[Run]:
 def measured(name: str, stages: int) -> list[Bubbles]:
     """Those of each step of a schedule, after some that are not counted."""
     contender, schedule = piped(name, "mpmd", stages), SCHEDULES[name](stages=stages, microbatches=MICROBATCHES)
-    tokens = pipeline_data.tokens(steps=WARM + STEPS)
+    tokens = workload.tokens(steps=WARM + STEPS)
     found = []
     for batch in tokens:
         runs = profiled(lambda batch=batch: contender.run([batch], timed=False))

@@ -8,31 +8,32 @@ from typing import Any
 
 import numpy as np
 import pytest
-from benchmarks import pipeline_data
+from benchmarks import workload
 from benchmarks.peers import environment
 from flax import nnx
 
 from sharding.models import gpt
 
 ROOT = Path(__file__).parent.parent.parent
-SCRIPT = Path(__file__).parent / "peers" / "torch_pipeline.py"
+PEERS = Path(__file__).parent / "peers"
 SMALL = gpt.Config(vocab=96, context=32, layers=4, features=64, heads=4, kv_heads=4, mlp_features=128, tied=False)
 # Ten times what is there. The exact GELU, another epsilon in the norms or another beta of Adam are all 2e-5 apart.
 TOLERANCE = 5e-6
 STEPS = 4  # the loss of the fourth has seen three updates
 Lines = dict[str, dict[str, Any]]
-"""Schedule -> what the script prints of it."""
+"""Schedule or axis -> what the script prints of it."""
 SCHEDULES = ["single", "gpipe", "1f1b", "interleaved", "zbv"]
+AXES = ["data", "fsdp", "tensor"]
 
 
 def test_the_file_holds_every_parameter_and_the_tokens(tmp_path: Path):
-    pipeline_data.export(tmp_path / "gpt.npz", SMALL, steps=2, batch=4)
+    workload.export(tmp_path / "gpt.npz", SMALL, steps=2, batch=4)
     with np.load(tmp_path / "gpt.npz") as arrays:
         found = dict(arrays)
     tokens = found.pop("tokens")
     assert tokens.shape == (2, 4, 33) and tokens.dtype == np.int32 and tokens.max() < SMALL.vocab
     assert not np.array_equal(tokens[0], tokens[1])
-    model = pipeline_data.model(SMALL)
+    model = workload.model(SMALL)
     assert sum(value.size for value in found.values()) == gpt.num_params(model)
     assert {value.dtype for value in found.values()} == {np.dtype(np.float32)}
     np.testing.assert_array_equal(found["blocks/3/attention/qkv"], model.blocks[3].attention.qkv[...])
@@ -40,7 +41,7 @@ def test_the_file_holds_every_parameter_and_the_tokens(tmp_path: Path):
 
 
 def test_the_model_is_the_size_that_is_said():
-    assert gpt.num_params(nnx.eval_shape(pipeline_data.model)) == 6_820_096
+    assert gpt.num_params(nnx.eval_shape(workload.model)) == 6_820_096
 
 
 def test_without_its_python_there_is_one_sentence_and_no_environment(tmp_path: Path):
@@ -73,9 +74,9 @@ def torch_python() -> Path:
     return python
 
 
-def measured(python: Path, folder: Path, *options: str) -> Lines:
-    pipeline_data.export(folder / "gpt.npz", SMALL, steps=STEPS)
-    command = [python, SCRIPT, folder / "gpt.npz", "--processes", "2", "--threads", "1", *options]
+def measured(python: Path, folder: Path, script: str, *options: str) -> Lines:
+    workload.export(folder / "gpt.npz", SMALL, steps=STEPS)
+    command = [python, PEERS / script, folder / "gpt.npz", "--processes", "2", "--threads", "1", *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     return {line["name"]: line for line in map(json.loads, done.stdout.splitlines())}
@@ -83,16 +84,20 @@ def measured(python: Path, folder: Path, *options: str) -> Lines:
 
 @pytest.fixture(scope="module")
 def torch_lines(torch_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Lines:
-    return measured(torch_python, tmp_path_factory.mktemp("peers"), "--schedules", *SCHEDULES)
+    folder = tmp_path_factory.mktemp("peers")
+    return {
+        **measured(torch_python, folder, "torch_pipeline.py", "--names", *SCHEDULES),
+        **measured(torch_python, folder, "torch_axes.py", "--names", *AXES),
+    }
 
 
 @pytest.fixture(scope="module")
 def losses() -> list[float]:
-    return pipeline_data.losses(SMALL, steps=STEPS)
+    return workload.losses(SMALL, steps=STEPS)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", SCHEDULES + AXES)
 def test_pytorch_gives_our_losses(name: str, torch_lines: Lines, losses: list[float]):
     found = torch_lines[name]
     np.testing.assert_allclose(found["losses"], losses, rtol=TOLERANCE)
@@ -103,7 +108,7 @@ def test_pytorch_gives_our_losses(name: str, torch_lines: Lines, losses: list[fl
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("c++") is None, reason="compiling PyTorch's blocks needs a C++ compiler")
 def test_compiled_blocks_give_our_losses(torch_python: Path, tmp_path: Path, losses: list[float]):
-    lines = measured(torch_python, tmp_path, "--schedules", "1f1b", "zbv", "--compile")
+    lines = measured(torch_python, tmp_path, "torch_pipeline.py", "--names", "1f1b", "zbv", "--compile")
     assert {name: line["compiled"] for name, line in lines.items()} == {"1f1b": True, "zbv": False}
     for line in lines.values():
         np.testing.assert_allclose(line["losses"], losses, rtol=TOLERANCE)

@@ -1,8 +1,8 @@
-"""The model, the weights and the tokens that pipelines of several libraries are measured on.
+"""The model, the weights and the tokens that several libraries are measured on.
 
-    python -m tests.benchmarks.pipeline_data gpt.npz --steps 12
+    python -m tests.benchmarks.workload gpt.npz --steps 12
 
-The file that it writes is what `peers/torch_pipeline.py` reads: every parameter of the flax model by its path there
+The file that it writes is what `peers/torch_gpt.py` reads: every parameter of the flax model by its path there
 (`blocks/0/attention/qkv`), float32, and `tokens` [steps, B, S + 1], int32.
 """
 
@@ -57,7 +57,7 @@ def export(path: Path, config: gpt.Config = CONFIG, *, steps: int, batch: int = 
 
 
 def losses(config: gpt.Config = CONFIG, *, steps: int, batch: int = BATCH, seed: int = 0) -> list[float]:
-    """The loss of each step on one device, before its update: what every pipeline must give."""
+    """The loss of each step on one device, before its update: what every other way must give."""
     graph, params = nnx.split(model(config, seed=seed))
 
     @jax.jit

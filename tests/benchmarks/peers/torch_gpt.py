@@ -1,0 +1,241 @@
+"""The GPT of `models.gpt` in PyTorch, its steps on one device, and processes that measure others together.
+
+It imports PyTorch and nothing of ours, and runs in an environment that `environment` makes. A file that
+`workload.export` writes holds the weights of a `models.gpt` (untied head, rotary positions, as many key and value heads
+as query heads) by their paths there, and `tokens` [steps, B, S + 1]. The model is the same function, written as PyTorch
+users write it: `Linear` layers, its own attention, norm and cross entropy kernels; compiled, each block goes through
+`torch.compile`, which needs a C++ compiler.
+
+Each line that is printed is one configuration as JSON:
+  - name, processes, threads, compiled: `single` is one process with the whole batch;
+  - step_seconds: one step with its optimizer update, from the moment when all processes stand ready until all are done;
+    the first ones, `--warmup`, also set up what PyTorch sets up once;
+  - median_seconds: over the steps after those;
+  - losses: nats per token at each step, before its update.
+With more threads than cores in all, steps take several times longer; the default of `--threads` avoids it.
+
+Processes talk through gloo on this machine. Shape suffixes as in `models.transformer`; O features of an output.
+"""
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from torch import nn
+
+Weights = dict[str, torch.Tensor]
+"""Path in the flax model -> its values."""
+Train = Callable[[torch.Tensor], float | None]
+"""tokens [B, S + 1] of a step -> its loss, None where another process has it."""
+Trains = Callable[[str, Weights, argparse.Namespace], tuple[Train, bool]]
+"""name, weights, what is asked for -> what this process does of a step, and whether its blocks are compiled."""
+SINGLE = "single"
+
+
+class Block(nn.Module):
+    """x_BSM -> x_BSM: an attention branch, then an MLP branch, each added to the residual stream."""
+
+    def __init__(self, part: Weights, rotation: tuple[torch.Tensor, torch.Tensor]):
+        super().__init__()
+        qkv_MGND, out_HDM = part["attention/qkv"], part["attention/out"]
+        features, _, in_group, self.head_features = qkv_MGND.shape
+        if in_group != 3:
+            raise ValueError(f"{in_group - 2} query heads share a key and value head; this model gives each its own")
+        self.norm1, self.norm2 = _norm(part["norm1/scale"]), _norm(part["norm2/scale"])
+        self.qkv = _linear(qkv_MGND.flatten(1).T)
+        self.out = _linear(out_HDM.reshape(-1, features).T)
+        self.up, self.down = _linear(part["mlp/w1"].T), _linear(part["mlp/w2"].T)
+        self.register_buffer("cos_SD", rotation[0], persistent=False)
+        self.register_buffer("sin_SD", rotation[1], persistent=False)
+
+    def forward(self, x_BSM: torch.Tensor) -> torch.Tensor:
+        x_BSM = x_BSM + self.attention(self.norm1(x_BSM))
+        return x_BSM + self.down(F.gelu(self.up(self.norm2(x_BSM)), approximate="tanh"))
+
+    def attention(self, x_BSM: torch.Tensor) -> torch.Tensor:
+        # As many heads as there are here: a tensor-parallel process has some of them.
+        qkv_NBHSD = self.qkv(x_BSM).unflatten(-1, (-1, 3, self.head_features)).permute(3, 0, 2, 1, 4)
+        a, b = qkv_NBHSD[:2].chunk(2, dim=-1)
+        q_BHSD, k_BHSD = torch.cat((a * self.cos_SD - b * self.sin_SD, b * self.cos_SD + a * self.sin_SD), dim=-1)
+        out_BHSD = F.scaled_dot_product_attention(q_BHSD, k_BHSD, qkv_NBHSD[2], is_causal=True)
+        return self.out(out_BHSD.transpose(1, 2).flatten(2))
+
+
+class Stage(nn.Module):
+    """The blocks from `first` to before `last`; with the first one the embedding, with the last one the head."""
+
+    def __init__(self, weights: Weights, first: int, last: int, *, compiled: bool):
+        super().__init__()
+        rotation = _rotation(weights)
+        self.embed = _embedding(weights["embed/table"]) if first == 0 else None
+        self.blocks = nn.ModuleList(Block(_under(f"blocks/{i}/", weights), rotation) for i in range(first, last))
+        if compiled:
+            for block in self.blocks:
+                block.compile()
+        ends = last == num_layers(weights)
+        self.norm = _norm(weights["final_norm/scale"]) if ends else None
+        self.head = _linear(weights["head/table"]) if ends else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x_BSM = x if self.embed is None else self.embed(x)
+        for block in self.blocks:
+            x_BSM = block(x_BSM)
+        return x_BSM if self.head is None or self.norm is None else self.head(self.norm(x_BSM))
+
+
+def _rotation(weights: Weights) -> tuple[torch.Tensor, torch.Tensor]:
+    length, half = weights["tokens"].shape[-1] - 1, weights["blocks/0/attention/qkv"].shape[-1] // 2
+    speed = 10_000.0 ** (-torch.arange(half, dtype=torch.float32) / half)
+    angle_SD = torch.arange(length, dtype=torch.float32)[:, None] * speed
+    return angle_SD.cos(), angle_SD.sin()
+
+
+# Each layer has its own copy of its weights: several configurations start from the same ones.
+
+
+def _embedding(table_VM: torch.Tensor) -> nn.Embedding:
+    return nn.Embedding.from_pretrained(table_VM.clone(), freeze=False)
+
+
+def _linear(weight_OM: torch.Tensor) -> nn.Linear:
+    layer = nn.Linear(weight_OM.shape[1], weight_OM.shape[0], bias=False, device="meta")
+    layer.weight = nn.Parameter(weight_OM.clone(memory_format=torch.contiguous_format))
+    return layer
+
+
+def _norm(scale_M: torch.Tensor) -> nn.RMSNorm:
+    layer = nn.RMSNorm(scale_M.shape[0], eps=1e-6, device="meta")
+    layer.weight = nn.Parameter(scale_M.clone())
+    return layer
+
+
+def _under(prefix: str, weights: Weights) -> Weights:
+    return {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
+
+
+def num_layers(weights: Weights) -> int:
+    return sum(name.endswith("/attention/qkv") for name in weights)
+
+
+def loss_of(logits_BSV: torch.Tensor, targets_BS: torch.Tensor) -> torch.Tensor:
+    """Mean nats per token."""
+    return F.cross_entropy(logits_BSV.flatten(0, 1), targets_BS.flatten())
+
+
+def adam_of(parameters: Iterable[nn.Parameter]) -> torch.optim.Adam:
+    # Of its three forms the fastest also on processors: 21 ms for this model's 6.8 million parameters on two busy x86
+    # cores, where the others took 155 and 227.
+    return torch.optim.Adam(parameters, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, fused=True)
+
+
+# Steps.
+
+
+def single(weights: Weights, *, compiled: bool) -> Train:
+    """The whole model on the whole batch in this process."""
+    model = Stage(weights, 0, num_layers(weights), compiled=compiled)
+    adam = adam_of(model.parameters())
+
+    def train(tokens: torch.Tensor) -> float:
+        adam.zero_grad(set_to_none=True)
+        loss = loss_of(model(tokens[:, :-1]), tokens[:, 1:])
+        loss.backward()
+        adam.step()
+        return loss.item()
+
+    return train
+
+
+def timed(train: Train, tokens: torch.Tensor, ready: Callable[[], None]) -> tuple[list[float], list[float | None]]:
+    """Seconds and loss of each step; `ready` returns when all processes have come to it."""
+    seconds, losses = [], []
+    for batch in tokens:
+        ready()
+        begun = time.perf_counter()
+        loss = train(batch)
+        ready()
+        seconds.append(time.perf_counter() - begun)
+        losses.append(loss)
+    return seconds, losses
+
+
+def show(seconds: list[float], losses: list[Any], *, warmup: int, **what: Any) -> None:
+    """Print one configuration as JSON."""
+    found = {
+        **what, "median_seconds": statistics.median(seconds[warmup:]), "step_seconds": seconds, "losses": losses,
+        "torch": torch.__version__,
+    }  # fmt: skip
+    print(json.dumps(found), flush=True)
+
+
+# Processes.
+
+
+def read(path: str) -> Weights:
+    """All arrays of the file; tokens as PyTorch wants its indices."""
+    with np.load(path) as arrays:
+        found = {name: torch.from_numpy(arrays[name]) for name in arrays.files}
+    return {**found, "tokens": found["tokens"].long()}
+
+
+def process(rank: int, port: int, threads: int, trains: Trains, asked: argparse.Namespace) -> None:
+    """One process of all configurations that are asked for."""
+    for name in (name for _, name in socket.if_nameindex() if name.startswith("lo")):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)  # else gloo looks up the machine's name, which may have none
+    torch.set_num_threads(threads)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=asked.processes)
+    weights = read(asked.file)
+    for name in (name for name in asked.names if name != SINGLE):
+        train, compiled = trains(name, weights, asked)
+        seconds, losses = timed(train, weights["tokens"], dist.barrier)
+        everyone: list[Any] = [None] * asked.processes
+        dist.all_gather_object(everyone, losses)
+        if rank == 0:
+            of_one = next(losses for losses in everyone if losses[0] is not None)
+            what = {"name": name, "processes": asked.processes, "threads": threads, "compiled": compiled}
+            show(seconds, of_one, warmup=asked.warmup, **what)
+    dist.destroy_process_group()
+
+
+def measure(trains: Trains, asked: argparse.Namespace) -> None:
+    """Measure one configuration after the other and print each as it is done."""
+    if SINGLE in asked.names:
+        weights = read(asked.file)
+        seconds, losses = timed(single(weights, compiled=asked.compile), weights["tokens"], lambda: None)
+        what = {"name": SINGLE, "processes": 1, "threads": torch.get_num_threads(), "compiled": asked.compile}
+        show(seconds, losses, warmup=asked.warmup, **what)
+    if not set(asked.names) - {SINGLE}:
+        return
+    # Fresh processes for each number of threads: a pool of threads that once was larger stays in the way.
+    for threads in asked.threads or [max(1, _num_cores() // asked.processes)]:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        mp.spawn(process, args=(store.port, threads, trains, asked), nprocs=asked.processes)
+
+
+def options(names: Sequence[str], description: str) -> argparse.ArgumentParser:
+    """What every script asks for."""
+    parser = argparse.ArgumentParser(description=description.partition("\n")[0])
+    parser.add_argument("file", help="weights and tokens")
+    parser.add_argument("--names", nargs="+", choices=[SINGLE, *names], default=[SINGLE, *names])
+    parser.add_argument("--processes", type=int, default=4)
+    parser.add_argument(
+        "--threads", type=int, nargs="+", help="of each process, one or more tries; default: cores / processes"
+    )
+    parser.add_argument("--compile", action="store_true", help="compile the blocks where PyTorch can")
+    parser.add_argument("--warmup", type=int, default=2, help="first steps that the median leaves out")
+    return parser
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
