@@ -16,9 +16,10 @@ from sharding.errors import ShardingError
 
 from .options import at_least, given
 from .pipeline_config import PipelineChoice, Pipelining
+from .sequence_config import SequenceChoice, Sequencing
 
-MESH_AXES = ("data", "fsdp", "tensor", "expert", "pipe")
-"""The axes that the layouts in `models` know, and that of a pipeline's stages."""
+MESH_AXES = ("data", "fsdp", "tensor", "expert", "pipe", "seq")
+"""The axes that the layouts in `models` know, that of a pipeline's stages and that of sequences."""
 
 BATCH_AXES = ("data", "fsdp", "expert")
 """The axes that split a batch."""
@@ -102,6 +103,8 @@ class Optimization:
     """Parts of a batch whose gradients are computed one after the other."""
     pipeline: Pipelining | None = None
     """How these parts go through stages instead, if the mesh has any."""
+    sequence: Sequencing | None = None
+    """How positions attend to each other, if the mesh splits sequences."""
     zero: Zero = 0
     """What the axis `data` splits: 0 no states, 1 the optimizer's, 2 gradients too, 3 parameters too."""
     sequence_parallel: bool = False
@@ -165,7 +168,8 @@ class Train:
 
     model: OmitArgPrefixes[ModelChoice] = field(default_factory=ModelChoice)
     mesh: str = "data=2,tensor=2"
-    """Axes and their sizes, major axis first: data, fsdp, tensor, expert and pipe. One size may be -1: what is left."""
+    """Axes and their sizes, major axis first: data, fsdp, tensor, expert, pipe and seq. One size may be -1: what is
+    left."""
     devices: int | None = None
     """How many virtual CPU devices to start. Default: as many as the mesh needs. Not for GPUs and TPUs."""
     steps: int | None = None
@@ -174,6 +178,7 @@ class Train:
     """Examples in a step, over all devices: sequences, images, ...; 16 for gpt-tiny."""
     optimization: OmitArgPrefixes[OptimizationChoice] = field(default_factory=OptimizationChoice)
     pipeline: OmitArgPrefixes[PipelineChoice] = field(default_factory=PipelineChoice)
+    sequence: OmitArgPrefixes[SequenceChoice] = field(default_factory=SequenceChoice)
     seed: int = 0
     """Of the initial values, the batches, dropout and the sample."""
     eval_every: int | None = None
@@ -220,12 +225,14 @@ class Explain:
 
     model: OmitArgPrefixes[ModelChoice] = field(default_factory=ModelChoice)
     mesh: str = "data=2,tensor=2"
-    """Axes and their sizes, major axis first: data, fsdp, tensor, expert and pipe. One size may be -1: what is left."""
+    """Axes and their sizes, major axis first: data, fsdp, tensor, expert, pipe and seq. One size may be -1: what is
+    left."""
     devices: str | None = None
     """Described devices, such as v5p:4x8x8 or h100:16x8; none of them is needed. Default: devices of no kind."""
     batch: int | None = None
     """Examples in a step, over all devices. Default: at least 16, as many as the mesh can split evenly."""
     pipeline: OmitArgPrefixes[PipelineChoice] = field(default_factory=PipelineChoice)
+    sequence: OmitArgPrefixes[SequenceChoice] = field(default_factory=SequenceChoice)
     zero: Zero = 0
     """ZeRO's stage, what the axis data splits: 1 the optimizer's state, 2 gradients too, 3 parameters too."""
     sequence_parallel: bool = False

@@ -87,7 +87,14 @@ def _step(config: Explain, mesh: Any) -> tuple[Any, tuple[Any, Any]]:
     sizes = dict(mesh.shape)
     tasks.check_experts(config.model.name, model, sizes)
     pipelining = config.pipeline.over(sizes)
-    optimization = Optimization(pipeline=pipelining, zero=config.zero, sequence_parallel=config.sequence_parallel)
+    sequencing = config.sequence.over(sizes, pipelining)
+    tasks.check_splits_sequences(config.model.name, family, sequencing)
+    optimization = Optimization(
+        pipeline=pipelining,
+        sequence=sequencing,
+        zero=config.zero,
+        sequence_parallel=config.sequence_parallel,
+    )
     tasks.check_sequence_parallel(config.model.name, family, model, optimization, sizes)
     task = family.build(config.model.name, model, optimization, steps=1000, seed=0)
     parts = batch_parts(sizes) * (1 if pipelining is None else pipelining.microbatches)

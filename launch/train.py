@@ -43,7 +43,9 @@ def _run(config: Train, interrupt: Interrupt) -> None:
     pipelining = config.pipeline.over(axes, accumulate)
     check_batch(recipe.batch, axes, accumulate, pipelining)
     check_zero(recipe.optimization.zero, axes)
-    optimization = replace(recipe.optimization, pipeline=pipelining)
+    sequencing = config.sequence.over(axes, pipelining)
+    tasks.check_splits_sequences(config.model.name, family, sequencing)
+    optimization = replace(recipe.optimization, pipeline=pipelining, sequence=sequencing)
     tokenized = text.read(config.text) if config.text.given else None
     model = text.fitted(model, tokenized) if tokenized else model
     tasks.check_sequence_parallel(config.model.name, family, model, optimization, axes)

@@ -21,6 +21,7 @@ from .transformer import (
     Attention,
     Block,
     Branch,
+    Order,
     Past,
     RMSNorm,
     Stream,
@@ -131,7 +132,7 @@ PRESETS = {
 class Embed(nnx.Module):
     """tokens_BS, start -> x_BSM: a row of the table for each token, plus one for its position if positions are learned.
 
-    The first token's position is `start`.
+    The first token's position is `start`, or each token's is that of `start` [S].
     """
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
@@ -147,6 +148,8 @@ class Embed(nnx.Module):
         length = tokens_BS.shape[1]
         if isinstance(start, int):
             position_SM = self.positions[start : start + length]
+        elif start.ndim:
+            position_SM = jnp.take(self.positions[...], start, axis=0, mode="clip")
         else:
             position_SM = jax.lax.dynamic_slice_in_dim(self.positions[...], start, length)
         return x_BSM + position_SM.astype(self.dtype)[None, :, :]
@@ -168,6 +171,7 @@ class GPT(nnx.Module):
         attention, mlp: make the two branches of a block. For another attention between the same projections:
             `functools.partial(Attention, attend=...)`.
         stream: what is done between the residual stream and the branches.
+        order: the positions of sequences that come in another order; the attention is given them too.
     """
 
     def __init__(
@@ -178,12 +182,14 @@ class GPT(nnx.Module):
         attention: Branch = Attention,
         mlp: Branch = MLP,
         stream: Stream = PLAIN,
+        order: Order | None = None,
     ):
         def block(key: jax.Array) -> Block:
             return Block(config, rngs=nnx.Rngs(params=key), attention=attention, mlp=mlp, stream=stream)
 
         self.config = config
         self.stream = stream
+        self.order = order
         self.blocks = stack(block, config, rngs.params())
         self.embed = Embed(config, rngs=rngs)
         self.final_norm = RMSNorm(config.features)
@@ -194,11 +200,12 @@ class GPT(nnx.Module):
         if tokens_BS.shape[1] > self.config.context:
             raise ValueError(f"GPT: {tokens_BS.shape[1]} tokens in a sequence, the context is {self.config.context}")
         keys = (None, None) if key is None else jax.random.split(key)
-        x_BSM = dropout(self.before_blocks(tokens_BS), self.config.dropout, keys[0])
+        start = 0 if self.order is None else self.order(tokens_BS.shape[1])
+        x_BSM = dropout(self.before_blocks(tokens_BS, start), self.config.dropout, keys[0])
         return self.after_blocks(run(self.blocks, x_BSM, keys[1], self.config))
 
     def before_blocks(self, tokens_BS: jax.Array, start: jax.Array | int = 0) -> jax.Array:
-        """What the first block gets, x_BSM, of tokens whose positions begin at `start`."""
+        """What the first block gets, x_BSM, of tokens whose positions begin at `start`, or are `start` [S]."""
         return self.stream.out_of(self.embed(tokens_BS, start))
 
     def past(self, batch: int, length: int | None = None) -> Past:

@@ -57,6 +57,10 @@ Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 """(q_BSHD, k_BTGD, v_BTGD) -> out_BSHD."""
 
 
+Order = Callable[[int], jax.Array]
+"""Number of tokens -> their positions [S], where they don't come one after the other."""
+
+
 class Branch(Protocol):
     """What `attention` and `mlp` are: a function or class that makes a module x_BSM -> x_BSM."""
 
@@ -165,19 +169,23 @@ def _seen(length: int, keys: int, start: jax.Array | int) -> jax.Array:
 def rotate(x_BSND: jax.Array, start: jax.Array | int = 0) -> jax.Array:
     """The heads turned by their position, in pairs (i, i + D/2), at speeds from 1 to 1/10,000 per position.
 
-    The first position is `start`.
+    The first position is `start`, or each is that of `start` [S].
 
     References: Su et al., RoFormer, arXiv:2104.09864, section 3.2.
     """
     length, half = x_BSND.shape[1], x_BSND.shape[3] // 2
     speed = 10_000.0 ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    position_S = jnp.arange(length, dtype=jnp.float32)
-    if not isinstance(start, int) or start:
-        position_S += start
+    position_S = _positions(length, start)
     angle = (position_S[:, None] * speed[None, :])[None, :, None, :]
     a, b = jnp.split(x_BSND.astype(jnp.float32), 2, axis=-1)
     turned = [a * jnp.cos(angle) - b * jnp.sin(angle), b * jnp.cos(angle) + a * jnp.sin(angle)]
     return jnp.concatenate(turned, axis=-1).astype(x_BSND.dtype)
+
+
+def _positions(length: int, start: jax.Array | int) -> jax.Array:
+    if isinstance(start, int):
+        return jnp.arange(start, start + length, dtype=jnp.float32)
+    return start.astype(jnp.float32) if start.ndim else start + jnp.arange(length, dtype=jnp.float32)
 
 
 def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
@@ -231,12 +239,14 @@ class Attention(nnx.Module):
         config: its sizes.
         rngs: its `params` stream gives the initial values.
         attend: (q_BSHD, k_BTGD, v_BTGD) -> out_BSHD.
+        order: the positions of sequences that come in another order.
     """
 
-    def __init__(self, config: Sizes, *, rngs: nnx.Rngs, attend: Attend = causal_attention):
+    def __init__(self, config: Sizes, *, rngs: nnx.Rngs, attend: Attend = causal_attention, order: Order | None = None):
         groups, size = config.kv_heads, config.head_features
         self.config = config
         self.attend = attend
+        self.order = order
         shape = (config.features, groups, config.heads // groups + 2, size)
         self.qkv = normal(rngs, shape, fan_in=config.features)
         # Every branch adds to the residual stream; counting them all in the fan-in keeps its variance at any depth.
@@ -245,7 +255,8 @@ class Attention(nnx.Module):
         self.out_bias = zeros(config.features) if config.biases else None
 
     def __call__(self, x_BSM: jax.Array) -> jax.Array:
-        return self._out(self.attend(*self._projected(x_BSM, 0)))
+        start = 0 if self.order is None else self.order(x_BSM.shape[1])
+        return self._out(self.attend(*self._projected(x_BSM, start)))
 
     def continued(self, x_BSM: jax.Array, past: Past) -> tuple[jax.Array, Past]:
         """The same for a slice of a sequence, and the past of the next one."""

@@ -10,6 +10,7 @@ import jax
 from sharding.errors import ShardingError
 
 from ..config import ModelChoice, Optimization
+from ..sequence_config import Sequencing
 from ..task import Task
 from . import bert, clicks, gpt, gpt_moe, images
 from .family import Family
@@ -78,9 +79,25 @@ def check_sequence_parallel(
         mesh = ",".join(f"{axis}={size}" for axis, size in axes.items())
         must = "the axis tensor, which splits the branches, splits the length"
         raise ShardingError(asked, there=f"--mesh {mesh}", must=must, fix="--mesh tensor=2,...")
+    if axes.get("seq", 1) > 1:
+        there = f"--mesh seq={axes['seq']}, which splits the length already"
+        raise ShardingError(asked, there=there, must="one of them splits it", fix="leave --sequence-parallel out")
     if model.context % size:
         there = f"{model.context} positions over tensor={size}"
         raise ShardingError(asked, there=there, must="each device gets as many positions", fix="another --mesh")
+
+
+def check_splits_sequences(name: str, family: Family, sequencing: Sequencing | None) -> None:
+    """Raise an error if an axis is to split sequences that the models of `family` have not."""
+    if sequencing is None or family.sequences:
+        return
+    able = [preset for preset, each in PRESETS.items() if each.sequences]
+    raise ShardingError(
+        f"--model {name} --mesh seq={sequencing.devices}",
+        there="a model whose attention, if it has any, is over whole sequences",
+        must=f"models whose sequences an axis may split are {', '.join(able)}",
+        fix=f"--model {able[0]}",
+    )
 
 
 def check_accumulates(task: Task, accumulate: int) -> None:

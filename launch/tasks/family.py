@@ -34,6 +34,8 @@ class Family:
     build: Build
     axes: tuple[str, ...] = ()
     """That a mesh for its models has, be they of size 1."""
+    sequences: bool = False
+    """Whether an axis may split the sequences of its models."""
     text: bool = False
     """Whether its models predict the next token of any text: batches [B, S + 1], and a configuration with `vocab` and
     `context`."""

@@ -1,5 +1,6 @@
 """GPT on text, a byte a token: the next byte from those before it."""
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,8 +15,10 @@ from .. import corpus, tensor_parallel
 from ..config import Optimization, Recipe
 from ..metrics import bits_per_byte
 from ..pipelined import Cut
+from ..sequence_config import Sequencing
+from ..sequences import Sequences
 from ..task import Figure, Looked, Measured, Sampler, Task
-from ..training import trained
+from ..training import Loss, trained
 from .family import Family
 
 NUM_HELDOUT_TOKENS = 2**15
@@ -73,9 +76,13 @@ def build(name: str, config: gpt.Config, optimization: Optimization, *, steps: i
         )
         config = replace(config, scan=True)
     stream = tensor_parallel.stream() if optimization.sequence_parallel else gpt.Stream()
+    whole = functools.partial(gpt.GPT, config, stream=stream)
+    make, loss = (
+        (whole, next_token_loss) if optimization.sequence is None else _split(whole, config, optimization.sequence)
+    )
     init, train_step, merged, apart = trained(
-        lambda rngs: gpt.GPT(config, rngs=rngs, stream=stream),
-        next_token_loss,
+        lambda rngs: make(rngs=rngs),
+        loss,
         layout=layouts.gpt,
         optimization=optimization,
         steps=steps,
@@ -84,10 +91,13 @@ def build(name: str, config: gpt.Config, optimization: Optimization, *, steps: i
     )
 
     def evaluate(params: nnx.State, variables: nnx.State, tokens: jax.Array) -> Measured:
-        return {"nats": next_token_loss(merged(params, variables), tokens)}
+        return {"nats": loss(merged(params, variables), tokens, None)}
 
     def generate(params: nnx.State, prompt: jax.Array, key: jax.Array) -> jax.Array:
         model = merged(params, nnx.State({}))
+        if optimization.sequence is not None:
+            # One token at a time, at lengths that nothing divides: no axis splits the sequences.
+            model = nnx.merge(nnx.graphdef(nnx.eval_shape(lambda: whole(rngs=nnx.Rngs(0)))), nnx.state(model))
         return gpt.generate(model, prompt, steps=sample, key=key, temperature=TEMPERATURE)
 
     return Task(
@@ -114,6 +124,19 @@ def next_token_loss(model: gpt.GPT, tokens: jax.Array, key: jax.Array | None = N
     return tensor_parallel.loss(model(tokens[:, :-1], key), tokens[:, 1:])
 
 
+def _split(
+    whole: functools.partial[gpt.GPT], config: gpt.Config, sequencing: Sequencing
+) -> tuple[functools.partial[gpt.GPT], Loss]:
+    """A model and its loss over an axis that splits sequences."""
+    over = Sequences.of(sequencing, config.context)
+    attention = functools.partial(gpt.Attention, attend=over.attend, order=over.positions)
+
+    def loss(model: gpt.GPT, tokens: jax.Array, key: jax.Array | None) -> jax.Array:
+        return tensor_parallel.loss(model(over.ordered(tokens[:, :-1]), key), over.ordered(tokens[:, 1:]))
+
+    return functools.partial(whole, attention=attention, order=over.positions), loss
+
+
 def score(batches: Sequence[Looked]) -> dict[str, float]:
     """Bits a byte from the mean nats of batches of the same size."""
     nats = [float(looked["nats"]) for looked in batches]
@@ -127,5 +150,10 @@ def as_text(tokens: np.ndarray) -> str:
 
 
 FAMILY = Family(
-    presets=gpt.PRESETS, recipe=lambda name: Recipe(sample=256), build=build, text=True, sequence_parallel=True
+    presets=gpt.PRESETS,
+    recipe=lambda name: Recipe(sample=256),
+    build=build,
+    sequences=True,
+    text=True,
+    sequence_parallel=True,
 )

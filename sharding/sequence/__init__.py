@@ -7,6 +7,6 @@ Example:
 """
 
 from .attention import KINDS, Kind, attention
-from .order import ORDERS, Order, blocks, unzigzag, zigzag
+from .order import ORDERS, Order, blocks, positions, unzigzag, zigzag
 
-__all__ = ["KINDS", "ORDERS", "Kind", "Order", "attention", "blocks", "unzigzag", "zigzag"]
+__all__ = ["KINDS", "ORDERS", "Kind", "Order", "attention", "blocks", "positions", "unzigzag", "zigzag"]
