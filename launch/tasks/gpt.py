@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import jax
@@ -18,7 +18,7 @@ from ..pipelined import Cut
 from ..sequence_config import Sequencing
 from ..sequences import Sequences
 from ..task import Figure, Looked, Measured, Sampler, Task
-from ..training import Loss, trained
+from ..training import trained
 from .family import Family
 
 NUM_HELDOUT_TOKENS = 2**15
@@ -29,6 +29,10 @@ TEMPERATURE = 0.8
 
 BITS_PER_BYTE = Figure(name="loss", unit="bits per byte", scale=1 / math.log(2))
 HELDOUT = Figure(name="heldout_bits_per_byte", unit="bits per byte")
+
+
+TokenLoss = Callable[[gpt.GPT, jax.Array, jax.Array | None], jax.Array]
+"""model, tokens [B, S + 1], key -> mean nats per token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +130,7 @@ def next_token_loss(model: gpt.GPT, tokens: jax.Array, key: jax.Array | None = N
 
 def _split(
     whole: functools.partial[gpt.GPT], config: gpt.Config, sequencing: Sequencing
-) -> tuple[functools.partial[gpt.GPT], Loss]:
+) -> tuple[functools.partial[gpt.GPT], TokenLoss]:
     """A model and its loss over an axis that splits sequences."""
     over = Sequences.of(sequencing, config.context)
     attention = functools.partial(gpt.Attention, attend=over.attend, order=over.positions)

@@ -81,7 +81,7 @@ def test_what_is_refused(capsys):
     assert "--attention ulysses" in refused(capsys, "--mesh", "pipe=2,seq=2", "--attention", "ring")
     assert "splits the length already" in refused(capsys, "--mesh", "tensor=2,seq=2", "--sequence-parallel")
     assert "128 / 3" in refused(capsys, "--mesh", "seq=3")
-    assert "gpt-tiny" in refused(capsys, "--mesh", "seq=2", "--model", "resnet-tiny")
+    assert "gpt-tiny" in refused(capsys, "--mesh", "seq=2", "--model", "bert-tiny")
 
 
 def test_explain(capsys):
