@@ -7,6 +7,7 @@ there are; where the platform has none, whole blocks are sent.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -32,16 +33,37 @@ def at_experts(
         parts: its size.
         ragged: whether to send only the rows that there are.
     """
-    me = jax.lax.axis_index(axis)
     counts_PE = jax.lax.all_gather(count_E, axis)
     sizes_PP = counts_PE.reshape(parts, parts, -1).sum(-1)  # [from, to]
-    sent_PRM = (_sent_ragged if ragged else _sent_padded)(rows_RM, sizes_PP, me, axis)
+    sent_PRM = _sent(rows_RM, sizes_PP, axis, ragged)
     own = count_E.shape[0] // parts
-    count_Pe = jax.lax.dynamic_slice_in_dim(counts_PE, me * own, own, axis=1)
+    count_Pe = jax.lax.dynamic_slice_in_dim(counts_PE, jax.lax.axis_index(axis) * own, own, axis=1)
     order = jnp.argsort(_experts_of(count_Pe, len(rows_RM)).reshape(-1), stable=True)
     out = compute(sent_PRM.reshape(-1, rows_RM.shape[1])[order], count_Pe.sum(0))
-    out_PRM = out[jnp.argsort(order)].reshape(sent_PRM.shape)
-    return (_back_ragged if ragged else _back_padded)(out_PRM, sizes_PP, me, axis)
+    return _back(out[jnp.argsort(order)].reshape(sent_PRM.shape), sizes_PP, axis, ragged)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _sent(rows_RM: jax.Array, sizes_PP: jax.Array, axis: str, ragged: bool) -> jax.Array:
+    """The rows that a device gets, [P, R, M]: of each device a block."""
+    return (_sent_ragged if ragged else _sent_padded)(rows_RM, sizes_PP, jax.lax.axis_index(axis), axis)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _back(out_PRM: jax.Array, sizes_PP: jax.Array, axis: str, ragged: bool) -> jax.Array:
+    """The rows that it gave, as they return, [R, M]."""
+    return (_back_ragged if ragged else _back_padded)(out_PRM, sizes_PP, jax.lax.axis_index(axis), axis)
+
+
+# Each is the other's transpose. JAX's own of a ragged all-to-all would send its offsets around first.
+_sent.defvjp(
+    lambda rows_RM, sizes_PP, axis, ragged: (_sent(rows_RM, sizes_PP, axis, ragged), sizes_PP),
+    lambda axis, ragged, sizes_PP, got_PRM: (_back(got_PRM, sizes_PP, axis, ragged), None),
+)
+_back.defvjp(
+    lambda out_PRM, sizes_PP, axis, ragged: (_back(out_PRM, sizes_PP, axis, ragged), sizes_PP),
+    lambda axis, ragged, sizes_PP, got_RM: (_sent(got_RM, sizes_PP, axis, ragged), None),
+)
 
 
 def _experts_of(count_Pe: jax.Array, rows: int) -> jax.Array:
@@ -74,10 +96,9 @@ def _back_padded(out_PRM: jax.Array, sizes_PP: jax.Array, me: jax.Array, axis: s
 
 def _sent_ragged(rows_RM: jax.Array, sizes_PP: jax.Array, me: jax.Array, axis: str) -> jax.Array:
     (rows, features), parts = rows_RM.shape, len(sizes_PP)
-    empty = jnp.zeros((parts * rows, features), rows_RM.dtype)
     sent = jax.lax.ragged_all_to_all(
         rows_RM,
-        jax.lax.pcast(empty, tuple(jax.typeof(rows_RM).vma), to="varying"),
+        jnp.tile(jnp.zeros_like(rows_RM), (parts, 1)),
         _starts(sizes_PP[me]),
         sizes_PP[me],
         jnp.full((parts,), me * rows),  # at each of them, the block of this one
@@ -90,10 +111,9 @@ def _sent_ragged(rows_RM: jax.Array, sizes_PP: jax.Array, me: jax.Array, axis: s
 def _back_ragged(out_PRM: jax.Array, sizes_PP: jax.Array, me: jax.Array, axis: str) -> jax.Array:
     parts, rows, features = out_PRM.shape
     starts_PP = jnp.cumsum(sizes_PP, axis=1) - sizes_PP
-    empty = jnp.zeros((rows, features), out_PRM.dtype)
     return jax.lax.ragged_all_to_all(
         out_PRM.reshape(parts * rows, features),
-        jax.lax.pcast(empty, tuple(jax.typeof(out_PRM).vma), to="varying"),
+        jnp.zeros_like(out_PRM[0]),
         jnp.arange(parts) * rows,
         sizes_PP[:, me],
         starts_PP[:, me],  # where in the order of each its rows for this one begin

@@ -4,10 +4,10 @@
     python -m tests.benchmarks.scale --json scale.json
     python -m tests.benchmarks.scale --aot                    # compiled for them too: needs libtpu (extra tpu)
 
-For GPT-3 (175 billion parameters) and a mixture of experts of a trillion: the seconds of tracing and completing the
-step, of its ledger, of its memory, of its estimate and of its page, each for the first time in the process. Layers are
-scanned, so that the figures don't grow with depth; nothing is compiled. With `--aot` the TPU compiler then says what it
-holds at the peak, beside what was predicted.
+For GPT-3 (175 billion parameters), a mixture of experts of a trillion that is written here, and `gpt-moe-1t`: the
+seconds of tracing and completing the step, of its ledger, of its memory, of its estimate and of its page, each for the
+first time in the process. Layers are scanned, so that the figures don't grow with depth; nothing is compiled. With
+`--aot` the TPU compiler then says what it holds at the peak, beside what was predicted.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Options:
 
     aot: bool = False
     """Whether the compiler for the chips, ahead of time, says its own peak."""
-    only: Literal["all", "gpt3", "trillion"] = "all"
+    only: Literal["all", "gpt3", "trillion", "experts"] = "all"
     """Which program."""
     json: Path | None = None
     """Where to write the figures."""
@@ -83,9 +83,18 @@ Program = tuple[dict[str, int], Callable[..., Any], tuple[Any, ...], Any, Any]
 
 def gpt3() -> Program:
     """GPT-3 with Megatron's rules over tensor and fully sharded over fsdp."""
-    sizes = {"fsdp": 64, "tensor": 8}
-    family, model = tasks.find(ModelChoice(name="gpt3-175b"))
-    task = family.build("gpt3-175b", model, Optimization(), steps=1000, seed=0)
+    return of_the_command_line("gpt3-175b", {"fsdp": 64, "tensor": 8})
+
+
+def experts_1t() -> Program:
+    """A GPT with experts in every other layer, which an axis of their own shares out, and fully sharded over fsdp."""
+    return of_the_command_line("gpt-moe-1t", {"fsdp": 8, "expert": 8, "tensor": 8})
+
+
+def of_the_command_line(name: str, sizes: dict[str, int]) -> Program:
+    """What `sharding train` would run, with 512 examples in a batch."""
+    family, model = tasks.find(ModelChoice(name=name))
+    task = family.build(name, model, Optimization(), steps=1000, seed=0)
     args = task.state_shapes, task.batch_shapes(512)
     return sizes, task.train_step, args, (None, layouts.batch(sizes)), task.state_shapes.params
 
@@ -162,7 +171,11 @@ def trillion() -> Program:
     return {"data": 64, "tensor": 8}, step, args, specs, params
 
 
-PROGRAMS = {"gpt3": ("GPT-3", gpt3), "trillion": ("a trillion parameters", trillion)}
+PROGRAMS = {
+    "gpt3": ("GPT-3", gpt3),
+    "trillion": ("a trillion parameters", trillion),
+    "experts": ("gpt-moe-1t", experts_1t),
+}
 
 
 def look(name: str, program: Callable[[], Program], *, aot: bool) -> Look:
