@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +36,7 @@ def at_experts(
     """
     counts_PE = jax.lax.all_gather(count_E, axis)
     sizes_PP = counts_PE.reshape(parts, parts, -1).sum(-1)  # [from, to]
-    sent_PRM = _sent(rows_RM, sizes_PP, axis, ragged)
+    sent_PRM: Any = _sent(rows_RM, sizes_PP, axis, ragged)
     own = count_E.shape[0] // parts
     count_Pe = jax.lax.dynamic_slice_in_dim(counts_PE, jax.lax.axis_index(axis) * own, own, axis=1)
     order = jnp.argsort(_experts_of(count_Pe, len(rows_RM)).reshape(-1), stable=True)
