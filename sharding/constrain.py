@@ -169,10 +169,23 @@ class _Body:
         if self.scope.exits:
             pairs = zip(outvars, source.outvars, self.scope.exits, strict=True)
             outvars = [self.moved(new, old, target, last, asked=inputs) for new, old, target in pairs]
+            outvars = self.returned(outvars) if self.scope.manual else outvars
         if self.scope.added:
             stacked = zip(outvars, source.outvars, self.scope.added, strict=True)
             outvars = [self.stacked(new, old, stack, last) for new, old, stack in stacked]
         return compat.rebuild(self.original, eqns=self.eqns, outvars=outvars)
+
+    def returned(self, outvars: list[Any]) -> list[Any]:
+        """Results told how they lie also where a call makes them, which in manual code says that they lie anyhow.
+
+        Of the branches of a conditional XLA refuses those that say something else than another.
+        """
+        called = {v: eqn for eqn in self.scope.jaxpr.eqns if eqn.primitive.name in CALLS for v in eqn.outvars}
+        found = []
+        for var in outvars:
+            spec = self.wanted(var) if not compat.is_literal(var) and var in called else None
+            found.append(var if spec is None else self.emit(var, spec, called[var]))
+        return found
 
     def argument(self, var: Any, eqn: Any) -> None:
         atom = self.scope.env[var]

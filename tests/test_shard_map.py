@@ -51,6 +51,16 @@ def looped(x, w):
     return jax.value_and_grad(lambda w: jnp.sum(f(x, w) ** 2))(w)
 
 
+def branched(x, w):
+    """A branch that ends in a call, and one that doesn't."""
+
+    def body(x, w):
+        branches = jax.jit(lambda x: jnp.tanh(x @ w)), lambda x: jnp.sin(x) @ w
+        return jax.lax.switch(jax.lax.axis_index("data"), branches, x)
+
+    return jax.shard_map(body, in_specs=(P("data"), P()), out_specs=P("data"), axis_names={"data"})(x, w)
+
+
 def nested(x, w):
     def inner(x):
         return jax.lax.psum(x, "tensor") * jax.lax.axis_index("tensor")
@@ -70,7 +80,7 @@ def by_hand_alone(x, w):
     return jax.shard_map(body, in_specs=specs, out_specs=P("data"), axis_names={"data", "tensor"})(x, w)
 
 
-PROGRAMS = [summed, gathered, exchanged, looped, nested, by_hand_alone]
+PROGRAMS = [summed, gathered, exchanged, looped, branched, nested, by_hand_alone]
 SHAPES = (floats(8, 8), floats(8, 8))
 
 

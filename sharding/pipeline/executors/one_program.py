@@ -287,8 +287,7 @@ def _along(axis: str, leaf: jax.Array) -> jax.Array:
 
 
 def _at(tree: Any, index: Any) -> Any:
-    # `dynamic_index_in_dim` is a program of its own, whose result XLA takes to lie otherwise than another branch's.
-    return jax.tree.map(lambda leaf: lax.squeeze(lax.dynamic_slice_in_dim(leaf, index, 1), (0,)), tree)
+    return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, index, 0, keepdims=False), tree)
 
 
 def _put(tree: Any, index: Any, values: Any) -> Any:
