@@ -82,8 +82,9 @@ def check_sequence_parallel(
     if axes.get("seq", 1) > 1:
         there = f"--mesh seq={axes['seq']}, which splits the length already"
         raise ShardingError(asked, there=there, must="one of them splits it", fix="leave --sequence-parallel out")
-    if model.context % size:
-        there = f"{model.context} positions over tensor={size}"
+    over = {axis: axes[axis] for axis in ("seq", "tensor") if axes.get(axis, 1) > 1}
+    if model.context % math.prod(over.values()):
+        there = f"{model.context} positions over {', '.join(f'{axis}={size}' for axis, size in over.items())}"
         raise ShardingError(asked, there=there, must="each device gets as many positions", fix="another --mesh")
 
 

@@ -7,6 +7,7 @@ from runs import check_same, refused, two_steps
 from sharding.launch import explain
 from sharding.launch.config import Explain, ModelChoice, Optimization
 from sharding.launch.pipeline_config import Pipelining
+from sharding.launch.sequence_config import Sequencing
 from sharding.launch.tasks import gpt
 from sharding.models.gpt import Config
 
@@ -43,6 +44,17 @@ def test_steps_are_those_of_one_device(sizes, options, one_device):
     kinds = {"all-gather", "reduce-scatter"} if options else {"all-reduce"}
     assert {c.kind for c in over} == kinds
     assert sum(c.count for c in over if c.kind != "all-gather") == 4 * MODEL.layers + 2
+
+
+@pytest.mark.slow
+def test_beside_an_axis_of_sequences(one_device):
+    sequencing = Sequencing(devices=2, kind="ring")
+    found = two({"data": 2, "tensor": 2, "seq": 2}, sequence_parallel=True, sequence=sequencing)
+    check_same(found, one_device)
+    large = 4 * BATCH // 2 * MODEL.context // 2 * MODEL.features
+    ledger = found.completion.communication()
+    assert {c.axes for c in ledger if c.kind == "all-gather" and c.result_bytes >= large} == {("tensor",)}
+    assert sum(c.count for c in ledger if c.kind == "reduce-scatter") == 4 * MODEL.layers + 2
 
 
 @pytest.mark.slow
