@@ -30,28 +30,33 @@ SMALL = [
 MESH = "data=2,fsdp=2,tensor=2"
 
 
-class TwoSteps(NamedTuple):
-    """What two steps of a GPT measured, and the state after them."""
+class Steps(NamedTuple):
+    """What steps of a GPT measured, and the state after them."""
 
     figures: list[Any]
     state: TrainState
     completion: sharding.Completion
 
 
-def two_steps(task: Task, sizes: dict[str, int]) -> TwoSteps:
-    """From the same state on the same 16 sequences, on a mesh of these sizes."""
+def two_steps(task: Task, sizes: dict[str, int]) -> Steps:
+    """From the same state on the same sequences, on a mesh of these sizes."""
+    return steps(task, sizes, 2)
+
+
+def steps(task: Task, sizes: dict[str, int], number: int) -> Steps:
+    """So many from the same state, each of the same 16 sequences, on a mesh of these sizes."""
     config = task.config
-    tokens = np.random.default_rng(0).integers(0, config.vocab, (2, 16, config.context + 1), np.int32)
+    tokens = np.random.default_rng(0).integers(0, config.vocab, (number, 16, config.context + 1), np.int32)
     with sharding.mesh(sizes, devices=jax.devices()[: math.prod(sizes.values())]) as mesh:
         over = program.over(task, mesh, batch_size=16)
         state, figures = over.initial_state(0), []
         for batch in tokens:
             state, measured = over.train_step(state, over.put(batch))
             figures.append(jax.device_get(measured))
-    return TwoSteps(figures, state, over.completion)
+    return Steps(figures, state, over.completion)
 
 
-def check_same(found: TwoSteps, wanted: TwoSteps) -> None:
+def check_same(found: Steps, wanted: Steps) -> None:
     """Fails where figures or parameters differ by more than rounding."""
     for ours, theirs in zip(found.figures, wanted.figures, strict=True):
         for name in theirs:

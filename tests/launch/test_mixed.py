@@ -1,0 +1,62 @@
+"""Axes together: twenty steps on meshes of eight devices have the losses of one device."""
+
+import numpy as np
+import pytest
+from runs import steps
+
+from sharding.launch.config import Optimization
+from sharding.launch.pipeline_config import PipelineChoice
+from sharding.launch.sequence_config import SequenceChoice
+from sharding.launch.tasks import gpt, gpt_moe
+from sharding.models.gpt import Config
+from sharding.models.gpt_moe import Config as MoEConfig
+
+SIZES = {"vocab": 64, "context": 16, "layers": 4, "features": 32, "heads": 4, "kv_heads": 4, "mlp_features": 64}
+FORMS = {"dense": (gpt.FAMILY, Config(**SIZES)), "experts": (gpt_moe.FAMILY, MoEConfig(**SIZES))}
+STEPS = 20
+
+MESHES = {
+    "dense": [
+        ({"data": 2, "fsdp": 2, "tensor": 2}, {}),
+        ({"data": 2, "fsdp": 2, "tensor": 2}, {"sequence_parallel": True, "zero": 1}),
+        ({"data": 2, "tensor": 4}, {"zero": 3}),
+        ({"pipe": 2, "data": 2, "tensor": 2}, {}),
+        ({"pipe": 2, "data": 2, "fsdp": 2}, {"schedule": "zb-h1"}),
+        ({"pipe": 4, "tensor": 2}, {"schedule": "chimera"}),
+        ({"pipe": 2, "fsdp": 2, "tensor": 2}, {"sequence_parallel": True}),
+        ({"data": 2, "seq": 4}, {}),
+        ({"fsdp": 2, "seq": 2, "tensor": 2}, {"kind": "ring_self"}),
+        ({"data": 2, "seq": 2, "tensor": 2}, {"kind": "ulysses", "zero": 2}),
+        ({"pipe": 2, "seq": 2, "data": 2}, {}),
+        ({"pipe": 2, "seq": 2, "tensor": 2}, {}),
+    ],
+    "experts": [
+        ({"data": 2, "expert": 4}, {}),
+        ({"data": 2, "expert": 2, "tensor": 2}, {"zero": 2}),
+        ({"fsdp": 2, "expert": 2, "tensor": 2}, {}),
+        ({"data": 2, "fsdp": 2, "expert": 2}, {}),
+    ],
+}
+
+
+def losses(form, sizes, schedule=None, kind=None, **options):
+    family, config = FORMS[form]
+    pipeline = PipelineChoice(schedule=schedule).over(sizes)
+    sequence = SequenceChoice(attention=kind).over(sizes, pipeline)
+    optimization = Optimization(pipeline=pipeline, sequence=sequence, lr=1e-3, warmup=5, **options)
+    found = steps(family.build("gpt", config, optimization, steps=STEPS, seed=0), sizes, STEPS)
+    return [float(figures["loss"]) for figures in found.figures]
+
+
+@pytest.fixture(scope="module")
+def one_device():
+    return {form: losses(form, {"expert": 1} if form == "experts" else {"data": 1}) for form in FORMS}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("form", "sizes", "options"), [(form, *each) for form, all_ in MESHES.items() for each in all_], ids=str
+)
+def test_losses_are_those_of_one_device(form, sizes, options, one_device):
+    np.testing.assert_allclose(losses(form, sizes, **options), one_device[form], rtol=1e-4)
+    assert one_device[form][-1] < one_device[form][0] - 0.02
