@@ -39,7 +39,7 @@ def scores(q_BGQSD: jax.Array, k_BGTD: jax.Array, seen_ST: Seen) -> jax.Array:
     """[B, G, Q, S, T], float32; minus infinity where a query does not see a key."""
     score_BGQST = jnp.einsum("BGQSD,BGTD->BGQST", q_BGQSD, k_BGTD, preferred_element_type=jnp.float32)
     score_BGQST = score_BGQST / math.sqrt(q_BGQSD.shape[-1])
-    return score_BGQST if seen_ST is None else jnp.where(seen_ST[None, None, None], score_BGQST, -jnp.inf)
+    return score_BGQST if seen_ST is None else score_BGQST + jnp.where(seen_ST, 0.0, -jnp.inf)[None, None, None]
 
 
 def add(state: State, q_BGQSD: jax.Array, k_BGTD: jax.Array, v_BGTD: jax.Array, seen_ST: Seen) -> State:
