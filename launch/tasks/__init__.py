@@ -79,9 +79,6 @@ def check_sequence_parallel(
         mesh = ",".join(f"{axis}={size}" for axis, size in axes.items())
         must = "the axis tensor, which splits the branches, splits the length"
         raise ShardingError(asked, there=f"--mesh {mesh}", must=must, fix="--mesh tensor=2,...")
-    if axes.get("seq", 1) > 1:
-        there = f"--mesh seq={axes['seq']}, which splits the length already"
-        raise ShardingError(asked, there=there, must="one of them splits it", fix="leave --sequence-parallel out")
     over = {axis: axes[axis] for axis in ("seq", "tensor") if axes.get(axis, 1) > 1}
     if model.context % math.prod(over.values()):
         there = f"{model.context} positions over {', '.join(f'{axis}={size}' for axis, size in over.items())}"

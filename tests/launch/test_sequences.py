@@ -79,7 +79,6 @@ def test_a_sample_and_a_pipeline(tmp_path, capsys):
 def test_what_is_refused(capsys):
     assert "no seq axis" in refused(capsys, "--mesh", "data=2", "--attention", "ring")
     assert "--attention ulysses" in refused(capsys, "--mesh", "pipe=2,seq=2", "--attention", "ring")
-    assert "splits the length already" in refused(capsys, "--mesh", "tensor=2,seq=2", "--sequence-parallel")
     assert "128 / 3" in refused(capsys, "--mesh", "seq=3")
     assert "gpt-tiny" in refused(capsys, "--mesh", "seq=2", "--model", "bert-tiny")
 
