@@ -32,7 +32,7 @@ from sharding.spec import sizes_text
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # as pytest has it: steps are top-level there
 
-from steps import models, written
+from steps import known, models, written
 from steps.step import MESHES, STYLES
 
 STEPS = models.STEPS | written.STEPS
@@ -48,6 +48,8 @@ CLOSE = 0.05
 """How far the bytes of a kind may be off."""
 NEAR = 0.10
 """How far the peak may be off."""
+IS_NEWEST = jax.__version_info__ >= (0, 12)
+OLDER = "XLA of JAX 0.10.2 partitions, orders and fuses otherwise, and undoes remat"
 
 
 @dataclass(frozen=True)
@@ -184,7 +186,27 @@ def table(programs: Sequence[Program]) -> str:
         "| program | mesh | annotated | predicted | compiled | peak | sent | time |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    return "\n".join([*head, *map(_row, programs)]) + "\n"
+    return "\n".join([*head, *map(_row, programs), "", *misses(programs)]) + "\n"
+
+
+def misses(programs: Sequence[Program]) -> list[str]:
+    """Every program that is otherwise than predicted, in what, and why."""
+    found = ["Otherwise than predicted, and why:", ""]
+    meshes = {sizes_text(dict(sizes)): number for number, sizes in enumerate(MESHES)}
+    for p in programs:
+        key = (p.name, meshes[p.mesh], p.style)
+        collectives, peak = not (p.counts_agree and p.bytes_agree), abs(p.peak_ratio - 1) > NEAR
+        what = [
+            f"{name}: {table.get(key, (0, 'not known'))[1] if IS_NEWEST else OLDER}"
+            for name, is_missed, table in (
+                ("collectives", collectives, known.COLLECTIVES),
+                (f"peak, {p.peak_ratio:.2f}", peak, known.PEAKS),
+                (f"sent, {p.sent_ratio:.2f}", p.sent_ratio > 1, known.COLLECTIVES),
+            )
+            if is_missed
+        ]
+        found += [f"- {p.name}; {p.mesh}; {p.style}: {'; '.join(what)}"] if what else []
+    return found
 
 
 def _row(p: Program) -> str:

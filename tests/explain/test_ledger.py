@@ -7,26 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import peaks
 import pytest
-from steps import models, written
+from steps import known, models, written
 from steps.step import MESHES, STYLES
 
 import sharding
 from sharding import P, ShardingError, cost
 
 STEPS = models.STEPS | written.STEPS
-
-PARTS = "parts of one axis go their own ways"
-ENTERS = "what enters a shard_map is moved by XLA on its own way"
-INSIDE = "XLA moves what a loop carries once more"
-KNOWN = {
-    ("graph net", 3, "weights"): (0.24, PARTS),
-    ("lstm", 1, "weights"): (0.02, INSIDE),
-    ("lstm", 3, "weights"): (0.12, PARTS),
-    ("ring attention by hand", 0, "batch"): (0.03, ENTERS),
-    ("ring attention by hand", 1, "batch"): (0.03, ENTERS),
-    ("ring attention by hand", 1, "weights"): (0.09, ENTERS),
-}
-"""(step, number of the mesh, style) of the newest JAX -> (how far the bytes are from those compiled, why)."""
 
 
 def rows(ledger):
@@ -169,9 +156,9 @@ def test_a_train_step_is_compiled_to_what_was_predicted():
 def test_train_steps_are_compiled_to_what_was_predicted(name, number):
     for style in STYLES:
         predicted, compiled = compared(name, style, MESHES[number])
-        if (name, number, style) not in KNOWN:
+        if (name, number, style) not in known.COLLECTIVES:
             assert predicted == compiled, style
             continue
-        bound, _ = KNOWN[name, number, style]
+        bound, _ = known.COLLECTIVES[name, number, style]
         said, done = (sum(size for _, size in found.values()) for found in (predicted, compiled))
         assert abs(said - done) <= bound * done, (predicted, compiled)

@@ -2,7 +2,7 @@
 
 import peaks
 import pytest
-from steps import models, written
+from steps import known, models, written
 from steps.step import MESHES, STYLES
 
 STEPS = models.STEPS | written.STEPS
@@ -14,12 +14,6 @@ HALF = {
 }
 
 WITHIN = 0.1
-KNOWN = {
-    ("gpt, 16 bits, scanned, remat", 0, "weights"): (0.13, "XLA stores more of the 16-bit floats in 32 bits"),
-    ("graph net", 3, "weights"): (0.14, "parts of one axis go their own ways"),
-    ("lstm", 1, "weights"): (0.18, "XLA moves more inside the loop"),
-}
-"""(step, number of the mesh, style) -> (how far the prediction is from the compiled peak, why)."""
 
 
 @peaks.NEWEST
@@ -36,7 +30,7 @@ def test_prediction_is_near(name):
 def test_every_prediction_is_near(name, number):
     for style in STYLES:
         peak = peaks.of_step((STEPS | HALF)[name](style, MESHES[number]), MESHES[number])
-        bound, why = KNOWN.get((name, number, style), (WITHIN, ""))
+        bound, why = known.PEAKS.get((name, number, style), (WITHIN, ""))
         assert abs(peak.ratio - 1) <= bound, (peak, style, why)
 
 
