@@ -3,14 +3,16 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 import sharding
 from sharding import P, ShardingError, sequence
 
-from ..models import layouts
+from ..models import layouts, transformer
 from .sequence_config import Sequencing
 
 AXIS = "seq"
@@ -26,8 +28,13 @@ class Sequences:
     """Zig-zag where a causal ring needs it for balance."""
 
     @staticmethod
-    def of(sequencing: Sequencing, length: int) -> "Sequences":
+    def of(sequencing: Sequencing, length: int, *, in_order: bool = False) -> "Sequences":
         """What was asked for, for causal attention and sequences of this length.
+
+        Args:
+            sequencing: what was asked for.
+            length: of each sequence.
+            in_order: whether the order of tokens matters to more than their attention.
 
         Raises:
             ShardingError: the axis doesn't divide the length.
@@ -39,16 +46,20 @@ class Sequences:
                 must="each device has as many positions",
                 fix=[f"--mesh seq={n}" for n in range(2, sequencing.devices) if length % n == 0][-1:],
             )
-        is_plain = sequencing.kind == "ulysses" or length % (2 * sequencing.devices)
+        is_plain = in_order or sequencing.kind == "ulysses" or length % (2 * sequencing.devices)
         return Sequences(devices=sequencing.devices, kind=sequencing.kind, order="plain" if is_plain else "zigzag")
 
     @property
-    def attend(self) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
-        """Causal attention."""
-        return partial(sequence.attention, axis=AXIS, kind=self.kind, order=self.order)
+    def attention(self) -> transformer.Branch:
+        """Causal attention between the projections of a transformer."""
+        attend = partial(sequence.attention, axis=AXIS, kind=self.kind, order=self.order)
+        return partial(transformer.Attention, attend=attend, order=self.positions)
 
-    def ordered(self, tokens: jax.Array) -> jax.Array:
-        """Of tokens [B, S] each device's part, in the order of the attention."""
+    def examples(self, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Of tokens [B, S + 1] each device's part of inputs and targets, in the order of the attention."""
+        return self._ordered(tokens[:, :-1]), self._ordered(tokens[:, 1:])
+
+    def _ordered(self, tokens: jax.Array) -> jax.Array:
         if self.order == "zigzag":
             tokens = sequence.zigzag(tokens, self.devices)
         batch = layouts.batch(jax.sharding.get_abstract_mesh().axis_names)
@@ -60,3 +71,13 @@ class Sequences:
         if self.order == "plain":
             return None
         return lambda length: jnp.asarray(sequence.positions(length, self.devices, self.order))
+
+
+def unsplit(model: nnx.Module, whole: Callable[..., nnx.Module]) -> Any:
+    """A model over any axis for text that is generated: one token at a time, at lengths that no axis divides.
+
+    Args:
+        model: with the parameters.
+        whole: rngs -> the same model without an axis that splits sequences.
+    """
+    return nnx.merge(nnx.graphdef(nnx.eval_shape(lambda: whole(rngs=nnx.Rngs(0)))), nnx.state(model))

@@ -21,7 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 from sharding import expert
 
 from . import gpt
-from .transformer import MLP, Attention, Block, RMSNorm, dropout
+from .transformer import MLP, Attention, Block, Branch, RMSNorm, dropout
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,10 +65,10 @@ PRESETS = {
 class Sparse(nnx.Module):
     """A layer whose second branch is a mixture of experts."""
 
-    def __init__(self, config: Config, *, rngs: nnx.Rngs):
+    def __init__(self, config: Config, *, rngs: nnx.Rngs, attention: Branch = Attention):
         self.dropout = config.dropout
         self.norm1 = RMSNorm(config.features)
-        self.attention = Attention(config, rngs=rngs)
+        self.attention = attention(config, rngs=rngs)
         self.norm2 = RMSNorm(config.features)
         self.experts = expert.MoE(
             features=config.features,
@@ -93,9 +93,9 @@ class Sparse(nnx.Module):
 class Pair(nnx.Module):
     """A dense layer and a sparse one."""
 
-    def __init__(self, config: Config, *, rngs: nnx.Rngs):
-        self.dense = Block(config, rngs=rngs, attention=Attention, mlp=MLP)
-        self.sparse = Sparse(config, rngs=rngs)
+    def __init__(self, config: Config, *, rngs: nnx.Rngs, attention: Branch = Attention):
+        self.dense = Block(config, rngs=rngs, attention=attention, mlp=MLP)
+        self.sparse = Sparse(config, rngs=rngs, attention=attention)
 
     def __call__(self, x_BSM: jax.Array, key: jax.Array | None = None) -> tuple[jax.Array, expert.Balance]:
         keys = (None, None) if key is None else jax.random.split(key)
@@ -108,11 +108,12 @@ class GPTMoE(nnx.Module):
     Args:
         config: its sizes.
         rngs: its `params` stream gives the initial values.
+        attention: makes the first branch of every layer, as in `gpt`.
     """
 
-    def __init__(self, config: Config, *, rngs: nnx.Rngs):
+    def __init__(self, config: Config, *, rngs: nnx.Rngs, attention: Branch = Attention):
         def pair(key: jax.Array) -> Pair:
-            return Pair(config, rngs=nnx.Rngs(params=key))
+            return Pair(config, rngs=nnx.Rngs(params=key), attention=attention)
 
         keys_N = jax.random.split(rngs.params(), config.layers // 2)
         self.config = config
@@ -157,5 +158,12 @@ def _run(blocks: Any, x_BSM: jax.Array, key: jax.Array | None, config: Config) -
 
 def next_token_loss(model: GPTMoE, tokens: jax.Array, key: jax.Array | None = None) -> tuple[jax.Array, expert.Balance]:
     """Mean nats per token of predicting tokens [B, S + 1] from their first S, and the balance of each sparse layer."""
-    logits_BSV, balance = model.balanced(tokens[:, :-1], key)
-    return gpt.loss(logits_BSV, tokens[:, 1:]), balance
+    return loss(model, tokens[:, :-1], tokens[:, 1:], key)
+
+
+def loss(
+    model: GPTMoE, tokens_BS: jax.Array, targets_BS: jax.Array, key: jax.Array | None = None
+) -> tuple[jax.Array, expert.Balance]:
+    """Mean nats per token of predicting each target, and the balance of each sparse layer."""
+    logits_BSV, balance = model.balanced(tokens_BS, key)
+    return gpt.loss(logits_BSV, targets_BS), balance

@@ -16,7 +16,7 @@ from ..config import Optimization, Recipe
 from ..metrics import bits_per_byte
 from ..pipelined import Cut
 from ..sequence_config import Sequencing
-from ..sequences import Sequences
+from ..sequences import Sequences, unsplit
 from ..task import Figure, Looked, Measured, Sampler, Task
 from ..training import trained
 from .family import Family
@@ -100,8 +100,7 @@ def build(name: str, config: gpt.Config, optimization: Optimization, *, steps: i
     def generate(params: nnx.State, prompt: jax.Array, key: jax.Array) -> jax.Array:
         model = merged(params, nnx.State({}))
         if optimization.sequence is not None:
-            # One token at a time, at lengths that nothing divides: no axis splits the sequences.
-            model = nnx.merge(nnx.graphdef(nnx.eval_shape(lambda: whole(rngs=nnx.Rngs(0)))), nnx.state(model))
+            model = unsplit(model, whole)
         return gpt.generate(model, prompt, steps=sample, key=key, temperature=TEMPERATURE)
 
     return Task(
@@ -133,12 +132,12 @@ def _split(
 ) -> tuple[functools.partial[gpt.GPT], TokenLoss]:
     """A model and its loss over an axis that splits sequences."""
     over = Sequences.of(sequencing, config.context)
-    attention = functools.partial(gpt.Attention, attend=over.attend, order=over.positions)
 
     def loss(model: gpt.GPT, tokens: jax.Array, key: jax.Array | None) -> jax.Array:
-        return tensor_parallel.loss(model(over.ordered(tokens[:, :-1]), key), over.ordered(tokens[:, 1:]))
+        inputs, targets = over.examples(tokens)
+        return tensor_parallel.loss(model(inputs, key), targets)
 
-    return functools.partial(whole, attention=attention, order=over.positions), loss
+    return functools.partial(whole, attention=over.attention, order=over.positions), loss
 
 
 def score(batches: Sequence[Looked]) -> dict[str, float]:

@@ -1,5 +1,7 @@
 """GPT with mixtures of experts on text, a byte a token: how evenly the experts are used is in the metrics."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,7 @@ from flax import nnx
 from ...models import gpt, gpt_moe, layouts
 from .. import corpus
 from ..config import Optimization, Recipe
+from ..sequences import Sequences, unsplit
 from ..task import Measured, Sampler, Task
 from ..training import Lowered, trained
 from .family import Family
@@ -18,9 +21,15 @@ def build(
     name: str, config: gpt_moe.Config, optimization: Optimization, *, steps: int, seed: int, sample: int = 0
 ) -> Task:
     """The task of training a GPT with experts on the sources of the Python standard library."""
+    whole = functools.partial(gpt_moe.GPTMoE, config)
+    make, examples = whole, _next_tokens
+    if optimization.sequence is not None:
+        # Experts have places for the first tokens that come.
+        over = Sequences.of(optimization.sequence, config.context, in_order=True)
+        make, examples = functools.partial(whole, attention=over.attention), over.examples
     init, train_step, merged, _ = trained(
-        lambda rngs: gpt_moe.GPTMoE(config, rngs=rngs),
-        loss,
+        lambda rngs: make(rngs=rngs),
+        lambda model, tokens, key: loss(model, *examples(tokens), key),
         layout=layouts.gpt_moe,
         optimization=optimization,
         steps=steps,
@@ -28,10 +37,12 @@ def build(
     )
 
     def evaluate(params: nnx.State, variables: nnx.State, tokens: jax.Array) -> Measured:
-        return {"nats": gpt_moe.next_token_loss(merged(params, variables), tokens)[0]}
+        return {"nats": gpt_moe.loss(merged(params, variables), *examples(tokens))[0]}
 
     def generate(params: nnx.State, prompt: jax.Array, key: jax.Array) -> jax.Array:
         model = merged(params, nnx.State({}))
+        if optimization.sequence is not None:
+            model = unsplit(model, whole)
         return gpt.generate(model, prompt, steps=sample, key=key, temperature=TEMPERATURE)
 
     return Task(
@@ -52,9 +63,13 @@ def build(
     )
 
 
-def loss(model: gpt_moe.GPTMoE, tokens: jax.Array, key: jax.Array | None) -> Lowered:
+def _next_tokens(tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def loss(model: gpt_moe.GPTMoE, tokens_BS: jax.Array, targets_BS: jax.Array, key: jax.Array | None) -> Lowered:
     """Nats and the auxiliary losses of all layers; of the busiest layer's experts the busiest over the mean one."""
-    nats, balance = gpt_moe.next_token_loss(model, tokens, key)
+    nats, balance = gpt_moe.loss(model, tokens_BS, targets_BS, key)
     auxiliary = jnp.sum(balance.auxiliary_loss)
     figures = {
         "loss": nats,
@@ -66,5 +81,10 @@ def loss(model: gpt_moe.GPTMoE, tokens: jax.Array, key: jax.Array | None) -> Low
 
 
 FAMILY = Family(
-    presets=gpt_moe.PRESETS, recipe=lambda name: Recipe(sample=256), build=build, text=True, axes=("expert",)
+    presets=gpt_moe.PRESETS,
+    recipe=lambda name: Recipe(sample=256),
+    build=build,
+    axes=("expert",),
+    sequences=True,
+    text=True,
 )

@@ -24,6 +24,8 @@ class Axes:
     """Split the tokens alone."""
     hidden: str | None
     """Splits the hidden features of each expert."""
+    length: str | None
+    """Splits the tokens of a group, and each expert's places for it."""
     sizes: Mapping[str, int]
     """Of all axes of the mesh that a program can name."""
 
@@ -32,16 +34,37 @@ class Axes:
         """Into how many parts the experts are split."""
         return 1 if self.expert is None else self.sizes[self.expert]
 
+    def of_groups(self, number: int) -> tuple[str, ...]:
+        """The axes, major first, that split so many groups evenly: as many of them as can."""
+        return self._dividing(number, self._of_batch)
+
     def of_tokens(self, number: int) -> tuple[str, ...]:
-        """The axes, major first, that split so many groups or tokens evenly: as many of them as can."""
-        names = self.batch if self.expert is None else (*self.batch, self.expert)
+        """The same of the tokens of all groups."""
+        return self._dividing(number, self._of_batch if self.length is None else (*self._of_batch, self.length))
+
+    def of_places(self, number: int) -> str | None:
+        """The axis that splits so many places of an expert, if one does evenly."""
+        return None if self.length is None or number % self.sizes[self.length] else self.length
+
+    @property
+    def _of_batch(self) -> tuple[str, ...]:
+        return self.batch if self.expert is None else (*self.batch, self.expert)
+
+    def _dividing(self, number: int, names: tuple[str, ...]) -> tuple[str, ...]:
         ends = range(len(names), 0, -1)
         fits = (names[:end] for end in ends if number % math.prod(self.sizes[name] for name in names[:end]) == 0)
         return next(fits, ())
 
 
 def of_mesh(
-    asked: str, *, axis: str | None, batch: Sequence[str], hidden: str | None, num_experts: int, features: int
+    asked: str,
+    *,
+    axis: str | None,
+    batch: Sequence[str],
+    hidden: str | None,
+    length: str | None,
+    num_experts: int,
+    features: int,
 ) -> Axes | None:
     """The axes of the mesh in force; None where there is none.
 
@@ -50,6 +73,7 @@ def of_mesh(
         axis: that splits the experts, which the mesh must have.
         batch: the axes that split the batch beside it; those that the mesh doesn't have are left out.
         hidden: the axis that splits hidden features, if the mesh has it.
+        length: the axis that splits the length of sequences, if the mesh has it.
         num_experts: that `axis` must divide.
         features: hidden ones, that `hidden` must divide.
     """
@@ -62,6 +86,7 @@ def of_mesh(
         expert=axis,
         batch=tuple(name for name in batch if name in sizes and name != axis),
         hidden=hidden if hidden in sizes else None,
+        length=length if length in sizes else None,
         sizes=sizes,
     )
     if axis is not None:

@@ -7,6 +7,7 @@ that the axis splits: an all-to-all each, of the same size whatever the tokens c
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -64,9 +65,14 @@ def run(
         Lepikhin et al., GShard, ICLR 2021 (2006.16668), sections 2.2, 3.1 and algorithm 2.
     """
     num_experts = experts.up.shape[0]
+    routing = routing._replace(
+        experts_GSK=_whole_groups(routing.experts_GSK, axes),
+        weights_GSK=_whole_groups(routing.weights_GSK, axes),
+        wanted_GSK=_whole_groups(routing.wanted_GSK, axes),
+    )
     place_GSK = places(routing, num_experts)
-    combine_GSEC = combine(routing, place_GSK, num_experts, capacity).astype(x_GSM.dtype)
-    dispatch_GSEC = dispatch(routing, place_GSK, num_experts, capacity).astype(x_GSM.dtype)
+    combine_GSEC = _whole_groups(combine(routing, place_GSK, num_experts, capacity).astype(x_GSM.dtype), axes)
+    dispatch_GSEC = _whole_groups(dispatch(routing, place_GSK, num_experts, capacity).astype(x_GSM.dtype), axes)
     sent_EGCM = jnp.einsum("GSEC,GSM->EGCM", dispatch_GSEC, x_GSM)
     sent_EGCM = _by_experts(_by_groups(sent_EGCM, axes), axes)
     hidden_EGCF = experts.activation(jnp.einsum("EGCM,EMF->EGCF", sent_EGCM, experts.up))
@@ -76,16 +82,34 @@ def run(
     return y_GSM, jnp.sum(place_GSK >= capacity, dtype=jnp.int32)
 
 
+def _whole_groups(x_GS___: jax.Array, axes: Axes | None) -> jax.Array:
+    """Each device knows of all tokens of its groups what there is to know, [G, S, K] or [G, S, E, C].
+
+    Where an axis splits their length: the place of a token depends on those before it, and what was chosen for all is
+    little to send.
+    """
+    if axes is None or axes.length is None:
+        return x_GS___
+    rest = (U,) if x_GS___.ndim == 3 else (None, axes.of_places(x_GS___.shape[3]) or U)
+    return annotate(x_GS___, P(axes.of_groups(len(x_GS___)) or None, None, *rest))
+
+
 def _by_groups(x_EGCM: jax.Array, axes: Axes | None) -> jax.Array:
     """Each device has places of its groups, at all experts."""
     if axes is None:
         return x_EGCM
-    return annotate(x_EGCM, P(None, axes.of_tokens(x_EGCM.shape[1]) or None, U, U))
+    groups, places = axes.of_groups(x_EGCM.shape[1]), _split_places(x_EGCM, axes)
+    return annotate(x_EGCM, P(None, groups or None, places, U))
 
 
 def _by_experts(x_EGCM: jax.Array, axes: Axes | None) -> jax.Array:
     """Each device has places at its experts, of all groups that the axis splits."""
     if axes is None:
         return x_EGCM
-    groups = tuple(name for name in axes.of_tokens(x_EGCM.shape[1]) if name != axes.expert)
-    return annotate(x_EGCM, P(axes.expert, groups or None, U, U))
+    groups = tuple(name for name in axes.of_groups(x_EGCM.shape[1]) if name != axes.expert)
+    return annotate(x_EGCM, P(axes.expert, groups or None, _split_places(x_EGCM, axes), U))
+
+
+def _split_places(x_EGCM: jax.Array, axes: Axes) -> Any:
+    """Devices that share the tokens of a group share its places, so that none computes what another does."""
+    return axes.of_places(x_EGCM.shape[2]) or U

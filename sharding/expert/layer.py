@@ -35,7 +35,7 @@ class MoE(nnx.Module):
 
     Its parameters are ``up`` [E, M, F] and ``down`` [E, F, M], and those of ``router``. On a mesh the experts are split
     over ``axis``, and so are the tokens, behind ``batch_axes``: the batch comes split over (data, fsdp, expert), in
-    this order. Numbers don't depend on the mesh.
+    this order, and the length of sequences over ``length_axis``. Numbers don't depend on the mesh.
 
     Args:
         features: M.
@@ -52,6 +52,8 @@ class MoE(nnx.Module):
         groups: into which the tokens are divided, each with places of its own. Default: one for each sequence.
         batch_axes: the axes that split the batch beside ``axis``; those that a mesh doesn't have are left out.
         hidden_axis: splits the hidden features of each expert where a mesh has it.
+        length_axis: splits the length of sequences where a mesh has it, and, if it divides them, the places of each
+            expert. Places are given in the order of tokens as they come: they must come in their own.
         activation: between an expert's two matrices.
 
     Raises:
@@ -82,12 +84,14 @@ class MoE(nnx.Module):
         groups: int | None = None,
         batch_axes: Sequence[str] = ("data", "fsdp"),
         hidden_axis: str | None = "tensor",
+        length_axis: str | None = "seq",
         activation: Callable[[jax.Array], jax.Array] = jax.nn.gelu,
     ):
         sizes = {"features": features, "hidden": hidden, "num_experts": num_experts, "groups": groups}
         _check(sizes, top_k, capacity_factor)
         self.top_k, self.capacity_factor, self.groups = top_k, capacity_factor, groups
-        self.axis, self.batch_axes, self.hidden_axis = axis, tuple(batch_axes), hidden_axis
+        self.axis, self.batch_axes = axis, tuple(batch_axes)
+        self.hidden_axis, self.length_axis = hidden_axis, length_axis
         self.activation = activation
         self.router = _router(router, top_k)(features, num_experts, top_k, rngs=rngs)
         self.up = _normal(rngs, num_experts, features, hidden)
@@ -114,6 +118,7 @@ class MoE(nnx.Module):
             axis=self.axis,
             batch=self.batch_axes,
             hidden=self.hidden_axis,
+            length=self.length_axis,
             num_experts=num_experts,
             features=hidden,
         )

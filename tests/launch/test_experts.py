@@ -1,21 +1,25 @@
 """A GPT with experts trains the same on every mesh, and the metrics say how its experts are used."""
 
+import dataclasses
 import math
 
+import numpy as np
 import pytest
 from runs import check_same, losses, train, two_steps
 
 from sharding.launch import config, main, metrics, tasks
 from sharding.launch.config import Optimization
+from sharding.launch.sequence_config import SequenceChoice
 from sharding.launch.tasks import gpt_moe
 from sharding.models.gpt_moe import Config
 
 MODEL = Config(vocab=64, context=16, layers=2, features=32, heads=4, kv_heads=4, mlp_features=64, capacity_factor=1.0)
 
 
-def step(sizes, **options):
-    optimization = Optimization(warmup=0, **options)
-    return two_steps(gpt_moe.FAMILY.build("gpt-moe", MODEL, optimization, steps=10, seed=0), sizes)
+def step(sizes, config=MODEL, kind=None, **options):
+    sequence = SequenceChoice(attention=kind).over(sizes)
+    optimization = Optimization(warmup=0, sequence=sequence, **options)
+    return two_steps(gpt_moe.FAMILY.build("gpt-moe", config, optimization, steps=10, seed=0), sizes)
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +49,46 @@ def test_steps_are_those_of_one_device(sizes, options, one_device):
     assert number == 4  # one sparse layer
 
 
+def check_figures(found, wanted):
+    """Of parameters themselves Adam's first step makes more than rounding where a gradient is nearly zero."""
+    for ours, theirs in zip(found.figures, wanted.figures, strict=True):
+        assert ours.keys() == theirs.keys()
+        for name in theirs:
+            np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "kind"),
+    [
+        ({"expert": 2, "seq": 2}, "ulysses"),
+        *(
+            pytest.param(sizes, kind, marks=pytest.mark.slow)
+            for sizes in (
+                {"expert": 2, "seq": 2, "fsdp": 2},
+                {"data": 2, "expert": 2, "seq": 2},
+                {"expert": 2, "seq": 2, "tensor": 2},
+            )
+            for kind in ("ring", "ulysses")
+        ),
+    ],
+    ids=str,
+)
+def test_sequences_over_an_axis(sizes, kind, one_device):
+    """The tokens that are dropped are the same ones too: they keep their order."""
+    found = step(sizes, kind=kind)
+    check_figures(found, one_device)
+    kinds = [(c.kind, c.axes) for c in found.completion.communication()]
+    assert kinds.count(("all-to-all", ("expert",))) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{"capacity_factor": None}, {"capacity_factor": 0.8}, {"scan": True}], ids=str)
+def test_sequences_of_other_models(changes):
+    """Without places, with a number of them that the axis doesn't divide, and stacked."""
+    config = dataclasses.replace(MODEL, **changes)
+    check_figures(step({"expert": 2, "seq": 2}, config, "ring"), step({"expert": 1}, config))
+
+
 def test_figures(one_device):
     for each in one_device.figures:
         assert 1 <= each["peak_load"] <= MODEL.num_experts
@@ -68,6 +112,19 @@ def test_run(tmp_path):
     assert all(name in lines[0] for name in ("peak_load", "dropped_share", "auxiliary_loss"))
     parts = train(tmp_path / "c", *model, "--accumulate", "2", mesh="data=2,expert=2")
     assert metrics.series(parts, "peak_load")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["expert=2,seq=2,fsdp=2", "data=2,expert=2,seq=2", "expert=2,seq=2,tensor=2"])
+def test_a_run_of_sequences_over_an_axis(tmp_path, mesh):
+    args = ["--model", "gpt-moe-tiny", "--steps", "20"]
+    found = train(tmp_path / "split", *args, "--sample", "4", mesh=mesh)
+    wanted = train(tmp_path / "whole", *args, mesh="expert=1")
+    assert len(losses(found)) == 20
+    for name in ("loss", "heldout_bits_per_byte", "auxiliary_loss", "dropped_share"):
+        ours, theirs = metrics.series(found, name), metrics.series(wanted, name)
+        assert theirs
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4)
 
 
 def test_no_stages(capsys):
