@@ -35,6 +35,9 @@ MESHES = {
         ({"data": 2, "expert": 2, "tensor": 2}, {"zero": 2}),
         ({"fsdp": 2, "expert": 2, "tensor": 2}, {}),
         ({"data": 2, "fsdp": 2, "expert": 2}, {}),
+        ({"expert": 2, "seq": 2, "fsdp": 2}, {}),
+        ({"data": 2, "expert": 2, "seq": 2}, {"kind": "ulysses", "zero": 2}),
+        ({"expert": 2, "seq": 2, "tensor": 2}, {}),
     ],
 }
 
