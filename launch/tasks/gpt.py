@@ -4,6 +4,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from ..pipelined import Cut
 from ..sequence_config import Sequencing
 from ..sequences import Sequences, unsplit
 from ..task import Figure, Looked, Measured, Sampler, Task
-from ..training import trained
+from ..training import Trained, trained
 from .family import Family
 
 NUM_HELDOUT_TOKENS = 2**15
@@ -84,7 +85,7 @@ def build(name: str, config: gpt.Config, optimization: Optimization, *, steps: i
     make, loss = (
         (whole, next_token_loss) if optimization.sequence is None else _split(whole, config, optimization.sequence)
     )
-    init, train_step, merged, apart = trained(
+    training = trained(
         lambda rngs: make(rngs=rngs),
         loss,
         layout=layouts.gpt,
@@ -93,22 +94,52 @@ def build(name: str, config: gpt.Config, optimization: Optimization, *, steps: i
         key=jax.random.key(seed) if config.dropout else None,
         cut=cut,
     )
+    return over_text(
+        name,
+        config,
+        training,
+        nats=lambda model, tokens: loss(model, tokens, None),
+        whole=whole if optimization.sequence is not None else None,
+        sample=sample,
+    )
+
+
+def over_text(
+    name: str,
+    config: gpt.Config,
+    training: Trained,
+    *,
+    nats: Callable[[Any, jax.Array], jax.Array],
+    whole: Callable[..., nnx.Module] | None,
+    sample: int,
+    about: str = "",
+) -> Task:
+    """The task of training a model that predicts the next byte of the Python standard library's sources.
+
+    Args:
+        name: of the model.
+        config: its sizes.
+        training: of the model.
+        nats: model, tokens [B, S + 1] -> mean nats per token without dropout.
+        whole: rngs -> the model without an axis that splits sequences, where the model that is trained has one.
+        sample: tokens to generate.
+        about: what else there is to say of the model.
+    """
 
     def evaluate(params: nnx.State, variables: nnx.State, tokens: jax.Array) -> Measured:
-        return {"nats": loss(merged(params, variables), tokens, None)}
+        return {"nats": nats(training.merged(params, variables), tokens)}
 
     def generate(params: nnx.State, prompt: jax.Array, key: jax.Array) -> jax.Array:
-        model = merged(params, nnx.State({}))
-        if optimization.sequence is not None:
-            model = unsplit(model, whole)
+        model = training.merged(params, nnx.State({}))
+        model = model if whole is None else unsplit(model, whole)
         return gpt.generate(model, prompt, steps=sample, key=key, temperature=TEMPERATURE)
 
     return Task(
         name=name,
         config=config,
-        about=f"context {config.context}",
-        init=init,
-        train_step=train_step,
+        about=f"context {config.context}{about}",
+        init=training.init,
+        train_step=training.train_step,
         evaluate=evaluate,
         score=score,
         batch_shapes=lambda size: jax.ShapeDtypeStruct((size, config.context + 1), jnp.int32),
@@ -117,7 +148,7 @@ def build(name: str, config: gpt.Config, optimization: Optimization, *, steps: i
         heldout=(HELDOUT,),
         item="tokens",
         items_per_example=config.context,
-        apart=apart,
+        apart=training.apart,
         sampler=Sampler(generate=generate, prompt=np.frombuffer(PROMPT, np.uint8).astype(np.int32), text=as_text),
     )
 

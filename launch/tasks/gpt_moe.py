@@ -4,17 +4,14 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from flax import nnx
 
-from ...models import gpt, gpt_moe, layouts
-from .. import corpus
+from ...models import gpt_moe, layouts
 from ..config import Optimization, Recipe
-from ..sequences import Sequences, unsplit
-from ..task import Measured, Sampler, Task
+from ..sequences import Sequences
+from ..task import Task
 from ..training import Lowered, trained
 from .family import Family
-from .gpt import BITS_PER_BYTE, HELDOUT, PROMPT, TEMPERATURE, Text, as_text, score
+from .gpt import over_text
 
 
 def build(
@@ -27,7 +24,7 @@ def build(
         # Experts have places for the first tokens that come.
         over = Sequences.of(optimization.sequence, config.context, in_order=True)
         make, examples = functools.partial(whole, attention=over.attention), over.examples
-    init, train_step, merged, _ = trained(
+    training = trained(
         lambda rngs: make(rngs=rngs),
         lambda model, tokens, key: loss(model, *examples(tokens), key),
         layout=layouts.gpt_moe,
@@ -35,31 +32,14 @@ def build(
         steps=steps,
         key=jax.random.key(seed),
     )
-
-    def evaluate(params: nnx.State, variables: nnx.State, tokens: jax.Array) -> Measured:
-        return {"nats": gpt_moe.loss(merged(params, variables), *examples(tokens))[0]}
-
-    def generate(params: nnx.State, prompt: jax.Array, key: jax.Array) -> jax.Array:
-        model = merged(params, nnx.State({}))
-        if optimization.sequence is not None:
-            model = unsplit(model, whole)
-        return gpt.generate(model, prompt, steps=sample, key=key, temperature=TEMPERATURE)
-
-    return Task(
-        name=name,
-        config=config,
-        about=f"context {config.context}, {config.num_experts} experts in every other layer",
-        init=init,
-        train_step=train_step,
-        evaluate=evaluate,
-        score=score,
-        batch_shapes=lambda size: jax.ShapeDtypeStruct((size, config.context + 1), jnp.int32),
-        source=lambda size, seed: Text(corpus=corpus.read(), batch_size=size, length=config.context, seed=seed),
-        loss=BITS_PER_BYTE,
-        heldout=(HELDOUT,),
-        item="tokens",
-        items_per_example=config.context,
-        sampler=Sampler(generate=generate, prompt=np.frombuffer(PROMPT, np.uint8).astype(np.int32), text=as_text),
+    return over_text(
+        name,
+        config,
+        training,
+        nats=lambda model, tokens: gpt_moe.loss(model, *examples(tokens))[0],
+        whole=whole if optimization.sequence is not None else None,
+        sample=sample,
+        about=f", {config.num_experts} experts in every other layer",
     )
 
 
