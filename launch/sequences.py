@@ -57,7 +57,8 @@ class Sequences:
 
     def examples(self, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Of tokens [B, S + 1] each device's part of inputs and targets, in the order of the attention."""
-        return self._ordered(tokens[:, :-1]), self._ordered(tokens[:, 1:])
+        inputs, targets = next_tokens(tokens)
+        return self._ordered(inputs), self._ordered(targets)
 
     def _ordered(self, tokens: jax.Array) -> jax.Array:
         if self.order == "zigzag":
@@ -71,6 +72,11 @@ class Sequences:
         if self.order == "plain":
             return None
         return lambda length: jnp.asarray(sequence.positions(length, self.devices, self.order))
+
+
+def next_tokens(tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Of tokens [B, S + 1] inputs and targets [B, S]."""
+    return tokens[:, :-1], tokens[:, 1:]
 
 
 def unsplit(model: nnx.Module, whole: Callable[..., nnx.Module]) -> Any:

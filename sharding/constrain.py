@@ -5,6 +5,8 @@ too, which go back into their own equations with all other parameters untouched.
 derivatives keep their rules, effects keep their order. Constraining every value compiles to the program that XLA
 would have made from the same shardings, and leaves it nothing to decide. Values that their neighbours settle
 (`settled.py`) go without.
+
+Somewhat longer than other files: what is told of operands, of results and at a body's edges shares one body's state.
 """
 
 from __future__ import annotations

@@ -55,12 +55,9 @@ def check_reads_text(name: str, family: Family) -> None:
     """Raise an error if the models of `family` are not trained on text of the user's choice."""
     if family.text:
         return
-    able = [preset for preset, each in PRESETS.items() if each.text]
-    raise ShardingError(
-        f"--model {name} with --data, --tokenizer or --vocab",
-        there="a model that has its own data",
-        must=f"models that predict the next token of any text are {', '.join(able)}",
-        fix=f"--model {able[0]}",
+    asked = f"--model {name} with --data, --tokenizer or --vocab"
+    raise _other_models(
+        "text", asked, "a model that has its own data", "models that predict the next token of any text"
     )
 
 
@@ -72,9 +69,7 @@ def check_sequence_parallel(
         return
     size, asked = axes.get("tensor", 1), f"--model {name} --sequence-parallel"
     if not family.sequence_parallel:
-        able = [preset for preset, each in PRESETS.items() if each.sequence_parallel]
-        must = f"models whose length can be split are {', '.join(able)}"
-        raise ShardingError(asked, there="a model without that", must=must, fix=f"--model {able[0]}")
+        raise _other_models("sequence_parallel", asked, "a model without that", "models whose length can be split")
     if size == 1:
         mesh = ",".join(f"{axis}={size}" for axis, size in axes.items())
         must = "the axis tensor, which splits the branches, splits the length"
@@ -89,13 +84,9 @@ def check_splits_sequences(name: str, family: Family, sequencing: Sequencing | N
     """Raise an error if an axis is to split sequences that the models of `family` have not."""
     if sequencing is None or family.sequences:
         return
-    able = [preset for preset, each in PRESETS.items() if each.sequences]
-    raise ShardingError(
-        f"--model {name} --mesh seq={sequencing.devices}",
-        there="a model whose attention, if it has any, is over whole sequences",
-        must=f"models whose sequences an axis may split are {', '.join(able)}",
-        fix=f"--model {able[0]}",
-    )
+    asked = f"--model {name} --mesh seq={sequencing.devices}"
+    there = "a model whose attention, if it has any, is over whole sequences"
+    raise _other_models("sequences", asked, there, "models whose sequences an axis may split")
 
 
 def check_accumulates(task: Task, accumulate: int) -> None:
@@ -108,6 +99,12 @@ def check_accumulates(task: Task, accumulate: int) -> None:
         must="a batch in parts must give the gradient of the whole",
         fix=["--accumulate 1", "more devices for the batch"],
     )
+
+
+def _other_models(what: str, asked: str, there: str, those: str) -> ShardingError:
+    """That a model can't do what others can, whose families have `what`."""
+    able = [preset for preset, family in PRESETS.items() if getattr(family, what)]
+    return ShardingError(asked, there=there, must=f"{those} are {', '.join(able)}", fix=f"--model {able[0]}")
 
 
 def _changed(choice: ModelChoice, preset: Any) -> Any:

@@ -11,13 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from ...models import gpt, layouts
+from ...models import gpt, layouts, transformer
 from .. import corpus, tensor_parallel
 from ..config import Optimization, Recipe
 from ..metrics import bits_per_byte
 from ..pipelined import Cut
-from ..sequence_config import Sequencing
-from ..sequences import Sequences, unsplit
+from ..sequences import Sequences, next_tokens, unsplit
 from ..task import Figure, Looked, Measured, Sampler, Task
 from ..training import Trained, trained
 from .family import Family
@@ -30,10 +29,6 @@ TEMPERATURE = 0.8
 
 BITS_PER_BYTE = Figure(name="loss", unit="bits per byte", scale=1 / math.log(2))
 HELDOUT = Figure(name="heldout_bits_per_byte", unit="bits per byte")
-
-
-TokenLoss = Callable[[gpt.GPT, jax.Array, jax.Array | None], jax.Array]
-"""model, tokens [B, S + 1], key -> mean nats per token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,11 +75,17 @@ def build(name: str, config: gpt.Config, optimization: Optimization, *, steps: i
             remat=kept,
         )
         config = replace(config, scan=True)
-    stream = tensor_parallel.stream() if optimization.sequence_parallel else gpt.Stream()
+    stream = tensor_parallel.stream() if optimization.sequence_parallel else transformer.PLAIN
     whole = functools.partial(gpt.GPT, config, stream=stream)
-    make, loss = (
-        (whole, next_token_loss) if optimization.sequence is None else _split(whole, config, optimization.sequence)
-    )
+    make, examples = whole, next_tokens
+    if optimization.sequence is not None:
+        over = Sequences.of(optimization.sequence, config.context)
+        make, examples = functools.partial(whole, attention=over.attention, order=over.positions), over.examples
+
+    def loss(model: gpt.GPT, tokens: jax.Array, key: jax.Array | None) -> jax.Array:
+        inputs, targets = examples(tokens)
+        return tensor_parallel.loss(model(inputs, key), targets)
+
     training = trained(
         lambda rngs: make(rngs=rngs),
         loss,
@@ -151,24 +152,6 @@ def over_text(
         apart=training.apart,
         sampler=Sampler(generate=generate, prompt=np.frombuffer(PROMPT, np.uint8).astype(np.int32), text=as_text),
     )
-
-
-def next_token_loss(model: gpt.GPT, tokens: jax.Array, key: jax.Array | None = None) -> jax.Array:
-    """Mean nats per token of predicting tokens [B, S + 1] from their first S."""
-    return tensor_parallel.loss(model(tokens[:, :-1], key), tokens[:, 1:])
-
-
-def _split(
-    whole: functools.partial[gpt.GPT], config: gpt.Config, sequencing: Sequencing
-) -> tuple[functools.partial[gpt.GPT], TokenLoss]:
-    """A model and its loss over an axis that splits sequences."""
-    over = Sequences.of(sequencing, config.context)
-
-    def loss(model: gpt.GPT, tokens: jax.Array, key: jax.Array | None) -> jax.Array:
-        inputs, targets = over.examples(tokens)
-        return tensor_parallel.loss(model(inputs, key), targets)
-
-    return functools.partial(whole, attention=over.attention, order=over.positions), loss
 
 
 def score(batches: Sequence[Looked]) -> dict[str, float]:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from ...models import gpt_moe, layouts
 from ..config import Optimization, Recipe
-from ..sequences import Sequences
+from ..sequences import Sequences, next_tokens
 from ..task import Task
 from ..training import Lowered, trained
 from .family import Family
@@ -19,7 +19,7 @@ def build(
 ) -> Task:
     """The task of training a GPT with experts on the sources of the Python standard library."""
     whole = functools.partial(gpt_moe.GPTMoE, config)
-    make, examples = whole, _next_tokens
+    make, examples = whole, next_tokens
     if optimization.sequence is not None:
         # Experts have places for the first tokens that come.
         over = Sequences.of(optimization.sequence, config.context, in_order=True)
@@ -41,10 +41,6 @@ def build(
         sample=sample,
         about=f", {config.num_experts} experts in every other layer",
     )
-
-
-def _next_tokens(tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return tokens[:, :-1], tokens[:, 1:]
 
 
 def loss(model: gpt_moe.GPTMoE, tokens_BS: jax.Array, targets_BS: jax.Array, key: jax.Array | None) -> Lowered:

@@ -10,7 +10,6 @@ has one thread on either side, one device alone as many as there are cores.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,9 +23,8 @@ from sharding import tensor
 from sharding.models import gpt, layouts
 
 from . import workload
-from .contenders import THREADS, Contender, Rounds, in_turns, machine, medians, rounded, seconds, updated, write
+from .contenders import DEVICES, Contender, Rounds, in_turns, machine, medians, rounded, seconds, start, updated, write
 
-DEVICES = 4
 AXES = ("data", "fsdp", "tensor")
 
 
@@ -90,7 +88,5 @@ def main(options: Options) -> None:
 
 if __name__ == "__main__":
     chosen = tyro.cli(Options)
-    os.environ[THREADS] = "1"
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", DEVICES)
+    start()
     main(chosen)

@@ -27,8 +27,8 @@ import sharding
 from sharding import pipeline
 
 from . import workload
-from .contenders import THREADS, num_cores
-from .pipeline import DEVICES, MICROBATCHES, SCHEDULES, piped
+from .contenders import DEVICES, THREADS, num_cores
+from .pipeline import MICROBATCHES, SCHEDULES, piped
 
 STEPS, WARM = 7, 2
 PROGRAMS: dict[str, tuple[pipeline.Kind, ...]] = {

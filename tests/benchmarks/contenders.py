@@ -32,6 +32,7 @@ from sharding.models import gpt
 from . import workload
 from .peers.environment import torch_python
 
+DEVICES = 4
 THREADS = "NPROC"
 """The variable by which XLA:CPU is told how many threads share a device's work."""
 WARM = 2
@@ -180,6 +181,13 @@ def write(figures: dict[str, Any], path: Path | None) -> None:
     print(text)
     if path is not None:
         path.write_text(text + "\n")
+
+
+def start() -> None:
+    """CPU devices of one thread each, before anything else is asked of JAX."""
+    os.environ[THREADS] = "1"
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", DEVICES)
 
 
 def num_cores() -> int:

@@ -11,7 +11,6 @@ has one thread on either side, one device alone as many as there are cores; it t
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -31,7 +30,7 @@ from sharding.pipeline import schedules
 
 from . import workload
 from .contenders import (
-    THREADS,
+    DEVICES,
     Contender,
     Rounds,
     in_turns,
@@ -40,11 +39,11 @@ from .contenders import (
     num_cores,
     rounded,
     seconds,
+    start,
     updated,
     write,
 )
 
-DEVICES = 4
 MICROBATCHES = 8
 
 SCHEDULES: dict[str, Callable[..., pipeline.Schedule]] = {
@@ -165,7 +164,5 @@ def _figures(middle: dict[str, float]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     chosen = tyro.cli(Options)
-    os.environ[THREADS] = "1"
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", DEVICES)
+    start()
     main(chosen)
