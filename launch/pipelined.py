@@ -3,9 +3,10 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from sharding import ShardingError, pipeline
@@ -13,7 +14,7 @@ from sharding.pipeline import schedules
 
 from .pipeline_config import Pipelining
 from .rows import microbatches
-from .task import Apart, Batch, Beside, Measured, TrainState, ValueAndGrad
+from .task import Apart, Batch, Beside, Lowered, Measured, TrainState, ValueAndGrad
 
 SCHEDULES: dict[str, Callable[..., pipeline.Schedule]] = {
     "1f1b": schedules.one_f_one_b,
@@ -30,18 +31,31 @@ SCHEDULES: dict[str, Callable[..., pipeline.Schedule]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
+class Tally:
+    """What layers say of themselves beside their output, counted on the way through the stages."""
+
+    start: Any
+    """Of no layer yet, a pytree of float32 scalars."""
+    add: Callable[[Any, Any], Any]
+    """The count so far, what one layer says -> the count."""
+    lowered: Callable[[jax.Array, Any], Lowered]
+    """The mean loss and the count of all layers -> what training lowers, and the figures."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Cut:
     """How a model's loss is computed where its layers are stages, see ``sharding.pipeline.split``.
 
-    The parameters of its layers are stacked, so that an axis on the layers is one on the stages.
+    The parameters of its layers are stacked, so that an axis on the layers is one on the stages. What comes before the
+    layers and each of them may be given a random key.
     """
 
-    inputs: Callable[[Batch], Any]
-    """What comes before the layers reads this of a batch, ..."""
-    targets: Callable[[Batch], Any]
-    """... and the loss this."""
+    examples: Callable[[Batch], tuple[Any, Any]]
+    """Of a batch what is read before the layers, and what the loss reads."""
     loss: Callable[[Any, Any], jax.Array]
     """What comes after the layers, targets -> the mean loss."""
+    tally: Tally | None = None
+    """For layers that return (output, what they say of themselves)."""
     past: Callable[[Any, int, int], Any] | None = None
     """module, sequences, tokens of each -> what a layer gets with the first slice of them; None where the layers need
     whole sequences."""
@@ -55,6 +69,7 @@ class Pipe:
 
     cut: Cut
     schedule: pipeline.Schedule
+    layers: int
     executor: pipeline.Executor | None
     """None leaves it to the mesh."""
 
@@ -63,12 +78,17 @@ class Pipe:
         """Whether sequences are cut."""
         return self.schedule.slices > 1
 
-    def rows(self, batch: Batch) -> tuple[Any, Any]:
-        """Inputs and targets, [microbatches, ...]; where sequences are cut, of each slice."""
-        rows = jax.tree.map(lambda leaf: microbatches(leaf, self.schedule.microbatches), batch)
-        inputs, targets = self.cut.inputs(rows), self.cut.targets(rows)
+    def rows(self, batch: Batch, key: jax.Array | None) -> tuple[Any, Any]:
+        """Inputs and targets, [microbatches, ...]; where sequences are cut, of each slice.
+
+        Inputs have a key for each microbatch, as those of a batch have that is accumulated in as many parts.
+        """
+        number = self.schedule.microbatches
+        rows = jax.tree.map(lambda leaf: microbatches(leaf, number), batch)
+        inputs, targets = self.cut.examples(rows)
         if not self.is_sliced:
-            return inputs, targets
+            keys = None if key is None else jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(number))
+            return (inputs, keys), targets
         lengths = self._lengths(inputs.shape[-1])
         return pipeline.sliced(inputs, lengths), [part for part, _ in pipeline.sliced(targets, lengths)]
 
@@ -83,30 +103,93 @@ class Pipe:
             )
         return (tokens // slices,) * slices
 
-    def split(self, module: Any, inputs: Any) -> pipeline.Split:
-        """A module, or its shapes, as stages."""
-        first = inputs[0] if self.is_sliced else inputs
-        one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), first)
-        return pipeline.split(module, self.schedule.stages, inputs=one, sliced=self.is_sliced)
 
-    def value_and_grad(
-        self, module: Any, split: pipeline.Split, inputs: Any, executor: pipeline.Executor
-    ) -> pipeline.ValueAndGrad:
-        """That of a module's stages."""
-        context = None
-        if self.is_sliced and self.cut.past is not None:
+class _Riding(NamedTuple):
+    """What goes from stage to stage."""
+
+    x: Any
+    keys: jax.Array | None
+    """Of all layers."""
+    layer: jax.Array | None
+    """Whose turn it is."""
+    count: Any
+
+
+class _Stages:
+    """A module, or its shapes, as stages for inputs like these."""
+
+    def __init__(self, pipe: Pipe, module: Any, inputs: Any):
+        self.pipe = pipe
+        first = inputs[0] if pipe.is_sliced else inputs
+        one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), first)
+        riding = {"first": self._first, "layer": self._layer, "last": lambda model, y: model.after_blocks(y.x)}
+        self.split = pipeline.split(
+            module, pipe.schedule.stages, inputs=one, sliced=pipe.is_sliced, **({} if pipe.is_sliced else riding)
+        )
+        self.context = None
+        if pipe.is_sliced and pipe.cut.past is not None:
             tokens = sum(part.shape[-1] for part, _ in inputs)
-            context = split.context(self.cut.past(module, inputs[0][0].shape[1], tokens))
+            self.context = self.split.context(pipe.cut.past(module, inputs[0][0].shape[1], tokens))
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """In parts. Where figures are measured the last one has a zero for each, whose gradient is the figure."""
+        params = self.split.params
+        if self.pipe.cut.tally is None:
+            return params
+        figures = jax.eval_shape(self.pipe.cut.tally.lowered, jnp.zeros(()), self.pipe.cut.tally.start).figures
+        return params | {"last": (params.get("last"), dict.fromkeys(figures, jnp.zeros(())))}
+
+    def merged(self, gradients: dict[str, Any]) -> tuple[nnx.State, Measured]:
+        """The gradient of the module's parameters, and the figures."""
+        figures = {}
+        if self.pipe.cut.tally is not None:
+            last, figures = gradients["last"]
+            gradients = gradients | {"last": last}
+        there = {part: gradients[part] for part in self.split.params}
+        return nnx.state(self.split.merge(there), nnx.Param), figures
+
+    def value_and_grad(self, executor: pipeline.Executor) -> pipeline.ValueAndGrad:
+        """Params, inputs, targets -> the loss and its gradients."""
         return pipeline.value_and_grad(
-            split.stage_fn,
-            lambda output, target: self.cut.loss(output, target) / self.schedule.slices,
-            self.schedule,
-            first_fn=split.first_fn,
-            last_fn=split.last_fn,
-            remat=self.cut.remat,
-            context=context,
+            self.split.stage_fn,
+            self._loss,
+            self.pipe.schedule,
+            first_fn=self.split.first_fn,
+            last_fn=self.split.last_fn if self.pipe.cut.tally is None else self._counted,
+            remat=self.pipe.cut.remat,
+            context=self.context,
             executor=executor,
         )
+
+    def _first(self, model: Any, inputs: Any) -> _Riding:
+        rows, key = inputs
+        count = None if self.pipe.cut.tally is None else self.pipe.cut.tally.start
+        if key is None:
+            return _Riding(model.before_blocks(rows), None, None, count)
+        before, behind = jax.random.split(key)
+        keys = jax.random.split(behind, self.pipe.layers)
+        return _Riding(model.before_blocks(rows, key=before), keys, jnp.zeros((), jnp.int32), count)
+
+    def _layer(self, layer: Any, at: _Riding) -> _Riding:
+        found = layer(at.x) if at.keys is None else layer(at.x, at.keys[at.layer])
+        then = None if at.layer is None else at.layer + 1
+        if self.pipe.cut.tally is None:
+            return _Riding(found, at.keys, then, None)
+        x, said = found
+        return _Riding(x, at.keys, then, self.pipe.cut.tally.add(at.count, said))
+
+    def _counted(self, own: Any, y: Any, shared: Any = None) -> Any:
+        last, figures = own
+        return self.split.last_fn(last, y, shared), y.count, figures
+
+    def _loss(self, output: Any, target: Any) -> jax.Array:
+        if self.pipe.cut.tally is None:
+            return self.pipe.cut.loss(output, target) / self.pipe.schedule.slices
+        output, count, zeros = output
+        found = self.pipe.cut.tally.lowered(self.pipe.cut.loss(output, target), count)
+        shown = {name: zeros[name] * jax.lax.stop_gradient(figure) for name, figure in found.figures.items()}
+        return sum(shown.values(), found.loss)
 
 
 def checked(pipelining: Pipelining, cut: Cut | None, module: Any, key: jax.Array | None) -> Pipe:
@@ -116,7 +199,7 @@ def checked(pipelining: Pipelining, cut: Cut | None, module: Any, key: jax.Array
         pipelining: what was asked for.
         cut: of the model; None where it can't be cut.
         module: the model, or its shapes.
-        key: of dropout.
+        key: of what is random in it.
 
     Raises:
         ShardingError: no such pipeline for this model.
@@ -125,11 +208,11 @@ def checked(pipelining: Pipelining, cut: Cut | None, module: Any, key: jax.Array
     if cut is None:
         there = f"{type(module).__name__}, whose layers and ends are not told apart"
         raise ShardingError(asked, there=there, must="a model whose layers can be stages", fix="--model gpt-tiny")
-    if key is not None:
-        raise ShardingError(asked, there="dropout", must="a pipeline's stages get no random key", fix="--dropout 0")
     if pipelining.slices > 1 and cut.past is None:
         there = f"{type(module).__name__}, whose layers need whole sequences"
         raise ShardingError(asked, there=there, must="a causal model", fix="--model gpt-tiny")
+    if pipelining.slices > 1 and key is not None:
+        raise ShardingError(asked, there="dropout", must="slices of a sequence get no random key", fix="--dropout 0")
     slices = {"slices": pipelining.slices} if pipelining.schedule == "terapipe" else {}
     make = SCHEDULES[pipelining.schedule]
     schedule = make(stages=pipelining.devices, microbatches=pipelining.microbatches, **slices)
@@ -137,11 +220,11 @@ def checked(pipelining: Pipelining, cut: Cut | None, module: Any, key: jax.Array
     if layers % schedule.stages:
         raise ShardingError(
             asked,
-            there=f"{layers} layers, {schedule.stages} stages",
-            must="every stage has as many layers",
+            there=f"{layers} blocks, {schedule.stages} stages",
+            must="every stage has as many blocks",
             fix=[f"--mesh pipe={n}" for n in range(2, pipelining.devices) if layers % n == 0][-1:],
         )
-    return Pipe(cut=cut, schedule=schedule, executor=pipelining.executor)
+    return Pipe(cut=cut, schedule=schedule, layers=layers, executor=pipelining.executor)
 
 
 def value_and_grad(merged: Callable[[nnx.State, nnx.State], Any], pipe: Pipe) -> ValueAndGrad:
@@ -155,11 +238,11 @@ def value_and_grad(merged: Callable[[nnx.State, nnx.State], Any], pipe: Pipe) ->
     def both(
         params: nnx.State, variables: nnx.State, batch: Batch, key: jax.Array | None
     ) -> tuple[tuple[jax.Array, Beside], nnx.State]:
-        inputs, targets = pipe.rows(batch)
-        module = merged(params, variables)
-        split = pipe.split(module, inputs)
-        loss, gradients = pipe.value_and_grad(module, split, inputs, "spmd")(split.params, inputs, targets)
-        return (loss, (variables, {})), nnx.state(split.merge(gradients), nnx.Param)
+        inputs, targets = pipe.rows(batch, key)
+        stages = _Stages(pipe, merged(params, variables), inputs)
+        loss, gradients = stages.value_and_grad("spmd")(stages.params, inputs, targets)
+        gradients, figures = stages.merged(gradients)
+        return (loss, (variables, figures)), gradients
 
     return both
 
@@ -167,6 +250,7 @@ def value_and_grad(merged: Callable[[nnx.State, nnx.State], Any], pipe: Pipe) ->
 def apart(
     shapes: Any,
     merged: Callable[[nnx.State, nnx.State], Any],
+    key: Callable[[TrainState], jax.Array | None],
     updated: Callable[[TrainState, jax.Array, nnx.State], tuple[TrainState, Measured]],
     pipe: Pipe,
 ) -> Apart:
@@ -175,24 +259,27 @@ def apart(
     Args:
         shapes: of the module.
         merged: params, variables -> the module.
+        key: of what is random in the step that a state is before.
         updated: state, loss, gradients -> the next state.
         pipe: its pipeline.
     """
-    splits: list[pipeline.Split] = []
+    stages: list[_Stages] = []
     runs: list[pipeline.ValueAndGrad] = []
 
-    def cut(params: nnx.State, variables: nnx.State, batch: Batch) -> tuple[Any, Any, Any]:
-        inputs, targets = pipe.rows(batch)
-        return pipe.split(merged(params, variables), inputs).params, inputs, targets
+    def cut(state: TrainState, batch: Batch) -> tuple[Any, Any, Any]:
+        inputs, targets = pipe.rows(batch, key(state))
+        return _Stages(pipe, merged(state.params, state.variables), inputs).params, inputs, targets
 
     def gradient(params: Any, inputs: Any, targets: Any) -> tuple[jax.Array, Any]:
         if not runs:
-            splits.append(pipe.split(shapes, inputs))
-            runs.append(pipe.value_and_grad(shapes, splits[0], inputs, "mpmd"))
+            stages.append(_Stages(pipe, shapes, inputs))
+            runs.append(stages[0].value_and_grad("mpmd"))
         return runs[0](params, inputs, targets)
 
     def update(state: TrainState, loss: jax.Array, gradients: Any) -> tuple[TrainState, Measured]:
-        return updated(state, loss, nnx.state(splits[0].merge(gradients), nnx.Param))
+        gradients, figures = stages[0].merged(gradients)
+        state, measured = updated(state, loss, gradients)
+        return state, measured | figures
 
     wanted = None if pipe.executor is None else pipe.executor == "mpmd"
     return Apart(cut=cut, gradient=gradient, update=update, wanted=wanted)

@@ -78,10 +78,10 @@ def over(task: Task, mesh: Mesh, *, batch_size: int) -> Program:
 
 def _started_apart(apart: Apart, batch_spec: P) -> Callable[[TrainState, Batch], tuple[TrainState, Measured]]:
     """A train step whose pipeline is many programs, between one that cuts and one that updates."""
-    cut = sharding.jit(apart.cut, in_shardings=(None, None, batch_spec))
+    cut = sharding.jit(apart.cut, in_shardings=(None, batch_spec))
     update = sharding.jit(apart.update, donate_argnums=(0,))
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Measured]:
-        return update(state, *apart.gradient(*cut(state.params, state.variables, batch)))
+        return update(state, *apart.gradient(*cut(state, batch)))
 
     return train_step

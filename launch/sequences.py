@@ -75,8 +75,8 @@ class Sequences:
 
 
 def next_tokens(tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Of tokens [B, S + 1] inputs and targets [B, S]."""
-    return tokens[:, :-1], tokens[:, 1:]
+    """Of tokens [..., S + 1] inputs and targets [..., S]."""
+    return tokens[..., :-1], tokens[..., 1:]
 
 
 def unsplit(model: nnx.Module, whole: Callable[..., nnx.Module]) -> Any:

@@ -5,7 +5,7 @@ The loop in `train` and the completion in `explain` know this much of a model an
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -106,12 +106,21 @@ class Sampler:
     """A generated row as text."""
 
 
+class Lowered(NamedTuple):
+    """A loss and what else is measured of it."""
+
+    loss: jax.Array
+    """What training lowers."""
+    figures: Measured
+    """For the metrics; a `loss` among them is shown in place of what is lowered."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Apart:
     """A pipelined train step whose tasks are programs of their own, started one by one between two others."""
 
-    cut: Callable[[nnx.State, nnx.State, Batch], tuple[Any, Any, Any]]
-    """params, variables, batch -> the stages' parameters, inputs and targets."""
+    cut: Callable[[TrainState, Batch], tuple[Any, Any, Any]]
+    """state, batch -> the stages' parameters, inputs and targets."""
     gradient: Callable[[Any, Any, Any], tuple[jax.Array, Any]]
     """These -> the loss and its gradients; called outside traces."""
     update: Callable[[TrainState, jax.Array, Any], tuple[TrainState, Measured]]

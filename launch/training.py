@@ -16,17 +16,7 @@ from ..models import layouts
 from . import pipelined
 from .config import Optimization
 from .rows import microbatches
-from .task import Apart, Batch, Beside, Measured, TrainState, ValueAndGrad
-
-
-class Lowered(NamedTuple):
-    """A loss and what else is measured of it."""
-
-    loss: jax.Array
-    """What training lowers."""
-    figures: Measured
-    """For the metrics; a `loss` among them is shown in place of what is lowered."""
-
+from .task import Apart, Batch, Beside, Lowered, Measured, TrainState, ValueAndGrad
 
 Loss = Callable[[Any, Batch, jax.Array | None], jax.Array | Lowered]
 """module, batch, key -> the mean loss in nats; the module may change its variables."""
@@ -96,12 +86,14 @@ def trained(
         found = found if isinstance(found, Lowered) else Lowered(found, {})
         return found.loss, (nnx.state(module, nnx.Not(nnx.Param)), found.figures)
 
+    def now(state: TrainState) -> jax.Array | None:
+        return None if key is None else jax.random.fold_in(key, state.step)
+
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Measured]:
-        now = None if key is None else jax.random.fold_in(key, state.step)
         both = jax.value_and_grad(value, has_aux=True) if pipe is None else pipelined.value_and_grad(merged, pipe)
         if optimization.accumulate > 1:
             both = accumulated(both, optimization.accumulate)
-        (nats, (variables, figures)), gradients = both(state.params, state.variables, batch, now)
+        (nats, (variables, figures)), gradients = both(state.params, state.variables, batch, now(state))
         state, measured = updated(replace(state, variables=variables), nats, gradients)
         return state, measured | figures
 
@@ -119,7 +111,7 @@ def trained(
         }
         return replace(state, params=params, opt_state=opt_state, step=state.step + 1), measured
 
-    apart = None if pipe is None else pipelined.apart(shapes, merged, updated, pipe)
+    apart = None if pipe is None else pipelined.apart(shapes, merged, now, updated, pipe)
     return Trained(init, train_step, merged, apart)
 
 

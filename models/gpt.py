@@ -201,12 +201,14 @@ class GPT(nnx.Module):
             raise ValueError(f"GPT: {tokens_BS.shape[1]} tokens in a sequence, the context is {self.config.context}")
         keys = (None, None) if key is None else jax.random.split(key)
         start = 0 if self.order is None else self.order(tokens_BS.shape[1])
-        x_BSM = dropout(self.before_blocks(tokens_BS, start), self.config.dropout, keys[0])
+        x_BSM = self.before_blocks(tokens_BS, start, keys[0])
         return self.after_blocks(run(self.blocks, x_BSM, keys[1], self.config))
 
-    def before_blocks(self, tokens_BS: jax.Array, start: jax.Array | int = 0) -> jax.Array:
+    def before_blocks(
+        self, tokens_BS: jax.Array, start: jax.Array | int = 0, key: jax.Array | None = None
+    ) -> jax.Array:
         """What the first block gets, x_BSM, of tokens whose positions begin at `start`, or are `start` [S]."""
-        return self.stream.out_of(self.embed(tokens_BS, start))
+        return dropout(self.stream.out_of(self.embed(tokens_BS, start)), self.config.dropout, key)
 
     def past(self, batch: int, length: int | None = None) -> Past:
         """What a block's `continued` gets with a sequence's first tokens; with room for so many, or growing."""

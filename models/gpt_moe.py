@@ -21,7 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 from sharding import expert
 
 from . import gpt
-from .transformer import MLP, Attention, Block, Branch, RMSNorm, dropout
+from .transformer import KEPT, MLP, Attention, Block, Branch, RMSNorm, dropout
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,18 +134,24 @@ class GPTMoE(nnx.Module):
         if tokens_BS.shape[1] > self.config.context:
             raise ValueError(f"GPTMoE: {tokens_BS.shape[1]} tokens in a sequence, the context is {self.config.context}")
         keys = (None, None) if key is None else jax.random.split(key)
-        x_BSM = dropout(self.embed(tokens_BS), self.config.dropout, keys[0])
-        x_BSM, balance = _run(self.blocks, x_BSM, keys[1], self.config)
+        x_BSM, balance = _run(self.blocks, self.before_blocks(tokens_BS, keys[0]), keys[1], self.config)
+        return self.after_blocks(x_BSM), balance
+
+    def before_blocks(self, tokens_BS: jax.Array, key: jax.Array | None = None) -> jax.Array:
+        """What the first pair gets, x_BSM."""
+        return dropout(self.embed(tokens_BS), self.config.dropout, key)
+
+    def after_blocks(self, x_BSM: jax.Array) -> jax.Array:
+        """The logits [B, S, V] of what the last pair made."""
         x_BSM = self.final_norm(x_BSM)
         table_VM = (self.embed if self.head is None else self.head).table[...]
-        return jnp.einsum("BSM,VM->BSV", x_BSM, table_VM.astype(x_BSM.dtype)), balance
+        return jnp.einsum("BSM,VM->BSV", x_BSM, table_VM.astype(x_BSM.dtype))
 
 
 def _run(blocks: Any, x_BSM: jax.Array, key: jax.Array | None, config: Config) -> tuple[jax.Array, expert.Balance]:
     call = Pair.__call__
     if config.remat:
-        kept = jax.checkpoint_policies.save_only_these_names("attention_out")
-        call = jax.checkpoint(call, policy=kept, prevent_cse=not config.scan)
+        call = jax.checkpoint(call, policy=KEPT, prevent_cse=not config.scan)
     keys_N = None if key is None else jax.random.split(key, config.layers // 2)
     if isinstance(blocks, Pair):
         return jax.lax.scan(lambda x, pair: call(pair[0], x, pair[1]), x_BSM, (blocks, keys_N))

@@ -81,6 +81,10 @@ PLAIN = Stream()
 """Nothing."""
 
 
+KEPT = jax.checkpoint_policies.save_only_these_names("attention_out")
+"""Of a layer that is computed again in the backward pass."""
+
+
 class Past(NamedTuple):
     """Keys and values of the tokens before a slice of a sequence, at one block."""
 
@@ -379,9 +383,8 @@ def run(blocks: Any, x_BSM: jax.Array, key: jax.Array | None, config: Sizes) -> 
 
 
 def _rematerialised(config: Sizes) -> Callable[[Block, jax.Array, jax.Array | None], jax.Array]:
-    policy = jax.checkpoint_policies.save_only_these_names("attention_out")
     # Inside a scan the loop already keeps XLA from merging the two computations.
-    return jax.checkpoint(Block.__call__, policy=policy, prevent_cse=not config.scan)
+    return jax.checkpoint(Block.__call__, policy=KEPT, prevent_cse=not config.scan)
 
 
 def loss(logits_BSV: jax.Array, targets_BS: jax.Array) -> jax.Array:

@@ -66,13 +66,11 @@ def build(name: str, config: gpt.Config, optimization: Optimization, *, steps: i
     cut = None
     if optimization.pipeline is not None:
         # Stacked layers are stages as they lie; those that are computed again are so within their stage.
-        kept = jax.checkpoint_policies.save_only_these_names("attention_out") if config.remat else None
         cut = Cut(
-            inputs=lambda rows: rows[..., :-1],
-            targets=lambda rows: rows[..., 1:],
+            examples=next_tokens,
             loss=tensor_parallel.loss,
             past=gpt.GPT.past,
-            remat=kept,
+            remat=transformer.KEPT if config.remat else None,
         )
         config = replace(config, scan=True)
     stream = tensor_parallel.stream() if optimization.sequence_parallel else transformer.PLAIN

@@ -19,13 +19,15 @@ import tyro
 from flax import nnx
 
 import sharding
-from sharding import tensor
+from sharding import tensor, zero
 from sharding.models import gpt, layouts
 
 from . import workload
 from .contenders import DEVICES, Contender, Rounds, in_turns, machine, medians, rounded, seconds, start, updated, write
 
 AXES = ("data", "fsdp", "tensor")
+ZERO = ", zero 1"
+"""Behind an axis: the state of the optimizer is split over it, too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +39,10 @@ class Options(Rounds):
     """Where to write the figures."""
 
 
-def split(axis: str) -> Contender:
+def split(name: str) -> Contender:
     """One axis over all devices."""
+    axis = name.removesuffix(ZERO)
+    transform = zero.shard(workload.OPTIMIZER, axis=axis, stage=1) if axis != name else None
     graph, params = nnx.split(workload.model(), nnx.Param)
 
     def loss_of(params: Any, tokens: jax.Array) -> jax.Array:
@@ -49,6 +53,8 @@ def split(axis: str) -> Contender:
 
     def step(state: Any, tokens: jax.Array) -> tuple[Any, jax.Array]:
         loss, gradients = jax.value_and_grad(loss_of)(state[0], tokens)
+        if transform is not None:
+            return transform.apply(gradients, state[1], state[0]), loss
         return updated(*state, gradients), loss
 
     mesh = {axis: DEVICES}
@@ -59,12 +65,17 @@ def split(axis: str) -> Contender:
             with sharding.mesh(mesh):
                 return run(state, tokens)
 
-        return Contender(name=axis, step=once, state=(params, workload.OPTIMIZER.init(params)))
+        return Contender(name=name, step=once, state=(params, (transform or workload.OPTIMIZER).init(params)))
+
+
+def names(options: Options) -> list[str]:
+    """Those of our forms."""
+    return [name for axis in options.axes for name in (axis, *([axis + ZERO] if axis == "data" else []))]
 
 
 def ours(options: Options) -> list[Contender]:
     """Our forms, each through all tokens, in turns."""
-    found = [split(axis) for axis in options.axes]
+    found = [split(name) for name in names(options)]
     in_turns(found, options.tokens(), options.rounds)
     return found
 
@@ -77,12 +88,12 @@ def main(options: Options) -> None:
         return min((middle[each] for each in (name, f"{name}, compiled") if each in middle), default=None)
 
     ratios = {}
-    for axis in options.axes:
-        mine, peer, alone = middle[f"ours, {axis}"], best(f"PyTorch, {axis}"), best("PyTorch, single")
-        ratios[f"{axis}: ours over one device"] = mine / middle["ours, single"]
+    for name in names(options):
+        mine, peer, alone = middle[f"ours, {name}"], best(f"PyTorch, {name}"), best("PyTorch, single")
+        ratios[f"{name}: ours over one device"] = mine / middle["ours, single"]
         if peer is not None and alone is not None:
-            ratios[f"{axis}: PyTorch over one device"] = peer / alone
-            ratios[f"{axis}: ours over PyTorch"] = mine / peer
+            ratios[f"{name}: PyTorch over one device"] = peer / alone
+            ratios[f"{name}: ours over PyTorch"] = mine / peer
     write({"machine": machine(), "seconds": rounded(middle, 4), "ratios": rounded(ratios, 3)}, options.json)
 
 

@@ -9,6 +9,7 @@ from runs import check_same, losses, train, two_steps
 
 from sharding.launch import config, main, metrics, tasks
 from sharding.launch.config import Optimization
+from sharding.launch.pipeline_config import PipelineChoice
 from sharding.launch.sequence_config import SequenceChoice
 from sharding.launch.tasks import gpt_moe
 from sharding.models.gpt_moe import Config
@@ -16,9 +17,10 @@ from sharding.models.gpt_moe import Config
 MODEL = Config(vocab=64, context=16, layers=2, features=32, heads=4, kv_heads=4, mlp_features=64, capacity_factor=1.0)
 
 
-def step(sizes, config=MODEL, kind=None, **options):
-    sequence = SequenceChoice(attention=kind).over(sizes)
-    optimization = Optimization(warmup=0, sequence=sequence, **options)
+def step(sizes, config=MODEL, kind=None, schedule=None, executor=None, **options):
+    pipeline = PipelineChoice(schedule=schedule, executor=executor).over(sizes)
+    sequence = SequenceChoice(attention=kind).over(sizes, pipeline)
+    optimization = Optimization(warmup=0, pipeline=pipeline, sequence=sequence, **options)
     return two_steps(gpt_moe.FAMILY.build("gpt-moe", config, optimization, steps=10, seed=0), sizes)
 
 
@@ -89,6 +91,33 @@ def test_sequences_of_other_models(changes):
     check_figures(step({"expert": 2, "seq": 2}, config, "ring"), step({"expert": 1}, config))
 
 
+PAIRS = dataclasses.replace(MODEL, layers=4, scan=True)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "changes", "options"),
+    [
+        ({"pipe": 2, "expert": 2}, {}, {}),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (
+                ({"pipe": 2, "expert": 1}, {}, {"executor": "mpmd"}),
+                ({"pipe": 2, "expert": 2, "data": 2}, {"capacity_factor": None}, {}),
+                ({"pipe": 2, "expert": 2, "seq": 2}, {}, {"kind": "ulysses"}),
+                ({"pipe": 2, "expert": 2, "fsdp": 2}, {"dropout": 0.1, "remat": True}, {"schedule": "gpipe"}),
+                ({"pipe": 2, "expert": 2, "tensor": 2}, {}, {"schedule": "zb-h1"}),
+                ({"pipe": 2, "expert": 4}, {"tied": False}, {"schedule": "chimera"}),
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_stages_are_those_of_one_device(sizes, changes, options):
+    """Of a batch in as many parts: each draws second experts of its own. What layers measure comes along."""
+    config = dataclasses.replace(PAIRS, **changes)
+    check_same(step(sizes, config, **options), step({"expert": 1}, config, accumulate=4))
+
+
 def test_figures(one_device):
     for each in one_device.figures:
         assert 1 <= each["peak_load"] <= MODEL.num_experts
@@ -127,10 +156,18 @@ def test_a_run_of_sequences_over_an_axis(tmp_path, mesh):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4)
 
 
-def test_no_stages(capsys):
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--mesh pipe=2 --schedule terapipe", "whose layers need whole sequences"),
+        ("--mesh pipe=4,expert=2", "2 blocks, 4 stages"),
+        ("--mesh pipe=2,seq=2,expert=2 --attention ring", "--attention ulysses"),
+    ],
+)
+def test_no_stages(arguments, message, capsys):
     with pytest.raises(SystemExit, match="2"):
-        main(["train", "--model", "gpt-moe-tiny", "--mesh", "pipe=2", "--steps", "1"])
-    assert "a model whose layers can be stages" in capsys.readouterr().err
+        main(["explain", "--model", "gpt-moe-tiny", *arguments.split()])
+    assert message in capsys.readouterr().err
 
 
 def test_experts_that_do_not_divide(capsys):

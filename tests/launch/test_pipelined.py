@@ -20,15 +20,16 @@ MODEL = Config(vocab=64, context=16, layers=4, features=32, heads=4, kv_heads=4,
 MESHES = [{"pipe": 2}, {"pipe": 2, "data": 2}, {"pipe": 2, "data": 2, "tensor": 2}, {"pipe": 2, "fsdp": 2}]
 
 
-def step(sizes, schedule="1f1b", microbatches=4, *, remat=False, executor="spmd"):
+def step(sizes, schedule="1f1b", microbatches=4, *, remat=False, dropout=0.0, executor="spmd", accumulate=1):
     devices = sizes.get("pipe", 1)
     slices = 4 if schedule == "terapipe" else 1
     pipeline = Pipelining(
         devices=devices, schedule=schedule, microbatches=microbatches, slices=slices, executor=executor
     )
     pipeline = pipeline if devices > 1 else None
-    model = dataclasses.replace(MODEL, remat=remat)
-    return two_steps(gpt.FAMILY.build("gpt", model, Optimization(pipeline=pipeline, warmup=0), steps=10, seed=0), sizes)
+    model = dataclasses.replace(MODEL, remat=remat, dropout=dropout)
+    optimization = Optimization(pipeline=pipeline, warmup=0, accumulate=accumulate)
+    return two_steps(gpt.FAMILY.build("gpt", model, optimization, steps=10, seed=0), sizes)
 
 
 @pytest.fixture(scope="module")
@@ -74,15 +75,22 @@ def test_layers_that_are_computed_again(one_device):
     check_same(step(MESHES[1], remat=True), one_device)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("sizes", "executor"), [(MESHES[0], "mpmd"), (MESHES[2], "spmd")], ids=str)
+def test_dropout(sizes, executor):
+    """Each microbatch has the key that a part of a batch has on one device."""
+    check_same(step(sizes, dropout=0.2, executor=executor), step({"data": 1}, dropout=0.2, accumulate=4))
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ("--mesh pipe=2 --model bert-tiny", "layers and ends are not told apart"),
-        ("--mesh pipe=2 --dropout 0.1", "a pipeline's stages get no random key"),
+        ("--mesh pipe=2 --schedule terapipe --dropout 0.1", "slices of a sequence get no random key"),
         ("--mesh data=2 --schedule gpipe", "a pipeline is an axis of the mesh"),
         ("--mesh pipe=2 --accumulate 2", "--microbatches 2"),
         ("--mesh pipe=2 --batch 16 --microbatches 5", "microbatches=5 = 5 parts; 16 / 5 = 3.2"),
-        ("--mesh pipe=4 --schedule zb-v", "4 layers, 8 stages"),
+        ("--mesh pipe=4 --schedule zb-v", "4 blocks, 8 stages"),
         ("--mesh pipe=4,data=2 --schedule chimera --microbatches 2", "a multiple of 4"),
         ("--mesh pipe=2 --microbatches 0", "must be at least 1"),
         ("--mesh pipe=2 --slices 2", "--schedule terapipe"),

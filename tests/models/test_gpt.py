@@ -106,6 +106,24 @@ def test_preset_sizes(name, params):
     assert gpt.num_params(model) == pytest.approx(params, rel=0.01)
 
 
+@pytest.mark.parametrize(("layers", "features", "billions"), [(96, 12_288, 174.6), (128, 25_600, 1008.0)])
+def test_megatrons_count_of_parameters(layers, features, billions):
+    """12 l h^2 (1 + 13 / (12 h) + (V + s) / (12 l h)): Narayanan et al., SC 2021 (2104.04473), equation 2.
+
+    There are 2 h less in a layer here: its two norms have no biases. Those behind the last layer aren't counted there.
+    """
+    vocab, context = 51_200, 2048
+    sizes = dict.fromkeys(("heads", "kv_heads"), features // 128)
+    config = gpt.Config(
+        vocab=vocab, context=context, layers=layers, features=features, mlp_features=4 * features, biases=True,
+        positions="learned", scan=True, **sizes,
+    )  # fmt: skip
+    found = gpt.num_params(jax.eval_shape(lambda: gpt.GPT(config, rngs=nnx.Rngs(0))))
+    formula = 12 * layers * features**2 + 13 * layers * features + (vocab + context) * features
+    assert found + 2 * layers * features - features == formula
+    assert round(formula / 1e9, 1) == billions
+
+
 def test_first_loss_is_near_that_of_a_uniform_guess():
     # Logits start with variance 1, which costs half a nat.
     logits = _call(_model(), _tokens())
