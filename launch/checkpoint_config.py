@@ -20,6 +20,16 @@ class Inspect:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Verify:
+    """Read the checkpoints of a folder and hold all that they are made of against its checksum. Needs no mesh."""
+
+    folder: Folder
+    """Folder of a run, or of its checkpoints."""
+    step: int | None = None
+    """Of the checkpoint to read. Default: all."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Export:
     """Write the parameters of a checkpoint to a safetensors file. Needs no mesh."""
 
@@ -53,6 +63,7 @@ class Checkpoint:
 
     action: (
         Annotated[Inspect, subcommand("inspect")]
+        | Annotated[Verify, subcommand("verify")]
         | Annotated[Export, subcommand("export")]
         | Annotated[Import, subcommand("import")]
     )

@@ -7,7 +7,7 @@ from sharding import ShardingError, checkpoint
 from sharding.columns import aligned
 
 from . import folder
-from .checkpoint_config import Checkpoint, Export, Import, Inspect
+from .checkpoint_config import Checkpoint, Export, Import, Inspect, Verify
 
 
 def run(config: Checkpoint) -> None:
@@ -15,6 +15,8 @@ def run(config: Checkpoint) -> None:
     match config.action:
         case Inspect() as action:
             print(inspected(action))
+        case Verify() as action:
+            print(verified(action))
         case Export() as action:
             names = checkpoint.export_tensors(_found(action.folder), action.out, step=action.step, prefix=action.prefix)
             print(f"{action.out}: {len(names)} tensors, {_megabytes(action.out.stat().st_size)}")
@@ -53,6 +55,17 @@ def inspected(action: Inspect) -> str:
             *aligned([("setting", "value"), *_rows(shown.extra)]),
         ]
     )
+
+
+def verified(action: Verify) -> str:
+    """That the checkpoints of a folder are whole."""
+    found = _found(action.folder)
+    damage = checkpoint.verify(found, action.step)
+    rows = [f"step {step}: {reason or 'whole'}" for step, reason in damage.items()]
+    if not rows or any(damage.values()):
+        there = rows or "no checkpoint"
+        raise ShardingError(f"verify {str(found)!r}", there=there, must="a checkpoint must be whole")
+    return "\n".join(rows)
 
 
 def imported(action: Import) -> str:

@@ -83,7 +83,7 @@ def check_resumable(out: Path, settings: dict[str, Any], step: int | None = None
             must="a run to resume has saved one",
             fix="leave --resume out",
         )
-    before, now = _flat(checkpoint.extra(folder, step)), _flat(settings)
+    before, now = _flat(_kept(folder, step)), _flat(settings)
     names = [name for name in before | now if not {name, name.split(".")[0]} & FREE_SETTINGS]
     changed = [name for name in names if before.get(name) != now.get(name)]
     if changed:
@@ -93,6 +93,15 @@ def check_resumable(out: Path, settings: dict[str, Any], step: int | None = None
             must="a run goes on with the model, data and optimization that it began with; mesh and devices may differ",
             fix="the options of the first run, or another --out",
         )
+
+
+def _kept(folder: Path, step: int | None) -> dict[str, Any]:
+    """The settings beside the checkpoint of `step`, by default the newest that has them whole."""
+    if step is None:
+        for known in reversed(checkpoint.steps(folder)):
+            with contextlib.suppress(ShardingError):
+                return checkpoint.extra(folder, known)
+    return checkpoint.extra(folder, step)
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

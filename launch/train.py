@@ -7,6 +7,7 @@ another mesh.
 
 import math
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -105,6 +106,8 @@ class _Session:
         self.heldout: tuple[int, dict[str, float]] | None = None
         """The newest held-out figures and their step."""
         self.heldout_batches = source.heldout_batches()
+        self.damaged: Mapping[int, str] = {}
+        """What is wrong with checkpoints newer than the one to go on from."""
 
     def run(self) -> None:
         state, first = self._begin()
@@ -128,7 +131,12 @@ class _Session:
         """The state to start from and the number of steps it has taken."""
         if not self.config.resume:
             return self._initial_state(), 0
-        state = checkpoint.restore(self.checkpoints, self.program.sharded_shapes(), self.config.resume_step)
+        like = self.program.sharded_shapes()
+        if self.config.resume_step is not None:
+            state = checkpoint.restore(self.checkpoints, like, self.config.resume_step)
+        else:
+            found = checkpoint.restore_newest(self.checkpoints, like)
+            state, self.damaged = found.state, found.damaged
         first = int(state.step)
         folder.set_newer_aside(self.config.out, first)
         return state, first
@@ -146,6 +154,9 @@ class _Session:
         self.console.say(f"model   {self.task.name}, {num_params:,} parameters, {self.task.about}")
         self.console.say(f"mesh    {self._written_mesh()}, jax {jax.__version__}")
         self.console.say(f"folder  {self.config.out}" + (f", resumed after step {first}" if first else ""))
+        for step, reason in self.damaged.items():
+            aside = f"is now in {folder.CHECKPOINTS_BEFORE}"
+            self.console.say(f"damaged the checkpoint of step {step}, which {aside}: {reason}")
 
     def _open_metrics(self, first: int) -> metrics.MetricsFile:
         return metrics.resume(self.config.out, step=first) if first else metrics.start(self.config.out)

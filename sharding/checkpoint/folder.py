@@ -3,7 +3,9 @@
 Nothing here needs the arrays, nor the devices that they were saved from.
 """
 
+import json
 import os
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ Json = Any
 # The parts of a checkpoint, and the keys of its last one.
 ARRAYS, FACTS, EXTRA = "arrays", "facts", "extra"
 FIGURE = "figure"
+_DOCUMENT, _CHECKSUM = "document", "crc32"
 
 
 def reader(directory: Directory) -> Any:
@@ -84,6 +87,15 @@ def existing_step(directory: Directory, step: int | None) -> int:
     )
 
 
+def sealed(document: Json) -> Json:
+    """A document as it is written: with a checksum of its own."""
+    return {_DOCUMENT: document, _CHECKSUM: _crc32(document)}
+
+
+def _crc32(document: Json) -> int:
+    return zlib.crc32(json.dumps(document, sort_keys=True).encode())
+
+
 def document(directory: Directory, step: int, part: str) -> Json:
     """One of the JSON documents of a checkpoint that is there."""
     try:
@@ -105,7 +117,10 @@ def _read(directory: Directory, step: int, part: str) -> Json:
     import orbax.checkpoint as ocp
 
     with reader(directory) as manager:
-        return manager.restore(step, args=ocp.args.Composite(**{part: ocp.args.JsonRestore()}))[part]
+        found = manager.restore(step, args=ocp.args.Composite(**{part: ocp.args.JsonRestore()}))[part]
+    if found[_CHECKSUM] != _crc32(found[_DOCUMENT]):
+        raise ValueError("its checksum differs")
+    return found[_DOCUMENT]
 
 
 def damaged(directory: Directory, step: int, reason: str, is_good: Callable[[int], bool]) -> ShardingError:

@@ -13,7 +13,7 @@ import jax
 
 from ..errors import ShardingError
 from .checksums import checksums
-from .folder import FIGURE, Directory, Json, figures, first_line, steps
+from .folder import FIGURE, Directory, Json, figures, first_line, sealed, steps
 from .names import Tree, is_key, named_leaves, stored
 
 # A checkpoint that has had its day is first moved in here: a listed one never misses a file, whenever a kill comes.
@@ -75,8 +75,8 @@ class Saver:
         sums = checksums(bits)
         items = ocp.args.Composite(
             arrays=ocp.args.StandardSave(bits),
-            facts=ocp.args.JsonSave({name: _facts(array, sums[name]) for name, array in arrays.items()}),
-            extra=ocp.args.JsonSave({"extra": extra, FIGURE: figure}),
+            facts=ocp.args.JsonSave(sealed({name: _facts(array, sums[name]) for name, array in arrays.items()})),
+            extra=ocp.args.JsonSave(sealed({"extra": extra, FIGURE: figure})),
         )
         if figure is not None:
             self._figures[step] = figure

@@ -1,6 +1,7 @@
 """`sharding checkpoint`, and runs that begin with parameters of another."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -40,7 +41,20 @@ def test_without_the_devices_that_saved(whole_run: Path):
     assert done.stderr == ""
 
 
-@pytest.mark.parametrize("args", [["inspect", "DIR"], ["export", "DIR", "--out", "x"]], ids=lambda args: args[0])
+def test_that_all_is_whole(whole_run: Path, tmp_path: Path, capsys):
+    assert shown(capsys, "verify", str(whole_run)) == "step 6: whole\nstep 3: whole\n"
+    shutil.copytree(whole_run / "checkpoints", tmp_path / "checkpoints")
+    shutil.rmtree(tmp_path / "checkpoints" / "6" / "extra")
+    with pytest.raises(SystemExit, match="2"):
+        launch.main(["checkpoint", "verify", str(tmp_path)])
+    said = capsys.readouterr().err
+    assert "step 6: extra: can't be read, or its checksum differs" in said and "step 3: whole" in said
+    assert shown(capsys, "verify", str(tmp_path), "--step", "3") == "step 3: whole\n"
+
+
+@pytest.mark.parametrize(
+    "args", [["inspect", "DIR"], ["verify", "DIR"], ["export", "DIR", "--out", "x"]], ids=lambda args: args[0]
+)
 def test_a_folder_without_checkpoints(args: list[str], tmp_path: Path, capsys):
     with pytest.raises(SystemExit, match="2"):
         launch.main(["checkpoint", *[str(tmp_path) if arg == "DIR" else arg for arg in args]])

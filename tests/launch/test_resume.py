@@ -179,8 +179,14 @@ def test_a_damaged_checkpoint(capsys, half_run: Path, whole_run: Path):
     shutil.copytree(whole_run / "checkpoints" / "6", half_run / "checkpoints" / "6")
     for path in (half_run / "checkpoints" / "6" / "arrays" / "d").iterdir():
         os.truncate(path, path.stat().st_size // 2)
-    shown = refused(capsys, "--resume", "--mesh", MESH, "--sample", "0", "--out", str(half_run))
-    assert "the checkpoint of step 3, which is whole" in shown
+    again = ["--resume", "--mesh", MESH, "--sample", "0", "--out", str(half_run)]
+    assert "the checkpoint of step 3, which is whole" in refused(capsys, *again, "--resume-step", "6")
+    capsys.readouterr()
+    assert losses(train(half_run, "--resume")) == losses(metrics.read(whole_run / metrics.FILE_NAME))
+    said = " ".join(capsys.readouterr().out.split())
+    assert "resumed after step 3" in said
+    assert "damaged the checkpoint of step 6, which is now in checkpoints-before" in said
+    assert checkpoint.verify(half_run / "checkpoints") == {6: "", 3: ""}
 
 
 @pytest.fixture
