@@ -1,11 +1,13 @@
 """Reading a state back, onto whatever mesh it is asked for, with every array held against its checksum."""
 
-import gc
+import functools
 import os
 import sys
+import threading
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any
 
 import jax
@@ -180,13 +182,13 @@ def _read(directory: Directory, step: int, facts: AllFacts, wanted: Mapping[str,
         targets, restore_args=ocp.checkpoint_utils.construct_restore_args(targets), partial_restore=True
     )
     arrays, reason = {}, ""
+    _silence_late_reads()
     with reader(directory) as manager:
         try:
             arrays = manager.restore(step, args=ocp.args.Composite(arrays=request))[ARRAYS]
         except Exception as error:
             reason = f"{type(error).__name__}: {first_line(error)}"
     if reason:
-        _forget_reads()
         raise _Damage(reason)
     wrong = [name for name, value in checksums(arrays).items() if value != facts[name]["checksum"]]
     if wrong:
@@ -194,13 +196,23 @@ def _read(directory: Directory, step: int, facts: AllFacts, wanted: Mapping[str,
     return {name: _as_asked(arrays[name], leaf, facts[name]) for name, leaf in wanted.items()}
 
 
-def _forget_reads() -> None:
-    """Lets go of the reads that Orbax (0.12.8) gave up at the first error; each would say so in pages on stderr."""
-    before, sys.unraisablehook = sys.unraisablehook, lambda _: None
-    try:
-        gc.collect()
-    finally:
-        sys.unraisablehook = before
+@functools.cache  # once
+def _silence_late_reads() -> None:
+    """Nothing is printed of reads that end after Orbax (0.12.8) gave up at the first error and closed their loop."""
+    of_exceptions, of_unraisable = sys.excepthook, sys.unraisablehook
+
+    def is_late(error: BaseException | None) -> bool:
+        return isinstance(error, RuntimeError) and str(error) == "Event loop is closed"
+
+    def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if threading.current_thread() is threading.main_thread() or not is_late(error):
+            of_exceptions(kind, error, trace)
+
+    def unraisablehook(about: Any) -> None:
+        if not is_late(about.exc_value):
+            of_unraisable(about)
+
+    sys.excepthook, sys.unraisablehook = excepthook, unraisablehook
 
 
 def _as_asked(array: jax.Array, leaf: Any, fact: Mapping[str, Json]) -> jax.Array:
