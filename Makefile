@@ -9,7 +9,7 @@ ARGS ?=
 BIN := $(VENV)/bin
 CORES := $(shell nproc 2>/dev/null || getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
 WORKERS := $(shell [ $(CORES) -lt 4 ] && echo $(CORES) || echo 4)
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations 20
 
 ifneq ($(shell command -v uv 2>/dev/null),)
 MAKE_VENV := uv venv --quiet --allow-existing --python $(PYTHON) $(VENV)

@@ -119,7 +119,7 @@ class _Stages:
     """A module, or its shapes, as stages for inputs like these."""
 
     def __init__(self, pipe: Pipe, module: Any, inputs: Any):
-        self.pipe = pipe
+        self.pipe, self.tally = pipe, pipe.cut.tally
         first = inputs[0] if pipe.is_sliced else inputs
         one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), first)
         riding = {"first": self._first, "layer": self._layer, "last": lambda model, y: model.after_blocks(y.x)}
@@ -135,15 +135,15 @@ class _Stages:
     def params(self) -> dict[str, Any]:
         """In parts. Where figures are measured the last one has a zero for each, whose gradient is the figure."""
         params = self.split.params
-        if self.pipe.cut.tally is None:
+        if self.tally is None:
             return params
-        figures = jax.eval_shape(self.pipe.cut.tally.lowered, jnp.zeros(()), self.pipe.cut.tally.start).figures
+        figures = jax.eval_shape(self.tally.lowered, jnp.zeros(()), self.tally.start).figures
         return params | {"last": (params.get("last"), dict.fromkeys(figures, jnp.zeros(())))}
 
     def merged(self, gradients: dict[str, Any]) -> tuple[nnx.State, Measured]:
         """The gradient of the module's parameters, and the figures."""
         figures = {}
-        if self.pipe.cut.tally is not None:
+        if self.tally is not None:
             last, figures = gradients["last"]
             gradients = gradients | {"last": last}
         there = {part: gradients[part] for part in self.split.params}
@@ -156,15 +156,16 @@ class _Stages:
             self._loss,
             self.pipe.schedule,
             first_fn=self.split.first_fn,
-            last_fn=self.split.last_fn if self.pipe.cut.tally is None else self._counted,
+            last_fn=self.split.last_fn if self.tally is None else self._counted,
             remat=self.pipe.cut.remat,
             context=self.context,
             executor=executor,
         )
 
     def _first(self, model: Any, inputs: Any) -> _Riding:
+        """With the keys that the model itself would give its layers."""
         rows, key = inputs
-        count = None if self.pipe.cut.tally is None else self.pipe.cut.tally.start
+        count = None if self.tally is None else self.tally.start
         if key is None:
             return _Riding(model.before_blocks(rows), None, None, count)
         before, behind = jax.random.split(key)
@@ -174,20 +175,20 @@ class _Stages:
     def _layer(self, layer: Any, at: _Riding) -> _Riding:
         found = layer(at.x) if at.keys is None else layer(at.x, at.keys[at.layer])
         then = None if at.layer is None else at.layer + 1
-        if self.pipe.cut.tally is None:
+        if self.tally is None:
             return _Riding(found, at.keys, then, None)
         x, said = found
-        return _Riding(x, at.keys, then, self.pipe.cut.tally.add(at.count, said))
+        return _Riding(x, at.keys, then, self.tally.add(at.count, said))
 
     def _counted(self, own: Any, y: Any, shared: Any = None) -> Any:
         last, figures = own
         return self.split.last_fn(last, y, shared), y.count, figures
 
     def _loss(self, output: Any, target: Any) -> jax.Array:
-        if self.pipe.cut.tally is None:
+        if self.tally is None:
             return self.pipe.cut.loss(output, target) / self.pipe.schedule.slices
         output, count, zeros = output
-        found = self.pipe.cut.tally.lowered(self.pipe.cut.loss(output, target), count)
+        found = self.tally.lowered(self.pipe.cut.loss(output, target), count)
         shown = {name: zeros[name] * jax.lax.stop_gradient(figure) for name, figure in found.figures.items()}
         return sum(shown.values(), found.loss)
 

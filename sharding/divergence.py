@@ -6,7 +6,9 @@ from; in a loop or branch that some devices skip it waits for ever. What is trac
 
 from __future__ import annotations
 
+import re
 from contextlib import AbstractContextManager
+from fractions import Fraction
 from typing import Any
 
 import jax
@@ -22,3 +24,22 @@ def differing(*axes: str) -> AbstractContextManager[object]:
 def differs() -> tuple[str, ...]:
     """The axes of all blocks around."""
     return _AXES.value
+
+
+def rounds(times: int, of: int) -> AbstractContextManager[object]:
+    """A block for one loop whose number of rounds no text of the program says, as devices differ in it.
+
+    Args:
+        times: how often its body runs, on the device where it runs most, ...
+        of: ... when the loop itself is begun so often.
+    """
+    return jax.named_scope(f"rounds_{times}_of_{of}")
+
+
+_ROUNDS = re.compile(r"\brounds_(\d+)_of_(\d+)$")
+
+
+def rounds_of(scope: str) -> Fraction | None:
+    """How often the body of a loop in this scope runs each time that it is begun; None where nobody says."""
+    found = _ROUNDS.search(scope)
+    return Fraction(int(found[1]), int(found[2])) if found else None

@@ -183,7 +183,7 @@ def _entries(
             count=runs.times,
             is_counted=runs.is_counted,
             is_conditional=runs.is_conditional,
-            op_name=line.attribute(r'op_name="((?:[^"\\]|\\.)*)"'),
+            op_name=line.op_name,
             source=module.source(line),
         )
 

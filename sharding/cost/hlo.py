@@ -62,6 +62,11 @@ class Instruction(NamedTuple):
         found = re.search(pattern, self.attributes)
         return found[1] if found else ""
 
+    @property
+    def op_name(self) -> str:
+        """JAX's name of what it was made of."""
+        return self.attribute(r'op_name="((?:[^"\\]|\\.)*)"')
+
     def called(self) -> Iterator[tuple[str, str]]:
         """(attribute, computation) of each computation that it names."""
         own = self.attributes.partition(", metadata={")[0]

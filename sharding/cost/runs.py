@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from fractions import Fraction
 from typing import NamedTuple
 
+from ..divergence import rounds_of
 from .hlo import Instruction, Module
 from .trips import trip_count
 
@@ -21,7 +24,7 @@ class Runs(NamedTuple):
 
 def runs_of_computations(module: Module) -> dict[str, Runs]:
     """The runs of each computation that the entry reaches, callers first; several calls of one are summed."""
-    calls: dict[str, list[tuple[str, Runs]]] = {}
+    calls: dict[str, list[tuple[str, _Call]]] = {}
     order: list[str] = []
 
     def visit(name: str) -> None:
@@ -39,23 +42,37 @@ def runs_of_computations(module: Module) -> dict[str, Runs]:
         for callee, call in calls[name]:
             before = runs.get(callee, Runs(0, True, False))
             runs[callee] = Runs(
-                before.times + own.times * call.times,
+                before.times + math.ceil(own.times * call.times),
                 before.is_counted and own.is_counted and call.is_counted,
                 before.is_conditional or own.is_conditional or call.is_conditional,
             )
     return runs
 
 
-def _calls(module: Module, computation: str, line: Instruction) -> Iterator[tuple[str, Runs]]:
-    """The computations that an instruction calls, and how often each time that it runs."""
+class _Call(NamedTuple):
+    """One call of a computation, as `Runs`, each time that the caller runs."""
+
+    times: Fraction | int
+    is_counted: bool
+    is_conditional: bool
+
+
+def _calls(module: Module, computation: str, line: Instruction) -> Iterator[tuple[str, _Call]]:
+    """The computations that an instruction calls."""
     if _is_continued(line.opcode):
         return
-    trips = trip_count(module, computation, line) if line.opcode == "while" else 1
+    trips = _trips(module, computation, line) if line.opcode == "while" else 1
     times = 1 if trips is None else trips
     for key, callee in line.called():
         if callee in module.computations:
             asked = times + 1 if key == "condition" else times  # once more, to find that the loop has ended
-            yield callee, Runs(asked, trips is not None, line.opcode == "conditional")
+            yield callee, _Call(asked, trips is not None, line.opcode == "conditional")
+
+
+def _trips(module: Module, computation: str, loop: Instruction) -> Fraction | int | None:
+    """How often the body of a loop runs, as it shows or as the program says; None where neither does."""
+    shown = trip_count(module, computation, loop)
+    return rounds_of(loop.op_name.removesuffix("/while")) if shown is None else shown
 
 
 def _is_continued(opcode: str) -> bool:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 from .. import compat
+from ..divergence import rounds_of
 from ..rules import Flow, Rule, rule_for
 from .builder import Builder
 from .graph import Scope
@@ -65,14 +67,18 @@ def _update(b: Builder, out: int, var: Any, eqn: Any, times: int) -> int:
 
 
 def while_(b: Builder, scope: Scope, i: int, eqn: Any, times: int) -> None:
-    """Condition and body once; constants and carried values by edges."""
+    """Condition and body once; constants and carried values by edges.
+
+    The body counts as often as the program says that it runs (``divergence.rounds``), else as if it ran once.
+    """
     p = eqn.params
     n_cond, n_body = p["cond_nconsts"], p["body_nconsts"]
     consts = _carry(b, eqn.invars[: n_cond + n_body], eqn)
     inits = eqn.invars[n_cond + n_body :]
     carry = _carry(b, inits, eqn)
     scope.children[i, "cond_jaxpr", 0] = b.scope(p["cond_jaxpr"], [*consts[:n_cond], *carry], times)
-    child = b.scope(p["body_jaxpr"], [*consts[n_cond:], *carry], times)
+    rounds = math.ceil(times * (rounds_of(compat.name_stack(eqn)) or 1))
+    child = b.scope(p["body_jaxpr"], [*consts[n_cond:], *carry], rounds)
     scope.children[i, "body_jaxpr", 0] = child
     _enter(b, eqn.invars[: n_cond + n_body], consts, scope, eqn, times)
     for init, out, var, target in zip(inits, b.outs(child), child.jaxpr.outvars, carry, strict=True):

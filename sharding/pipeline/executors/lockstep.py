@@ -78,6 +78,12 @@ class Lockstep:
         """Those that occur."""
         return tuple(int(op) for op in np.unique(self.op))
 
+    def most(self, *kinds: str, at: np.ndarray | None = None) -> tuple[int, int]:
+        """In how many ticks the device that most often does so has a task of these kinds, `at` 1, and of how many."""
+        does = np.isin(self.op, [op for op, kind in enumerate(OPS) if kind in kinds])
+        does = does if at is None else does & (at != 0)
+        return int(does.sum(axis=0).max()), len(does)
+
 
 def lockstep(schedule: Schedule) -> Lockstep:
     """The tables of a valid schedule.

@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from ...divergence import differing
+from ...divergence import differing, rounds
 from ..schedule import Schedule
 from .flow import Arrays, Flow, Passing
 from .lockstep import OPS, THINGS, Lockstep, Thing, lockstep
@@ -144,7 +144,8 @@ class _Device:
 
     def tick(self, carry: Carry, row: Row) -> tuple[Carry, None]:
         """One task, or none, and then what all exchange."""
-        is_op = {OPS[op]: row["op"] == op for op in self.tables.ops}
+        tables = self.tables
+        is_op = {OPS[op]: row["op"] == op for op in tables.ops}
         never = jnp.zeros((), bool)
         for kind, task in (
             ("forward", self.forward),
@@ -153,11 +154,13 @@ class _Device:
             ("backward-weight", self.backward_weight),
         ):
             if kind in is_op:
-                carry = _when(is_op[kind], task, carry, row)
-        carry = _when(is_op["forward"] & row["is_last"], self.loss, carry, row)
+                carry = _when(is_op[kind], task, carry, row, tables.most(kind))
+        with_loss = is_op["forward"] & row["is_last"]
+        carry = _when(with_loss, self.loss, carry, row, tables.most("forward", at=tables.is_last))
         if self.model.first_fn is not None:
             goes_back = is_op.get("backward", never) | is_op.get("backward-input", never)
-            carry = _when(goes_back & row["is_first"], self.entered, carry, row)
+            most = tables.most("backward", "backward-input", at=tables.is_first)
+            carry = _when(goes_back & row["is_first"], self.entered, carry, row, most)
         return self.exchanged(carry, row), None
 
     def exchanged(self, carry: Carry, row: Row) -> Carry:
@@ -252,8 +255,8 @@ class _Device:
         return carry._replace(stages=jax.tree.map(lambda sum_, d: sum_.at[row["chunk"]].add(d), carry.stages, dw))
 
 
-def _when(does: jax.Array, task: Callable[[Carry, Row], Carry], carry: Carry, row: Row) -> Carry:
-    """What a task makes of it, or it as it is.
+def _when(does: jax.Array, task: Callable[[Carry, Row], Carry], carry: Carry, row: Row, most: tuple[int, int]) -> Carry:
+    """What a task makes of it, or it as it is; `most` says in how many of how many ticks it does so on one device.
 
     A loop of one round or none: what it carries it changes in place, where XLA's conditionals copy all that goes
     through them, which is most of a device's memory. All that a task reads it finds by numbers of its row; the loop's
@@ -264,7 +267,8 @@ def _when(does: jax.Array, task: Callable[[Carry, Row], Carry], carry: Carry, ro
         numbers = {name: row[name] for name in ("chunk", "unit", "slot", "passed")}
         return task(carry, row | jax.tree.map(lambda number: number + i, numbers))
 
-    return lax.fori_loop(0, does.astype(jnp.int32), body, carry)
+    with rounds(*most):
+        return lax.fori_loop(0, does.astype(jnp.int32), body, carry)
 
 
 def _units(*slices: jax.Array) -> jax.Array:
