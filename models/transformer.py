@@ -7,6 +7,8 @@ Plain flax nnx modules without any sharding. What is unusual:
   - dropout masks come from a key given to the call, never from state in the model;
   - with `remat` the output of each attention is kept, so the backward pass runs no forward reduction again.
 
+Somewhat longer than other files: a block and its parts are read together.
+
 Shape suffixes: B batch, S sequence, T sequence of keys, M features, F hidden features of the MLP, L layers, H query
 heads, G head groups (one key and value head each), Q query heads of a group (in scores no dim where it is one), N =
 Q + 2 heads of a group with its key and value, D features of a head.

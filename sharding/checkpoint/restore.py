@@ -106,10 +106,11 @@ def verify(directory: Directory, step: int | None = None) -> dict[int, str]:
 
 
 def _damage_of(directory: Directory, step: int) -> str:
-    unread = next((part for part in (FACTS, EXTRA) if document_or_none(directory, step, part) is None), None)
+    documents = {part: document_or_none(directory, step, part) for part in (FACTS, EXTRA)}
+    unread = next((part for part, found in documents.items() if found is None), None)
     if unread:
         return _unreadable(unread)
-    facts = document(directory, step, FACTS)
+    facts = documents[FACTS]
     try:
         _read(directory, step, facts, _on_one_device(facts))
     except _Damage as error:

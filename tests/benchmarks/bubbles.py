@@ -13,7 +13,6 @@ step. Of each, and of their difference, the median over steps is given.
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import tempfile
 from collections import defaultdict
@@ -27,7 +26,7 @@ import sharding
 from sharding import pipeline
 
 from . import workload
-from .contenders import DEVICES, THREADS, num_cores
+from .contenders import DEVICES, num_cores, start
 from .pipeline import MICROBATCHES, SCHEDULES, piped
 
 STEPS, WARM = 7, 2
@@ -167,8 +166,6 @@ def _percent(bubbles: Sequence[Bubbles]) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    os.environ[THREADS] = "1"
-    jax.config.update("jax_platforms", "cpu")
     cores = min(DEVICES, num_cores())
-    jax.config.update("jax_num_cpu_devices", cores)
+    start(cores)
     main(cores)

@@ -183,11 +183,11 @@ def write(figures: dict[str, Any], path: Path | None) -> None:
         path.write_text(text + "\n")
 
 
-def start() -> None:
+def start(devices: int = DEVICES) -> None:
     """CPU devices of one thread each, before anything else is asked of JAX."""
     os.environ[THREADS] = "1"
     jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", DEVICES)
+    jax.config.update("jax_num_cpu_devices", devices)
 
 
 def num_cores() -> int:
