@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..models.dlrm import Clicks
+from .rows import taken
 
 NUM_HELDOUT = 2**14
 MOST_DIFFERENT = 1000
@@ -86,9 +87,9 @@ class HiddenClicks:
             f"the best possible is {self.best_nats:.4f} nats per click, AUC {self.best_auc:.4f}"
         )
 
-    def train_batch(self, step: int) -> Clicks:
+    def train_batch(self, step: int, rows: np.ndarray | None = None) -> Clicks:
         # The third number keeps these apart from the examples held out, whatever the seed.
-        return self.hidden.draw(np.random.default_rng((self.seed, step, 1)), self.batch_size)[0]
+        return taken(self.hidden.draw(np.random.default_rng((self.seed, step, 1)), self.batch_size)[0], rows)
 
     def heldout_batches(self) -> Sequence[Clicks]:
         parts = (self.heldout.numbers, self.heldout.categories, self.heldout.clicked)

@@ -23,13 +23,16 @@ class Console:
     task: Task
     num_steps: int
     first_step: int = 0
+    quiet: bool = False
+    """Whether another process says it."""
     rich: RichConsole = field(default_factory=lambda: RichConsole(highlight=False, soft_wrap=True))
 
     def __post_init__(self) -> None:
+        self.rich.quiet |= self.quiet
         self._started = time.monotonic()
         self._progress: Progress | None = None
         self._heldout = ""
-        if self.rich.is_terminal:
+        if self.rich.is_terminal and not self.quiet:
             self._progress = Progress(
                 TextColumn("step"),
                 MofNCompleteColumn(),

@@ -97,11 +97,14 @@ def is_heldout(name: str) -> bool:
     return int.from_bytes(first_bytes, "big") % HELDOUT_ONE_IN == 0
 
 
-def train_batch(corpus: Corpus, *, batch_size: int, length: int, seed: int, step: int) -> np.ndarray:
-    """Tokens [batch_size, length + 1] to train on at `step`: inputs and, shifted by one, targets."""
+def train_batch(
+    corpus: Corpus, *, batch_size: int, length: int, seed: int, step: int, rows: np.ndarray | None = None
+) -> np.ndarray:
+    """Tokens [batch_size, length + 1] to train on at `step`, or these rows of them: inputs and, shifted by one,
+    targets."""
     generator = np.random.default_rng((seed, step))
     starts = generator.integers(0, len(corpus.train) - length, size=batch_size)
-    return _windows(corpus.train, starts, length)
+    return _windows(corpus.train, starts if rows is None else starts[rows], length)
 
 
 def heldout_batches(corpus: Corpus, *, batch_size: int, length: int, num_batches: int) -> list[np.ndarray]:

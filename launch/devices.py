@@ -6,7 +6,10 @@ import os
 
 import jax
 
+from sharding import processes
 from sharding.errors import ShardingError
+
+from .config import BATCH_AXES
 
 Axes = dict[str, int]
 
@@ -14,8 +17,12 @@ Axes = dict[str, int]
 def enough(axes: Axes, *, num_devices: int | None) -> Axes:
     """Start the backend with enough devices for `axes`; the axes with every size known."""
     known = math.prod(size for size in axes.values() if size != -1)
-    _ask_for_cpu_devices(num_devices or known)
+    if processes.CPU_DEVICES not in os.environ:
+        _ask_for_cpu_devices(-(-(num_devices or known) // processes.count()))
     there = _count(num_devices)
+    if processes.ELASTIC in os.environ:
+        axes = shrunk(axes, there)
+        known = math.prod(size for size in axes.values() if size != -1)
     if known > there:
         raise ShardingError(
             "--mesh " + written(axes),
@@ -23,7 +30,25 @@ def enough(axes: Axes, *, num_devices: int | None) -> Axes:
             must="a mesh cannot need more devices than there are",
             fix=_smaller_mesh(there, num_devices),
         )
-    return {axis: there // known if size == -1 else size for axis, size in axes.items()}
+    found = {axis: there // known if size == -1 else size for axis, size in axes.items()}
+    if processes.count() > 1 and math.prod(found.values()) < there:
+        raise ShardingError(
+            "--mesh " + written(axes),
+            there=f"{there} devices of {processes.count()} processes",
+            must="every process has a part in the mesh",
+            fix=_smaller_mesh(there, num_devices),
+        )
+    return found
+
+
+def shrunk(axes: Axes, there: int) -> Axes:
+    """The axes for fewer devices than they were written for: those that split the batch are halved first, then what
+    splits parameters; the program and its batch stay the same."""
+    axes = dict(axes)
+    for axis in (*BATCH_AXES, *(axis for axis in reversed(axes) if axis not in BATCH_AXES)):
+        while math.prod(size for size in axes.values() if size != -1) > there and axes.get(axis, 1) % 2 == 0:
+            axes[axis] //= 2
+    return axes
 
 
 def written(axes: Axes) -> str:

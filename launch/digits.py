@@ -32,11 +32,11 @@ class Digits:
             f"out, {SIZE}x{SIZE} pixels, sha256 {self.sha256[:16]}"
         )
 
-    def train_batch(self, step: int) -> Labelled:
+    def train_batch(self, step: int, rows: np.ndarray | None = None) -> Labelled:
         # The epochs, each in an order of its own, lie one after the other, and batches are cut from that.
         count = len(self.train.labels)
-        flat = step * self.batch_size + np.arange(self.batch_size)
-        epochs = {epoch: self._order(epoch) for epoch in range(int(flat[0]) // count, int(flat[-1]) // count + 1)}
+        flat = step * self.batch_size + (np.arange(self.batch_size) if rows is None else rows)
+        epochs = {epoch: self._order(epoch) for epoch in np.unique(flat // count).tolist()}
         return _rows(self.train, np.array([epochs[index // count][index % count] for index in flat.tolist()]))
 
     def heldout_batches(self) -> Sequence[Labelled]:

@@ -41,10 +41,14 @@ def memory_bytes() -> int:
 class MetricsFile:
     """An open metrics file. `log` writes a line and flushes it."""
 
-    path: Path
+    path: Path | None
+    """None keeps the figures here alone, where another process writes them."""
     lines: list[Figures] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self._file = None
+        if self.path is None:
+            return
         # The lines that stay are complete beside the old file before they take its place.
         part = self.path.with_name(f".{self.path.name}.part")
         part.write_text("".join(map(_text, self.lines)))
@@ -55,8 +59,9 @@ class MetricsFile:
         """Append the figures of `step`, here and in the file."""
         line = {"step": step, **figures}
         self.lines.append(line)
-        self._file.write(_text(line))
-        self._file.flush()
+        if self._file is not None:
+            self._file.write(_text(line))
+            self._file.flush()
 
     def series(self, name: str) -> list[tuple[int, float]]:
         """(step, value) of every line that has `name`."""
@@ -70,7 +75,8 @@ class MetricsFile:
     ) -> None:
         # What a full disk did not take it does not take now either.
         with contextlib.suppress(OSError):
-            self._file.close()
+            if self._file is not None:
+                self._file.close()
 
 
 def _text(line: Figures) -> str:

@@ -13,6 +13,7 @@ import sharding
 from sharding import P
 
 from ..models import layouts
+from .rows import taken
 from .task import Apart, Batch, Measured, Task, TrainState
 
 
@@ -28,13 +29,26 @@ class Program:
     evaluate: Callable[[nnx.State, nnx.State, Batch], Measured]
     generate: Callable[[nnx.State, jax.Array, jax.Array], jax.Array] | None
 
+    def rows(self, batch_size: int) -> np.ndarray | None:
+        """The rows of a batch that this process's devices need; None for all, where there is one process."""
+        if jax.process_count() == 1:
+            return None
+        parts = NamedSharding(self.mesh, self.batch_spec).addressable_devices_indices_map((batch_size,))
+        return np.unique(
+            np.concatenate([np.arange(batch_size)[index] for index in parts.values() if index is not None])
+        )
+
     def put(self, batch: Batch) -> Batch:
-        """A batch on the devices."""
+        """A batch on the devices, of which this process gives its rows."""
         return sharding.put(batch, self.batch_spec)
+
+    def put_whole(self, batch: Batch) -> Batch:
+        """A batch on the devices that every process has whole."""
+        return self.put(taken(batch, self.rows(len(jax.tree.leaves(batch)[0]))))
 
     def heldout(self, state: TrainState, batches: Sequence[Batch]) -> dict[str, float]:
         """The held-out figures of the task over `batches`, which are on the host."""
-        looked = (self.evaluate(state.params, state.variables, self.put(batch)) for batch in batches)
+        looked = (self.evaluate(state.params, state.variables, self.put_whole(batch)) for batch in batches)
         return self.task.score([jax.device_get(each) for each in looked])
 
     def sample(self, state: TrainState, *, seed: int, num_prompts: int) -> str:
@@ -43,7 +57,7 @@ class Program:
         if sampler is None or self.generate is None:
             return ""
         rows = np.tile(sampler.prompt, (num_prompts, 1))
-        tokens = self.generate(state.params, self.put(rows), jax.random.key(seed))
+        tokens = self.generate(state.params, self.put_whole(rows), jax.random.key(seed))
         return sampler.text(np.asarray(tokens)[0])
 
     def initial_state(self, seed: int) -> TrainState:
@@ -64,14 +78,16 @@ def over(task: Task, mesh: Mesh, *, batch_size: int) -> Program:
     """The program of `task` on `mesh`, which must be in force; nothing is compiled yet."""
     spec = layouts.batch(mesh.axis_names)
     step = sharding.jit(task.train_step, in_shardings=(None, spec), donate_argnums=(0,))
-    generate = task.sampler and sharding.jit(task.sampler.generate, in_shardings=(None, spec, None))
+    # What several processes look at comes to each of them whole.
+    seen = P() if jax.process_count() > 1 else None
+    generate = task.sampler and sharding.jit(task.sampler.generate, in_shardings=(None, spec, None), out_shardings=seen)
     return Program(
         task=task,
         mesh=mesh,
         batch_spec=spec,
         completion=step.complete(task.state_shapes, task.batch_shapes(batch_size)),
         train_step=_started_apart(task.apart, spec) if task.apart is not None and task.apart.suits(mesh) else step,
-        evaluate=sharding.jit(task.evaluate, in_shardings=(None, None, spec)),
+        evaluate=sharding.jit(task.evaluate, in_shardings=(None, None, spec), out_shardings=seen),
         generate=generate,
     )
 

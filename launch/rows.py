@@ -1,9 +1,17 @@
-"""A batch in parts, as each device can cut it."""
+"""A batch in parts: as each device can cut it, and as processes share it."""
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import sharding
+
+
+def taken(batch: Any, rows: np.ndarray | None) -> Any:
+    """These rows of a batch of numpy arrays [B, ...]; None takes all."""
+    return batch if rows is None else jax.tree.map(lambda leaf: leaf[rows], batch)
 
 
 def microbatches(rows: jax.Array, parts: int) -> jax.Array:

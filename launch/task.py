@@ -63,8 +63,9 @@ class Source(Protocol):
         """Identifies the data: a run is not resumed on others."""
         ...
 
-    def train_batch(self, step: int) -> Batch:
-        """The batch to train on at `step`, numpy arrays [B, ...]: depends on the seed and `step` alone."""
+    def train_batch(self, step: int, rows: np.ndarray | None = None) -> Batch:
+        """The batch to train on at `step`, numpy arrays [B, ...], or these rows of it: depends on the seed and `step`
+        alone."""
         ...
 
     def heldout_batches(self) -> Sequence[Batch]:

@@ -5,7 +5,10 @@ A run that is stopped, by Ctrl-C, SIGTERM or a crash, goes on with `--resume` fr
 another mesh.
 """
 
+import hashlib
+import json
 import math
+import os
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -16,7 +19,7 @@ import jax
 import numpy as np
 
 import sharding
-from sharding import ShardingError, checkpoint
+from sharding import ShardingError, checkpoint, processes
 
 from . import curve, devices, folder, metrics, report, tasks, text
 from . import program as programs
@@ -27,7 +30,11 @@ from .task import Batch, Source, TrainState
 
 
 def run(config: Train) -> None:
-    """Train as `config` says, and leave metrics, checkpoints, curve and report in its folder."""
+    """Train as `config` says, and leave metrics, checkpoints, curve and report in its folder.
+
+    Of several processes the first one writes, into a folder that all of them see.
+    """
+    sharding.initialize()
     with Interrupt() as interrupt, folder.writing(config.out):
         _run(config, interrupt)
 
@@ -38,6 +45,7 @@ def _run(config: Train, interrupt: Interrupt) -> None:
     if config.text.given:
         tasks.check_reads_text(config.model.name, family)
     axes = devices.enough(parse_mesh(config.mesh), num_devices=config.devices)
+    config = _started_again(config)
     axes = tasks.with_own_axes(axes, family)
     tasks.check_experts(config.model.name, model, axes)
     accumulate = recipe.optimization.accumulate
@@ -61,18 +69,21 @@ def _run(config: Train, interrupt: Interrupt) -> None:
             must="a sample needs a model that predicts what comes next",
             fix="--sample 0",
         )
-    folder.make(config.out)
+    if _leads():
+        folder.make(config.out)
     task = text.over(task, tokenized, batch_size=recipe.batch, seed=config.seed) if tokenized else task
     source = task.source(recipe.batch, config.seed)
     settings = as_json(config) | as_json(recipe)
     settings |= {"model_config": as_json(model), f"{source.name}_sha256": source.sha256}
-    if config.resume:
+    if _leads() and config.resume:
         folder.check_resumable(config.out, settings, config.resume_step)
-    else:
+    elif _leads():
         folder.set_aside(config.out)
+    processes.barrier("folder")
     needed = jax.devices()[: math.prod(axes.values())]
     with sharding.mesh(axes, devices=needed) as mesh:
         assert isinstance(mesh, jax.sharding.Mesh)
+        _compare(settings, source, mesh)
         session = _Session(
             config=config,
             recipe=recipe,
@@ -83,6 +94,36 @@ def _run(config: Train, interrupt: Interrupt) -> None:
             program=programs.over(task, mesh, batch_size=recipe.batch),
         )
         session.run()
+
+
+def _leads() -> bool:
+    return processes.index() == 0
+
+
+def _started_again(config: Train) -> Train:
+    """`config`, going on from the newest checkpoint where a launcher starts this once more."""
+    if not int(os.environ.get(processes.RESTART, 0)):
+        return config
+    there = checkpoint.latest_step(config.out / folder.CHECKPOINTS) is not None
+    first = processes.said("resume", str(there))[0]
+    return replace(config, resume=True, resume_step=None) if first == str(True) else config
+
+
+def _compare(settings: dict[str, Any], source: Source, mesh: jax.sharding.Mesh) -> None:
+    """Raise an error where another process would train otherwise."""
+    if processes.count() == 1:
+        return
+    facts = {
+        "settings": json.dumps(settings, indent=0, sort_keys=True, default=str),
+        "mesh": "\n".join(f"{device.process_index}: device {device.id}" for device in mesh.devices.flat),
+        "data order": "\n".join(_digest(source.train_batch(step)) for step in (0, 1)),
+    }
+    processes.agree(facts, about="train")
+
+
+def _digest(batch: Batch) -> str:
+    parts = [np.ascontiguousarray(leaf).tobytes() for leaf in jax.tree.leaves(batch)]
+    return hashlib.sha256(b"".join(parts)).hexdigest()
 
 
 class _Session:
@@ -106,12 +147,13 @@ class _Session:
         self.heldout: tuple[int, dict[str, float]] | None = None
         """The newest held-out figures and their step."""
         self.heldout_batches = source.heldout_batches()
+        self.rows = program.rows(recipe.batch)
         self.damaged: Mapping[int, str] = {}
         """What is wrong with checkpoints newer than the one to go on from."""
 
     def run(self) -> None:
         state, first = self._begin()
-        self.console = Console(task=self.task, num_steps=self.recipe.steps, first_step=first)
+        self.console = Console(task=self.task, num_steps=self.recipe.steps, first_step=first, quiet=not _leads())
         self._introduce(first)
         with ExitStack() as stack:
             self.saver = stack.enter_context(
@@ -138,7 +180,9 @@ class _Session:
             found = checkpoint.restore_newest(self.checkpoints, like)
             state, self.damaged = found.state, found.damaged
         first = int(state.step)
-        folder.set_newer_aside(self.config.out, first)
+        if _leads():
+            folder.set_newer_aside(self.config.out, first)
+        processes.barrier("newer checkpoints")
         return state, first
 
     def _initial_state(self) -> TrainState:
@@ -159,18 +203,21 @@ class _Session:
             self.console.say(f"damaged the checkpoint of step {step}, which {aside}: {reason}")
 
     def _open_metrics(self, first: int) -> metrics.MetricsFile:
+        if not _leads():
+            return metrics.MetricsFile(path=None)
         return metrics.resume(self.config.out, step=first) if first else metrics.start(self.config.out)
 
     def _loop(self, state: TrainState, first: int) -> tuple[TrainState, int]:
         """Take the steps after `first` until the last one or an interrupt; the state and the number of steps taken."""
         step, batch = first, self._batch(first)
-        while step < self.recipe.steps and not self.interrupt.asked:
+        while step < self.recipe.steps and not self.interrupt.before(step):
             begun = time.monotonic()
             state, measured = self.program.train_step(state, batch)
             # The next batch is made while the devices work on this one.
             batch = self._batch(step + 1)
             figures = {name: float(value) for name, value in jax.device_get(measured).items()}
             step += 1
+            processes.done(step)
             self._log(step, figures, time.monotonic() - begun)
             if _due(step, self.recipe.eval_every) or step == self.recipe.steps:
                 self._evaluate(state, step)
@@ -179,7 +226,7 @@ class _Session:
         return state, step
 
     def _batch(self, step: int) -> Batch:
-        return self.program.put(self.source.train_batch(step))
+        return self.program.put(self.source.train_batch(step, self.rows))
 
     def _log(self, step: int, figures: dict[str, float], seconds: float) -> None:
         if not np.isfinite(figures["loss"]):
@@ -209,8 +256,10 @@ class _Session:
 
     def _conclude(self, state: TrainState) -> None:
         """Write curve and report, and say how it ended."""
-        heldout = {figure.name: self.metrics.series(figure.name)[-1][1] for figure in self.task.heldout}
         sample = self._sample(state) if self.recipe.sample else ""
+        if not _leads():
+            return
+        heldout = {figure.name: self.metrics.series(figure.name)[-1][1] for figure in self.task.heldout}
         picture = self._curve()
         (self.config.out / folder.CURVE).write_text(picture)
         facts = self._facts(heldout)
@@ -250,7 +299,8 @@ class _Session:
         }
 
     def _written_mesh(self) -> str:
-        return f"{devices.written(self.axes)} on {self.program.mesh.size} {jax.default_backend()} devices"
+        several = f" of {processes.count()} processes" if processes.count() > 1 else ""
+        return f"{devices.written(self.axes)} on {self.program.mesh.size} {jax.default_backend()} devices{several}"
 
     def _sample(self, state: TrainState) -> str:
         # One prompt for each part of a batch; the first is shown.

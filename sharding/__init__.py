@@ -27,6 +27,7 @@ from .errors import ShardingError
 # where it runs
 from .mesh import mesh, topology
 from .placement import put
+from .processes import initialize
 
 # isort: on
 
@@ -47,6 +48,7 @@ __all__ = [
     "cost",
     "expert",
     "explain",
+    "initialize",
     "jit",
     "mesh",
     "pipeline",

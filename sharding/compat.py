@@ -16,7 +16,9 @@ import jax.extend.core as jex
 import numpy as np
 from jax._src import array as _array
 from jax._src import config as _config
+from jax._src import distributed as _distributed
 from jax._src import source_info_util as _source
+from jax._src.clusters import ClusterEnv as _ClusterEnv
 from jax._src.pjit import layout_constraint_p as _layout_constraint_p
 from jax._src.random import prng as _prng
 from jax.core import Tracer as Tracer
@@ -219,3 +221,16 @@ def lower_barrier(x: Any, allowed: str) -> Any:
     if not _config.use_shardy_partitioner.value:
         return x
     return _sdy.PropagationBarrierOp(x, _sdy.PropagationDirection[allowed.upper()]).result
+
+
+def distributed() -> Any:
+    """JAX's state of a program of several processes: `client`, `process_id`, `num_processes`."""
+    return _distributed.global_state
+
+
+def detected_cluster() -> tuple[str | None, int | None, int | None, Sequence[int] | None]:
+    """Coordinator, number of processes, this process, its local devices, as JAX finds them; None where it is alone."""
+    try:
+        return _ClusterEnv.auto_detect_unset_distributed_params(None, None, None, None, None, 60)
+    except (ValueError, KeyError):  # an environment with half of what such a cluster says
+        return None, None, None, None

@@ -19,7 +19,8 @@ def put(local: Any, spec: P = P()) -> Any:  # noqa: B008 an immutable value
     """The global arrays that this process's share makes together with every other process's.
 
     Args:
-        local: a pytree of numpy or JAX arrays; with one process the whole, with several this one's part.
+        local: a pytree of numpy or JAX arrays; with one process the whole, with several this one's part. Arrays that
+            lie on devices of several processes already, as what JAX makes under such a mesh, are moved.
         spec: how the global arrays are split; the first dim of a batch over `data`, usually.
 
     Raises:
@@ -41,6 +42,8 @@ def _put(x: Any, spec: P, mesh: Mesh) -> jax.Array:
     asked = f"sharding.put(array of shape {tuple(x.shape)}, {spec})"
     resolved = logical.resolve(spec, tuple(x.shape), sizes, asked=asked)
     sharding = NamedSharding(mesh, to_partition_spec(resolved))
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        return jax.device_put(x, sharding)
     if jax.process_count() > 1:
         return jax.make_array_from_process_local_data(sharding, x)
     faults = indivisible(resolved, tuple(x.shape), sizes)

@@ -11,7 +11,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
-from . import arguments, compat, tracing
+from . import arguments, compat, processes, tracing
 from .completion import Completion
 from .constrain import constrain
 from .errors import ShardingError
@@ -37,6 +37,8 @@ class Program:
     """Whether every value is constrained; otherwise the annotations alone are."""
     places: dict[tuple[P, int], NamedSharding] = field(default_factory=dict)
     """(spec, number of dims) -> the one sharding that stands for it."""
+    compared: bool = False
+    """Whether every process is known to run this program."""
 
     def accepts(self, leaves: Sequence[Any]) -> bool:
         """Whether placed arrays lie exactly as this program takes its arguments."""
@@ -66,6 +68,8 @@ class Program:
         self.refuse_abstract(leaves)
         if any(_is_deleted(leaves[i]) for i in self.donated_leaves):
             self._refuse_deleted(leaves)
+        if not self.compared:
+            self._compare()
         if unplaced:
             wanted = [self.in_shardings[i] for i in unplaced]
             for i, x in zip(unplaced, jax.device_put([leaves[i] for i in unplaced], wanted), strict=True):
@@ -87,6 +91,14 @@ class Program:
             if any(leaves[i].is_deleted() for i in self.donated_leaves):
                 raise
             raise OtherArguments from error
+
+    def _compare(self) -> None:
+        """Raises where another process is about to run another program: they would wait for each other for ever."""
+        if isinstance(self.mesh, Mesh) and self.mesh.is_multi_process:
+            avals = self.traced.jaxpr.in_avals
+            shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=getattr(a, "weak_type", False)) for a in avals]
+            processes.check_same_program(self.function, self.compiled.lower(*shapes).as_text())
+        self.compared = True
 
     @cached_property
     def donated_leaves(self) -> tuple[int, ...]:
@@ -168,7 +180,7 @@ class Program:
         return run
 
     @cached_property
-    def compiled(self) -> Callable[..., list[Any]]:
+    def compiled(self) -> Any:
         """The program by `jax.jit`, on flat arrays of its own shapes and dtypes: others raise OtherArguments."""
         run = self.flat()
         wanted = [(a.shape, a.dtype, getattr(a, "weak_type", False)) for a in self.traced.jaxpr.in_avals]

@@ -22,6 +22,7 @@ FLOORS = [
     ["spec"],
     ["logical"],
     ["metadata"],
+    ["processes"],
     ["annotation", "group", "barrier", "divergence"],
     ["rules"],
     ["graph"],

@@ -13,6 +13,7 @@ from ...models import bert, layouts
 from .. import corpus
 from ..config import Optimization, Recipe
 from ..metrics import bits_per_byte
+from ..rows import taken
 from ..task import Figure, Looked, Measured, Task
 from ..training import trained
 from .family import Family
@@ -51,12 +52,12 @@ class HiddenBytes:
     def sha256(self) -> str:
         return self.corpus.sha256
 
-    def train_batch(self, step: int) -> bert.Masked:
-        rows = corpus.train_batch(
+    def train_batch(self, step: int, rows: np.ndarray | None = None) -> bert.Masked:
+        whole = corpus.train_batch(
             self.corpus, batch_size=self.batch_size, length=self.length - 1, seed=self.seed, step=step
         )
         # A third number keeps the draws apart from those of the rows.
-        return hide(rows, np.random.default_rng((self.seed, step, 1)))
+        return taken(hide(whole, np.random.default_rng((self.seed, step, 1))), rows)
 
     def heldout_batches(self) -> Sequence[bert.Masked]:
         num_batches = max(1, NUM_HELDOUT_TOKENS // (self.batch_size * self.length))

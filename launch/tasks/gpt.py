@@ -49,9 +49,9 @@ class Text:
     def sha256(self) -> str:
         return self.corpus.sha256
 
-    def train_batch(self, step: int) -> np.ndarray:
+    def train_batch(self, step: int, rows: np.ndarray | None = None) -> np.ndarray:
         return corpus.train_batch(
-            self.corpus, batch_size=self.batch_size, length=self.length, seed=self.seed, step=step
+            self.corpus, batch_size=self.batch_size, length=self.length, seed=self.seed, step=step, rows=rows
         )
 
     def heldout_batches(self) -> Sequence[np.ndarray]:

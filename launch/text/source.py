@@ -18,16 +18,14 @@ NUM_HELDOUT_TOKENS = 2**15
 class TextSource:
     """Batches of tokens [B, S + 1] from a text: inputs and, shifted by one, targets.
 
-    The text is cut into windows of S; every epoch sees each of them once, in an order of its own. With `process` of
-    `num_processes`, batches are that process's rows of the batch: those of all, one behind the other, are the batch.
+    The text is cut into windows of S; every epoch sees each of them once, in an order of its own. Rows that are not
+    asked for are not read: each process reads its share.
     """
 
     text: TokenizedText
     batch_size: int
     length: int
     seed: int
-    process: int = 0
-    num_processes: int = 1
     name: str = "text"
 
     def __post_init__(self) -> None:
@@ -39,12 +37,6 @@ class TextSource:
                 there=short,
                 must=f"each side needs one window and its last target: {self.length} + 1 tokens",
                 fix=["more text", "--tokenizer bytes, which makes more tokens of it", "a model of shorter context"],
-            )
-        if self.batch_size % self.num_processes:
-            raise ShardingError(
-                f"a batch of {self.batch_size} in {self.num_processes} processes",
-                must="each process must get the same number of rows",
-                fix=f"--batch {-(-self.batch_size // self.num_processes) * self.num_processes}",
             )
 
     @property
@@ -62,26 +54,21 @@ class TextSource:
         """In an epoch."""
         return (len(self.text.train) - 1) // self.length
 
-    def train_batch(self, step: int) -> np.ndarray:
-        """Tokens [rows, S + 1] to train on at `step`."""
-        rows = self._rows(np.arange(self.batch_size))
+    def train_batch(self, step: int, rows: np.ndarray | None = None) -> np.ndarray:
+        """Tokens [B, S + 1] to train on at `step`, or these rows of them."""
+        rows = np.arange(self.batch_size) if rows is None else rows
         windows = shuffled(step * self.batch_size + rows, count=self.num_windows, seed=self.seed)
         return self.text.train.windows(windows * self.length, self.length + 1)
 
     def heldout_batches(self) -> Sequence[np.ndarray]:
-        """The same batches [rows, S + 1] every time, spread evenly over the held-out text."""
-        starts = self._heldout_starts()
-        return [self.text.heldout.windows(self._rows(row), self.length + 1) for row in starts]
+        """The same batches [B, S + 1] every time, spread evenly over the held-out text."""
+        return [self.text.heldout.windows(row, self.length + 1) for row in self._heldout_starts()]
 
     def heldout_size(self) -> tuple[int, int]:
-        """Tokens that all held-out batches of all processes predict, and the bytes that these stand for."""
+        """Tokens that all held-out batches predict, and the bytes that these stand for."""
         starts, lengths = self._heldout_starts(), self.text.tokenizer.num_bytes
         targets = (self.text.heldout.windows(row, self.length + 1)[:, 1:] for row in starts)
         return starts.size * self.length, sum(int(lengths[tokens].sum()) for tokens in targets)
-
-    def _rows(self, values: np.ndarray) -> np.ndarray:
-        each = self.batch_size // self.num_processes
-        return values[self.process * each : (self.process + 1) * each]
 
     def _heldout_starts(self) -> np.ndarray:
         """Where windows start, [batches, B]."""

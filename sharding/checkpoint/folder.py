@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from ..errors import ShardingError
 
 Directory = str | os.PathLike[str]
@@ -27,8 +29,16 @@ def reader(directory: Directory) -> Any:
     """Orbax's manager of a folder, to read with."""
     import orbax.checkpoint as ocp
 
+    # Each process reads for itself: what only one of them asks for, or finds damaged, leaves no other waiting.
+    number = jax.process_index()
+    alone = ocp.options.MultiprocessingOptions(
+        primary_host=number, active_processes={number}, barrier_sync_key_prefix=f"reader-{number}"
+    )
+    options = ocp.CheckpointManagerOptions(
+        create=False, multiprocessing_options=alone, cleanup_tmp_directories=False, enable_background_delete=False
+    )
     # Orbax refuses relative paths.
-    return ocp.CheckpointManager(Path(directory).absolute(), options=ocp.CheckpointManagerOptions(create=False))
+    return ocp.CheckpointManager(Path(directory).absolute(), options=options)
 
 
 def steps(directory: Directory) -> list[int]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from .. import processes
 from ..errors import ShardingError
 from .checksums import checksums
 from .folder import (
@@ -189,6 +190,8 @@ def _read(directory: Directory, step: int, facts: AllFacts, wanted: Mapping[str,
             arrays = manager.restore(step, args=ocp.args.Composite(arrays=request))[ARRAYS]
         except Exception as error:
             reason = f"{type(error).__name__}: {first_line(error)}"
+    # What follows is one program of all processes: none begins it unless every one has read its part.
+    reason = next((said for said in processes.said("restore", reason) if said), "")
     if reason:
         raise _Damage(reason)
     wrong = [name for name, value in checksums(arrays).items() if value != facts[name]["checksum"]]

@@ -4,6 +4,7 @@
     python -m tests.benchmarks.axes --peer "" --json result.json # ours alone
 
 A step is of a batch of 16: 6.8 million parameters, 8 layers, 256 tokens. How contenders are measured `contenders` says.
+Data is measured with the batch at once and in microbatches, and so is one device.
 PyTorch runs as it is (DDP, FSDP2, DTensor) and with its blocks compiled, and its better one counts. Each of the four
 has one thread on either side, one device alone as many as there are cores.
 """
@@ -19,15 +20,30 @@ import tyro
 from flax import nnx
 
 import sharding
-from sharding import tensor, zero
+from sharding import tensor
 from sharding.models import gpt, layouts
 
 from . import workload
-from .contenders import DEVICES, Contender, Rounds, in_turns, machine, medians, rounded, seconds, start, updated, write
+from .contenders import (
+    DEVICES,
+    Contender,
+    Rounds,
+    in_turns,
+    machine,
+    medians,
+    rounded,
+    seconds,
+    start,
+    updated,
+    value_and_grad,
+    write,
+)
 
 AXES = ("data", "fsdp", "tensor")
-ZERO = ", zero 1"
-"""Behind an axis: the state of the optimizer is split over it, too."""
+PARTS = 4
+"""Microbatches, where there are any."""
+IN_PARTS = f", {PARTS} microbatches"
+"""Behind an axis: gradients are those of microbatches, one after the other."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +57,7 @@ class Options(Rounds):
 
 def split(name: str) -> Contender:
     """One axis over all devices."""
-    axis = name.removesuffix(ZERO)
-    transform = zero.shard(workload.OPTIMIZER, axis=axis, stage=1) if axis != name else None
+    axis = name.removesuffix(IN_PARTS)
     graph, params = nnx.split(workload.model(), nnx.Param)
 
     def loss_of(params: Any, tokens: jax.Array) -> jax.Array:
@@ -52,9 +67,7 @@ def split(name: str) -> Contender:
         return gpt.next_token_loss(model, tokens)
 
     def step(state: Any, tokens: jax.Array) -> tuple[Any, jax.Array]:
-        loss, gradients = jax.value_and_grad(loss_of)(state[0], tokens)
-        if transform is not None:
-            return transform.apply(gradients, state[1], state[0]), loss
+        loss, gradients = value_and_grad(loss_of, PARTS if axis != name else 1)(state[0], tokens)
         return updated(*state, gradients), loss
 
     mesh = {axis: DEVICES}
@@ -65,12 +78,12 @@ def split(name: str) -> Contender:
             with sharding.mesh(mesh):
                 return run(state, tokens)
 
-        return Contender(name=name, step=once, state=(params, (transform or workload.OPTIMIZER).init(params)))
+        return Contender(name=name, step=once, state=(params, workload.OPTIMIZER.init(params)))
 
 
 def names(options: Options) -> list[str]:
     """Those of our forms."""
-    return [name for axis in options.axes for name in (axis, *([axis + ZERO] if axis == "data" else []))]
+    return [name for axis in options.axes for name in (axis, *([axis + IN_PARTS] if axis == "data" else []))]
 
 
 def ours(options: Options) -> list[Contender]:
@@ -82,7 +95,7 @@ def ours(options: Options) -> list[Contender]:
 
 def main(options: Options) -> None:
     """Measures, prints and writes the figures."""
-    middle = medians(seconds(options, lambda: ours(options), "torch_axes.py"))
+    middle = medians(seconds(options, lambda: ours(options), "torch_axes.py", parts=(1, PARTS)))
 
     def best(name: str) -> float | None:
         return min((middle[each] for each in (name, f"{name}, compiled") if each in middle), default=None)
@@ -91,6 +104,8 @@ def main(options: Options) -> None:
     for name in names(options):
         mine, peer, alone = middle[f"ours, {name}"], best(f"PyTorch, {name}"), best("PyTorch, single")
         ratios[f"{name}: ours over one device"] = mine / middle["ours, single"]
+        if name.endswith(IN_PARTS):
+            ratios[f"{name}: ours over one device, too"] = mine / middle[f"ours, single{IN_PARTS}"]
         if peer is not None and alone is not None:
             ratios[f"{name}: PyTorch over one device"] = peer / alone
             ratios[f"{name}: ours over PyTorch"] = mine / peer

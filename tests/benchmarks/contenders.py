@@ -27,6 +27,7 @@ import optax
 import tyro
 from flax import nnx
 
+from sharding.launch import training
 from sharding.models import gpt
 
 from . import workload
@@ -86,17 +87,36 @@ def updated(params: Any, opt_state: Any, gradients: Any) -> tuple[Any, Any]:
     return optax.apply_updates(params, updates), opt_state
 
 
-def single() -> Contender:
-    """One device, the whole batch at once."""
+def value_and_grad(loss_of: Callable[[Any, jax.Array], jax.Array], parts: int) -> Callable[..., Any]:
+    """params, tokens -> the mean loss and its gradient, of so many microbatches one after the other."""
+    both = jax.value_and_grad(loss_of)
+    if parts == 1:
+        return both
+
+    def part(params: Any, variables: Any, tokens: jax.Array, key: None) -> Any:
+        loss, gradients = both(params, tokens)
+        return (loss, (variables, {})), gradients
+
+    def over_parts(params: Any, tokens: jax.Array) -> tuple[jax.Array, Any]:
+        (loss, _), gradients = training.accumulated(part, parts)(params, nnx.State({}), tokens, None)
+        return loss, gradients
+
+    return over_parts
+
+
+def single(parts: int = 1) -> Contender:
+    """One device, the batch at once or in microbatches."""
     graph, params = nnx.split(workload.model(), nnx.Param)
+    both = value_and_grad(lambda p, tokens: gpt.next_token_loss(nnx.merge(graph, p), tokens), parts)
 
     def step(state: Any, tokens: jax.Array) -> tuple[Any, jax.Array]:
         params, opt_state = state
-        loss, gradients = jax.value_and_grad(lambda p: gpt.next_token_loss(nnx.merge(graph, p), tokens))(params)
+        loss, gradients = both(params, tokens)
         return updated(params, opt_state, gradients), loss
 
     state = params, workload.OPTIMIZER.init(params)
-    return Contender(name="single", step=jax.jit(step, donate_argnums=0), state=state)
+    name = "single" + (f", {parts} microbatches" if parts > 1 else "")
+    return Contender(name=name, step=jax.jit(step, donate_argnums=0), state=state)
 
 
 def in_turns(found: Sequence[Contender], tokens: np.ndarray, rounds: int) -> None:
@@ -108,24 +128,28 @@ def in_turns(found: Sequence[Contender], tokens: np.ndarray, rounds: int) -> Non
             contender.run(part, timed=True)
 
 
-def seconds(asked: Rounds, ours: Callable[[], Sequence[Contender]], script: str) -> dict[str, list[float]]:
+def seconds(
+    asked: Rounds, ours: Callable[[], Sequence[Contender]], script: str, *, parts: Sequence[int] = (1,)
+) -> dict[str, list[float]]:
     """Contender -> how long each of its steps took.
 
     Args:
         asked: how often.
         ours: runs what is ours through the tokens, all rounds.
         script: what to run in PyTorch's environment, under `peers`.
+        parts: into how many microbatches one device cuts the batch, each a contender.
     """
     python = torch_python(Path(asked.peer).expanduser()) if asked.peer else None
-    devices = [_apart(asked.steps)]
+    devices = [_apart(asked.steps, count) for count in parts]
     peers = [_theirs(python, script, asked.steps)] if python else []
     found: dict[str, list[float]] = {}
     losses: dict[str, list[float]] = {}
     for each in ours():
         found[f"ours, {each.name}"], losses[f"ours, {each.name}"] = each.seconds, each.losses
-    devices += [_apart(asked.steps) for _ in range(1, asked.rounds)]
+    devices += [_apart(asked.steps, count) for _ in range(1, asked.rounds) for count in parts]
     peers += [_theirs(python, script, asked.steps) for _ in range(1, asked.rounds)] if python else []
-    found["ours, single"] = [seconds for each in devices for seconds in each["seconds"]]
+    for each in devices:
+        found.setdefault(f"ours, {each['name']}", []).extend(each["seconds"])
     for line in (line for each in peers for line in each):
         name = f"PyTorch, {line['name']}" + (", compiled" if line["compiled"] else "")
         found.setdefault(name, []).extend(line["step_seconds"][WARM:])
@@ -136,9 +160,9 @@ def seconds(asked: Rounds, ours: Callable[[], Sequence[Contender]], script: str)
     return found
 
 
-def _apart(steps: int) -> dict[str, Any]:
+def _apart(steps: int, parts: int) -> dict[str, Any]:
     """One device in a process of its own, with as many threads as there are cores."""
-    command = [sys.executable, "-m", "tests.benchmarks.contenders", "--steps", str(steps)]
+    command = [sys.executable, "-m", "tests.benchmarks.contenders", "--steps", str(steps), "--parts", str(parts)]
     env = {name: value for name, value in os.environ.items() if name != THREADS}
     ran = subprocess.run(command, check=True, capture_output=True, text=True, env=env)
     return json.loads(ran.stdout.splitlines()[-1])
@@ -195,12 +219,12 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _alone(steps: int = 5) -> None:
+def _alone(steps: int = 5, parts: int = 1) -> None:
     """Prints the steps of one device."""
     jax.config.update("jax_platforms", "cpu")
-    contender = single()
+    contender = single(parts)
     in_turns([contender], workload.tokens(steps=WARM + steps), 1)
-    print(json.dumps({"seconds": contender.seconds, "losses": contender.losses}))
+    print(json.dumps({"name": contender.name, "seconds": contender.seconds, "losses": contender.losses}))
 
 
 if __name__ == "__main__":

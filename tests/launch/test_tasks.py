@@ -118,6 +118,15 @@ def test_batches_depend_on_seed_and_step_alone(name: str):
 
 
 @pytest.mark.parametrize("name", ["gpt-tiny", *TINY])
+def test_a_process_gets_the_rows_that_it_asks_for(name: str):
+    source, rows = task_of(name).source(8, 0), np.array([1, 2, 6])
+    for part, whole in zip(
+        jax.tree.leaves(source.train_batch(3, rows)), jax.tree.leaves(source.train_batch(3)), strict=True
+    ):
+        np.testing.assert_array_equal(part, whole[rows])
+
+
+@pytest.mark.parametrize("name", ["gpt-tiny", *TINY])
 def test_batches_have_the_shapes_that_are_explained(name: str):
     task = task_of(name)
     source, expected = task.source(8, 0), task.batch_shapes(8)

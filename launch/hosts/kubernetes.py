@@ -1,0 +1,87 @@
+"""Kubernetes: the manifest of a JobSet, which starts a pod per host and all of them again when one fails.
+
+[JobSet's API reference, jobset.x-k8s.io/v1alpha2]
+"""
+
+from typing import Any
+
+import yaml
+
+from sharding import ShardingError, processes
+
+from ..launch_config import Launch
+
+PORT = 1234
+WORKERS = "workers"
+
+
+def manifest(config: Launch) -> str:
+    """The manifest as YAML, for `kubectl apply -f -`."""
+    count = config.nodes or config.processes
+    if count is None:
+        raise ShardingError(
+            "sharding launch --kubernetes", must="a manifest says how many pods there are", fix="--nodes 2"
+        )
+    return yaml.safe_dump(_job_set(config, count), sort_keys=False)
+
+
+def _job_set(config: Launch, count: int) -> dict[str, Any]:
+    job = {
+        "parallelism": count,
+        "completions": count,
+        "completionMode": "Indexed",
+        # One pod that fails fails the job, and the set then makes all pods anew.
+        "backoffLimit": 0,
+        "template": {"spec": _pod(config, count)},
+    }
+    return {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": {"name": config.name},
+        "spec": {
+            "failurePolicy": {"maxRestarts": config.restarts},
+            "network": {"enableDNSHostnames": True, "subdomain": config.name, "publishNotReadyAddresses": True},
+            "replicatedJobs": [{"name": WORKERS, "replicas": 1, "template": {"spec": job}}],
+        },
+    }
+
+
+def _pod(config: Launch, count: int) -> dict[str, Any]:
+    gpus = {"resources": {"limits": {"nvidia.com/gpu": config.gpus_per_host}}} if config.gpus_per_host else {}
+    return {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": round(config.grace),
+        "containers": [
+            {
+                "name": "worker",
+                "image": config.image,
+                "command": _command(config),
+                "env": _environment(config, count),
+                **gpus,
+            }
+        ],
+    }
+
+
+def _command(config: Launch) -> list[str]:
+    """In each pod a launcher without restarts watches one process: the set is what starts again."""
+    names = ("step_timeout", "start_timeout", "grace")
+    given = {name: getattr(config, name) for name in names if getattr(config, name) is not None}
+    options = [f"--{name.replace('_', '-')}={value:g}" for name, value in given.items()]
+    return ["sharding", "launch", "--pod", "--restarts=0", *options, "--", *config.command]
+
+
+def _environment(config: Launch, count: int) -> list[dict[str, Any]]:
+    coordinator = f"{config.name}-{WORKERS}-0-0.{config.name}:{PORT}"
+    index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+    restart = "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"
+    variables = [
+        {"name": processes.COORDINATOR, "value": coordinator},
+        {"name": processes.NUM_PROCESSES, "value": str(count)},
+        {"name": processes.PROCESS, "valueFrom": {"fieldRef": {"fieldPath": index}}},
+        {"name": processes.RESTART, "valueFrom": {"fieldRef": {"fieldPath": restart}}},
+        {"name": processes.CONNECT_TIMEOUT, "value": f"{max(config.connect_timeout, 300.0):g}"},
+    ]
+    if config.devices_per_process:
+        variables.append({"name": processes.CPU_DEVICES, "value": str(config.devices_per_process)})
+    return variables

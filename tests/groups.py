@@ -1,0 +1,105 @@
+"""Programs of several processes, started as a user starts them, for tests to disturb."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
+
+from sharding import processes
+from sharding.launch import metrics
+
+TRAIN = ["train", "--mesh", "data=2,tensor=2", "--batch", "8", "--sample", "0", "--eval-every", "0", "--scan"]
+"""A run of the tiny GPT: some 15 seconds until its first step, then a quarter of a second each."""
+
+WAIT = 180.0
+"""Seconds until a test gives up."""
+
+
+@dataclass(kw_only=True)
+class Launched:
+    """`sharding launch` with these arguments, while it runs. A context manager that leaves nothing behind."""
+
+    args: Sequence[str]
+    folder: Path
+    environment: dict[str, str] = field(default_factory=dict)
+    prefix: Sequence[str] = ()
+
+    def __enter__(self) -> Self:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.log = self.folder / "launch.log"
+        # One mark finds all processes that came of this launch, wherever they hang.
+        self.mark = f"{os.getpid()}-{time.monotonic_ns()}"
+        dropped = ("XLA_FLAGS", "NPROC", "PYTEST_XDIST_WORKER")
+        env = {name: value for name, value in os.environ.items() if name not in dropped}
+        env |= {"JAX_PLATFORMS": "cpu", "TEST_GROUP": self.mark, **self.environment}
+        with self.log.open("wb") as log:
+            command = [*self.prefix, sys.executable, "-m", "sharding.launch", *self.args]
+            self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=env)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        for pid in self.pids():
+            os.kill(pid, signal.SIGKILL)
+
+    @property
+    def text(self) -> str:
+        """What was printed so far."""
+        return self.log.read_text(errors="replace")
+
+    def pids(self, **variables: str) -> list[int]:
+        """The processes of this launch that have these environment variables, those that ended left out."""
+        wanted = {f"{name}={value}" for name, value in (variables | {"TEST_GROUP": self.mark}).items()}
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
+                if wanted <= set((folder / "environ").read_text(errors="replace").split("\0")) and state != "Z":
+                    found.append(int(folder.name))
+            except OSError:
+                continue
+        return found
+
+    def worker(self, number: int) -> int:
+        """The pid of a process of the program."""
+        (pid,) = self.pids(**{processes.PROCESS: str(number)})
+        return pid
+
+    def until(self, holds: Callable[[], object], what: str) -> None:
+        """Wait until something holds."""
+        deadline = time.monotonic() + WAIT
+        while not holds():
+            assert time.monotonic() < deadline, f"waited in vain for {what}:\n{self.text}"
+            time.sleep(0.05)
+
+    def until_said(self, text: str) -> None:
+        """Wait until this was printed."""
+        self.until(lambda: text in self.text or self.process.poll() is not None, text)
+        assert text in self.text, self.text
+
+    def until_step(self, step: int, out: Path) -> None:
+        """Wait until a run has finished a step."""
+        self.until(lambda: self.process.poll() is not None or last_step(out) >= step, f"step {step}")
+        assert last_step(out) >= step, self.text
+
+    def end(self) -> int:
+        """The exit code, once all has ended."""
+        try:
+            code = self.process.wait(WAIT)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"did not end:\n{self.text}") from None
+        self.until(lambda: not self.pids(), "the last process to end")
+        return code
+
+
+def last_step(out: Path) -> int:
+    """The newest step of a run's metrics; 0 for none."""
+    path = out / metrics.FILE_NAME
+    return max((int(line["step"]) for line in metrics.read(path)), default=0) if path.exists() else 0

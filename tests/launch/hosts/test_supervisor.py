@@ -1,0 +1,177 @@
+"""What the launcher does with processes that print, report steps, fail and hang; these know nothing of JAX."""
+
+import os
+import signal
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+from groups import Launched
+
+REPORT = """
+import os, signal, sys, time
+me, restart = int(os.environ["SHARDING_PROCESS"]), int(os.environ["SHARDING_RESTART"])
+
+def report(text):
+    os.write(int(os.environ["SHARDING_PULSE"]), f"{text}\\n".encode())
+
+report("up")
+report(1)
+"""
+
+
+def launched(tmp_path: Path, script: str, *args: str) -> Launched:
+    path = tmp_path / "script.py"
+    path.write_text(REPORT + textwrap.dedent(script))
+    return Launched(args=["launch", *args, "--", str(path)], folder=tmp_path)
+
+
+def test_lines_stand_behind_their_process(tmp_path: Path):
+    script = """
+        print("hello from", me, "of", os.environ["SHARDING_NUM_PROCESSES"])
+        print("[Gloo] Rank 0 is connected to 2 peer ranks")
+        print("trouble in", me, file=sys.stderr)
+    """
+    with launched(tmp_path, script, "--processes", "3", "--logs", str(tmp_path / "logs")) as run:
+        assert run.end() == 0
+    lines = run.text.splitlines()
+    assert "[0] hello from 0 of 3" in lines and "[1] trouble in 1" in lines
+    assert not any("hello from 1" in line or "Gloo" in line for line in lines)
+    assert "hello from 2 of 3" in (tmp_path / "logs" / "process-2.log").read_text()
+
+
+def test_all_lines_are_shown_where_asked_for(tmp_path: Path):
+    with launched(tmp_path, "print('hello from', me)", "--all-lines") as run:
+        assert run.end() == 0
+    assert {"[0] hello from 0", "[1] hello from 1"} <= set(run.text.splitlines())
+
+
+def test_a_killed_process_starts_all_again(tmp_path: Path):
+    script = """
+        print("start", restart)
+        while restart == 0:
+            time.sleep(0.1)
+    """
+    with launched(tmp_path, script) as run:
+        run.until_said("[0] start 0")
+        os.kill(run.worker(1), signal.SIGKILL)
+        assert run.end() == 0
+    assert "process 1 was killed by SIGKILL after step 1" in run.text and "[0] start 1" in run.text
+
+
+def test_the_error_that_came_first_is_shown_last(tmp_path: Path):
+    script = """
+        if me == 1:
+            print("warming up", file=sys.stderr)
+            raise RuntimeError("the disk of process 1 is gone")
+        time.sleep(0.3)
+        raise RuntimeError("Gloo all-reduce failed: Connection reset by peer")
+    """
+    with launched(tmp_path, script, "--restarts", "1") as run:
+        assert run.end() == 1
+    lines = run.text.splitlines()
+    assert lines[-1] == "[launch]   RuntimeError: the disk of process 1 is gone"
+    assert lines.count("[launch] restart 1 of 1, from the newest checkpoint") == 1
+    assert "[launch] given up after 1 restart" in lines
+
+
+def test_a_mistake_is_not_tried_again(tmp_path: Path):
+    with launched(tmp_path, "print('error: no such mesh', file=sys.stderr); sys.exit(2)") as run:
+        assert run.end() == 2
+    assert "restart" not in run.text and run.text.splitlines()[-1] == "[launch]   error: no such mesh"
+
+
+def test_a_failure_before_all_have_met_is_not_tried_again(tmp_path: Path):
+    script = tmp_path / "script.py"
+    script.write_text("import nothing_of_this_name")
+    with Launched(args=["launch", "--", str(script)], folder=tmp_path) as run:
+        assert run.end() == 1
+    assert "restart" not in run.text and "No module named 'nothing_of_this_name'" in run.text.splitlines()[-1]
+
+
+def test_processes_that_finish_no_step_are_started_again(tmp_path: Path):
+    script = """
+        import faulthandler
+        faulthandler.register(signal.SIGUSR1)
+
+        def stuck_here():
+            time.sleep(1000)
+
+        report(7 + me)
+        if restart == 0:
+            stuck_here()
+    """
+    with launched(tmp_path, script, "--step-timeout", "2") as run:
+        assert run.end() == 0
+    assert "process 0: no step for 2 s since step 7" in run.text
+    assert "[1]   File" in run.text and "in stuck_here" in run.text
+
+
+def test_sigterm_reaches_all_processes(tmp_path: Path):
+    script = """
+        def stop(number, frame):
+            print("saved", me, file=sys.stderr)
+            sys.exit(0)
+
+        signal.signal(signal.SIGTERM, stop)
+        print("ready")
+        while True:
+            time.sleep(0.1)
+    """
+    with launched(tmp_path, script) as run:
+        run.until_said("[0] ready")
+        time.sleep(0.5)
+        run.process.send_signal(signal.SIGTERM)
+        assert run.end() == 0
+    assert {"[0] saved 0", "[1] saved 1"} <= set(run.text.splitlines())
+
+
+def test_processes_that_do_not_stop_are_killed(tmp_path: Path):
+    script = """
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        print("ready")
+        time.sleep(1000)
+    """
+    with launched(tmp_path, script, "--grace", "1") as run:
+        run.until_said("[0] ready")
+        run.process.send_signal(signal.SIGINT)
+        assert run.end() == 1
+    assert "did not stop within 1 s" in run.text
+
+
+@pytest.mark.parametrize("who", ["launcher", "agent"])
+def test_nothing_is_left_behind(who: str, tmp_path: Path):
+    script = """
+        import subprocess
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+        print("ready")
+        time.sleep(1000)
+    """
+    with launched(tmp_path, script, "--restarts", "0") as run:
+        run.until_said("[0] ready")
+        if who == "launcher":
+            run.process.kill()
+            run.process.wait()
+        else:
+            (agent,) = {pid for pid in run.pids() if b"hosts.agent" in Path(f"/proc/{pid}/cmdline").read_bytes()}
+            os.kill(agent, signal.SIGKILL)
+            assert run.process.wait(30) == 1
+            assert "this machine is gone" in run.text
+        workers = [pid for pid in run.pids() if b"script.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        run.until(lambda: not set(workers) & set(run.pids()), "the processes to end")
+
+
+def test_a_program_that_is_not_there(tmp_path: Path):
+    with Launched(args=["launch", "--", "no-such-program"], folder=tmp_path) as run:
+        assert run.end() == 127
+    assert run.text.splitlines()[-1] == "[launch]   no-such-program: No such file or directory"
+
+
+def test_one_command_line_becomes_another():
+    from sharding.launch.hosts.run import started
+
+    assert started(("train", "--steps", "3")) == [sys.executable, "-m", "sharding.launch", "train", "--steps", "3"]
+    assert started(("python", "x.py")) == [sys.executable, "x.py"]
+    assert started(("hostname",)) == ["hostname"]
