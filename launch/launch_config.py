@@ -72,8 +72,6 @@ class Launch:
     """Show what all processes print, not only process 0 and errors."""
     dry_run: bool = False
     """Print what would run, and where."""
-    pod: Suppress[bool] = False
-    """Whether this is in a pod of a manifest's: who the process is stands in its environment."""
     command: Suppress[tuple[str, ...]] = ()
     """What to run: behind `--`."""
 
@@ -118,7 +116,7 @@ class Launch:
             raise ShardingError("--per gpu", must="it is said how many GPUs a host has", fix="--gpus-per-host 8")
         if self.coordinator is not None and not self.coordinator.rpartition(":")[2].isdigit():
             raise ShardingError(
-                f"--coordinator {self.coordinator}", must="host:port", fix="--coordinator 10.0.0.1:1234"
+                f"--coordinator {self.coordinator}", must="it is host:port", fix="--coordinator 10.0.0.1:1234"
             )
 
     @property

@@ -221,8 +221,11 @@ class _Session:
             self._log(step, figures, time.monotonic() - begun)
             if _due(step, self.recipe.eval_every) or step == self.recipe.steps:
                 self._evaluate(state, step)
+                processes.done(step)
             if _due(step, self.recipe.checkpoint_every) and step < self.recipe.steps:
                 self._save(state, step)
+                processes.done(step)
+        processes.finished()
         return state, step
 
     def _batch(self, step: int) -> Batch:

@@ -17,6 +17,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 import zlib
 from base64 import b85decode, b85encode
@@ -45,6 +46,9 @@ PULSE = "SHARDING_PULSE"
 
 UP = "up"
 """What is reported before any step: that all processes have met."""
+
+FINISHED = "finished"
+"""What is reported behind the last step."""
 
 CONNECT_TIMEOUT = "SHARDING_CONNECT_TIMEOUT"
 """Environment variable: seconds until processes that have not come are missing."""
@@ -116,7 +120,7 @@ def initialize(
     _end_at_once_after_an_error()
     if PULSE in os.environ and sys.__stderr__ is not None:
         faulthandler.register(signal.SIGUSR1, file=sys.__stderr__, all_threads=True)
-    agree(_versions() | {"flags": _flags()}, about=asked)
+    agree(_versions() | _flags(), about=asked)
     _report(UP)
 
 
@@ -227,6 +231,11 @@ def done(step: int) -> None:
     _report(str(step))
 
 
+def finished() -> None:
+    """Report that there are no more steps: what is still to do may take its time."""
+    _report(FINISHED)
+
+
 def _report(text: str) -> None:
     if PULSE in os.environ:
         with contextlib.suppress(OSError):
@@ -297,11 +306,18 @@ def _meet(place: _Place, asked: str, *, timeout: float, heartbeat: int) -> None:
         _check_free(place, asked)
     else:
         _reach(place, asked, deadline)
-    if "JAX_COORDINATOR_BIND_ADDRESS" not in os.environ:
-        # JAX would listen on every interface.
-        bind = place.coordinator
-    else:
-        bind = None
+    # JAX would listen on every interface.
+    bind = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", place.coordinator)
+    missing = Unreached(
+        asked,
+        there=f"not all of {place.num_processes} processes came within {timeout:g} s",
+        must="as many processes are started as there are to be",
+        fix="start the others too, or a smaller num_processes",
+    )
+    # JAX aborts where a process does not come. What is said instead has to be said before that.
+    timer = threading.Timer(max(0.1, deadline - time.monotonic()), _give_up, [missing])
+    timer.daemon = True
+    timer.start()
     try:
         jax.distributed.initialize(
             place.coordinator,
@@ -309,40 +325,24 @@ def _meet(place: _Place, asked: str, *, timeout: float, heartbeat: int) -> None:
             place.process,
             local_device_ids=place.local_devices,
             cluster_detection_method="deactivate",
-            initialization_timeout=max(1, round(deadline - time.monotonic())),
+            initialization_timeout=round(timeout) + 30,
             coordinator_bind_address=bind,
             heartbeat_timeout_seconds=heartbeat,
             shutdown_timeout_seconds=heartbeat,
         )
-        came = _roll_call(place, deadline)
-    except Unreached:
-        raise
     except Exception as error:
-        raise Unreached(
-            asked, there=str(error).splitlines()[0][:200], must="the processes find each other in time"
-        ) from None
-    missing = [str(other) for other in range(place.num_processes) if other not in came]
-    if missing:
-        raise Unreached(
-            asked,
-            there=f"process{'es' * (len(missing) > 1)} {', '.join(missing)} of {place.num_processes} did not come "
-            f"within {timeout:g} s",
-            must="as many processes are started as there are to be",
-            fix="start the others too, or a smaller num_processes",
-        )
+        reason = str(error).splitlines()[0][:200]
+    else:
+        barrier("met")
+        return
+    finally:
+        timer.cancel()
+    raise Unreached(asked, there=reason, must="the processes find each other in time")
 
 
-def _roll_call(place: _Place, deadline: float) -> set[int]:
-    """The processes that came before the deadline."""
-    client = compat.distributed().client
-    client.key_value_set(f"sharding/came/{place.process}", socket.gethostname())
-    came = set[int]()
-    for other in range(place.num_processes):
-        with contextlib.suppress(Exception):
-            left = max(0.001, deadline - time.monotonic())
-            client.blocking_key_value_get(f"sharding/came/{other}", int(1000 * left))
-            came.add(other)
-    return came
+def _give_up(error: Unreached) -> None:
+    print(f"error: {error}", file=sys.stderr, flush=True)
+    os._exit(UNREACHED)
 
 
 def _check_free(place: _Place, asked: str) -> None:
@@ -404,11 +404,10 @@ def _versions() -> dict[str, str]:
     return {name: version(name) for name in ("jax", "jaxlib", "flax", "optax")}
 
 
-def _flags() -> str:
-    """What else decides how a program is compiled, a line each."""
-    settings = {name: os.environ[name] for name in FLAGS if name in os.environ}
-    settings |= {name: str(getattr(jax.config, name)) for name in SETTINGS}
-    return "\n".join(f"{name}={value}" for name, value in sorted(settings.items()))
+def _flags() -> dict[str, str]:
+    """What else decides how a program is compiled."""
+    flags = {name: os.environ[name] for name in FLAGS if name in os.environ}
+    return flags | {name: str(getattr(jax.config, name)) for name in SETTINGS}
 
 
 def _pack(text: str) -> str:

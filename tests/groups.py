@@ -27,7 +27,7 @@ class Launched:
     args: Sequence[str]
     folder: Path
     environment: dict[str, str] = field(default_factory=dict)
-    prefix: Sequence[str] = ()
+    cwd: Path | None = None
 
     def __enter__(self) -> Self:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -38,8 +38,8 @@ class Launched:
         env = {name: value for name, value in os.environ.items() if name not in dropped}
         env |= {"JAX_PLATFORMS": "cpu", "TEST_GROUP": self.mark, **self.environment}
         with self.log.open("wb") as log:
-            command = [*self.prefix, sys.executable, "-m", "sharding.launch", *self.args]
-            self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=env)
+            command = [sys.executable, "-m", "sharding.launch", *self.args]
+            self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=env, cwd=self.cwd)
         return self
 
     def __exit__(self, *error: object) -> None:

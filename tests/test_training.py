@@ -56,6 +56,7 @@ def check(model: gpt.Config, meshes) -> None:
             assert np.linalg.norm(a - b) <= 1e-3 * np.linalg.norm(b), sizes
 
 
+@pytest.mark.slow
 def test_training_with_dropout_is_the_same_on_one_device_and_on_three_axes():
     check(config(dropout=0.1, scan=True, remat=True), MESHES[-1:])
 

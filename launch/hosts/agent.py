@@ -143,7 +143,7 @@ class Agent:
     def _report(self, number: int, pulse: IO[bytes]) -> None:
         for line in pulse:
             text = line.strip().decode()
-            what = {"is": "up"} if text == processes.UP else {"is": "step", "step": int(text)}
+            what = {"is": text} if text in (processes.UP, processes.FINISHED) else {"is": "step", "step": int(text)}
             self._send(what | {"process": number})
 
     def _await(self, number: int, process: subprocess.Popen[bytes], passing: list[threading.Thread]) -> None:

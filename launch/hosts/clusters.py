@@ -13,6 +13,7 @@ from sharding import ShardingError, processes
 
 from ..launch_config import Launch
 from .channel import Host
+from .kubernetes import POD
 
 AGENT = (sys.executable, "-m", "sharding.launch.hosts.agent")
 
@@ -33,7 +34,7 @@ def hosts(config: Launch, command: Sequence[str]) -> list[Host]:
         return over_mpi(config, command)
     if config.ray:
         return over_ray(config)
-    if config.pod:
+    if POD in os.environ:
         return [Host(name=HERE, address="", command=AGENT, processes=(int(os.environ[processes.PROCESS]),))]
     return [Host(name=HERE, address="127.0.0.1", command=AGENT, processes=tuple(range(config.processes or 2)))]
 

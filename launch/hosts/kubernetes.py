@@ -14,6 +14,9 @@ from ..launch_config import Launch
 PORT = 1234
 WORKERS = "workers"
 
+POD = "SHARDING_POD"
+"""Environment variable: whether this is a pod of a manifest of ours, whose environment says which process it is."""
+
 
 def manifest(config: Launch) -> str:
     """The manifest as YAML, for `kubectl apply -f -`."""
@@ -68,7 +71,7 @@ def _command(config: Launch) -> list[str]:
     names = ("step_timeout", "start_timeout", "grace")
     given = {name: getattr(config, name) for name in names if getattr(config, name) is not None}
     options = [f"--{name.replace('_', '-')}={value:g}" for name, value in given.items()]
-    return ["sharding", "launch", "--pod", "--restarts=0", *options, "--", *config.command]
+    return ["sharding", "launch", "--restarts=0", *options, "--", *config.command]
 
 
 def _environment(config: Launch, count: int) -> list[dict[str, Any]]:
@@ -76,6 +79,7 @@ def _environment(config: Launch, count: int) -> list[dict[str, Any]]:
     index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
     restart = "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"
     variables = [
+        {"name": POD, "value": "1"},
         {"name": processes.COORDINATOR, "value": coordinator},
         {"name": processes.NUM_PROCESSES, "value": str(count)},
         {"name": processes.PROCESS, "valueFrom": {"fieldRef": {"fieldPath": index}}},

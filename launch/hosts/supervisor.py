@@ -4,6 +4,7 @@ JAX's processes can't go on without one of them, and many faults leave the other
 of Python. So every fault is met alike: all are killed, at once, and start again from the newest checkpoint.
 """
 
+import os
 import queue
 import signal
 import time
@@ -16,11 +17,15 @@ from sharding import ShardingError, processes
 from ..exit_codes import MISTAKE
 from ..launch_config import Launch
 from .channel import Channel, Event, Host
+from .kubernetes import POD
 from .lines import Lines
 from .messages import ALIVE_TIMEOUT
 
 SETTLE = 0.5
 """Seconds in which other processes may end of the same fault: the one that began is told from those that followed."""
+
+FORWARDED = ("JAX_", "XLA_", "LIBTPU_", "NCCL_")
+"""Beginnings of the environment variables that all processes get as the launcher has them."""
 
 STACKS = 1.0
 """Seconds for processes that hang to write where they are."""
@@ -55,6 +60,8 @@ class _Seen:
     step: int | None = None
     at: float = 0.0
     """When its last step was finished."""
+    finished: bool = False
+    """Whether there are no more steps."""
     code: int | None = None
     ended: float = 0.0
 
@@ -93,7 +100,7 @@ class Supervisor:
             fault = _Start(self, hosts, restarts).run()
             if fault is None:
                 # A pod that was told to stop has not done its work: the set is to start again elsewhere.
-                return FAILED if self.config.pod and self._asked else 0
+                return FAILED if POD in os.environ and self._asked else 0
             after = f", {time.monotonic() - begun:.0f} s after the start" if restarts else ""
             self.lines.say(fault.what + after)
             left = [host for host in hosts if host not in fault.gone]
@@ -169,9 +176,11 @@ class _Start:
 
     def _environment(self, process: int, place: int, coordinator: str) -> dict[str, str]:
         """What tells a process who it is."""
-        if self.config.pod:
+        if POD in os.environ:
             return {}
-        found = {
+        # ssh passes nothing on, and what changes programs must be the same everywhere.
+        found = {name: value for name, value in os.environ.items() if name.startswith(FORWARDED)}
+        found |= {
             processes.COORDINATOR: coordinator,
             processes.NUM_PROCESSES: str(len(self.seen)),
             processes.PROCESS: str(process),
@@ -199,6 +208,7 @@ class _Start:
             what=f"{names} can't be reached",
             code=MISTAKE,
             gone=tuple(channel.host for channel in away),
+            again=self.of._met,
             error=tuple(str(error).splitlines()),
         )
 
@@ -252,6 +262,9 @@ class _Start:
             seen.step, seen.at = message["step"], now
             if self.of._first_step is None:
                 self.of._first_step = now - self.begun
+        elif kind == "finished":
+            seen = self.seen[message["process"]]
+            seen.finished, seen.at = True, now
         elif kind == "exit":
             seen = self.seen[message["process"]]
             seen.code, seen.ended = message["code"], now
@@ -325,15 +338,21 @@ class _Start:
         if self.asked and now - self.stopping > self.config.grace:
             return Fault(what=f"did not stop within {self.config.grace:g} s", code=FAILED, again=False)
         reporting = {p: seen for p, seen in running.items() if seen.step is not None}
-        late = {p: seen for p, seen in reporting.items() if now - seen.at > self.config.step_timeout}
+        late = {p: seen for p, seen in reporting.items() if now - seen.at > self._patience(seen)}
         if late:
             least = min(seen.step or 0 for seen in late.values())
             where = ", ".join(str(p) for p, seen in late.items() if seen.step == least)
-            return self._stuck(f"process {where}", f"no step for {self.config.step_timeout:g} s since step {least}")
+            return self._stuck(
+                f"process {where}", f"no step for {max(map(self._patience, late.values())):g} s since step {least}"
+            )
         limit = self._start_limit()
         if not reporting and limit is not None and now - self.begun > limit:
             return self._stuck("processes", f"no step within {limit:.0f} s")
         return None
+
+    def _patience(self, seen: _Seen) -> float:
+        """Seconds of silence until a process that has finished steps is taken to hang."""
+        return self.config.step_timeout + (self.config.grace if seen.finished else 0)
 
     def _start_limit(self) -> float | None:
         """Seconds until the first step: those asked for, or by what an earlier start took."""

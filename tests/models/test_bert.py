@@ -130,7 +130,7 @@ def test_the_whole_model_written_out(order):
     [
         pytest.param({"scan": True}, marks=pytest.mark.slow),
         pytest.param({"remat": True}, marks=pytest.mark.slow),
-        {"scan": True, "remat": True},
+        pytest.param({"scan": True, "remat": True}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
