@@ -194,6 +194,8 @@ class Train:
     """How many of the newest checkpoints stay."""
     keep_best: bool = True
     """Whether the checkpoint of the best held-out figure stays too, of those saved at a step with such a figure."""
+    nonfinite: Literal["stop", "skip"] = "stop"
+    """After a step whose loss or gradient is not finite: stop, or go on from the state before it."""
     init: Annotated[Path | None, arg(metavar="FILE")] = None
     """Begin with the parameters of this safetensors file, such as `sharding checkpoint export` writes."""
     resume: bool = False

@@ -19,7 +19,7 @@ PROGRESS = "progress"
 # What may differ between a run and its resumption without changing the curve.
 FREE_SETTINGS = frozenset(
     ["mesh", "devices", "eval_every", "checkpoint_every", "keep", "keep_best", "sample", "out", "init", "resume"]
-    + ["resume_step", "text.files", "text.cache", PROGRESS]
+    + ["resume_step", "nonfinite", "text.files", "text.cache", PROGRESS]
 )
 
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}

@@ -1,20 +1,25 @@
 """The functions of a run, completed over a mesh and ready to be called there."""
 
+import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 import sharding
-from sharding import P
+from sharding import P, nonfinite
 
 from ..models import layouts
 from .rows import taken
 from .task import Apart, Batch, Measured, Task, TrainState
+
+NAMES = ("state", "batch")
+"""Of a train step's arguments."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +65,10 @@ class Program:
         tokens = self.generate(state.params, self.put_whole(rows), jax.random.key(seed))
         return sampler.text(np.asarray(tokens)[0])
 
+    def origins(self, state: TrainState, batch: Batch) -> list[str]:
+        """Where the values of a step from this state with this batch, on the devices, stop being finite."""
+        return [str(origin) for origin in nonfinite.origins(self.task.train_step, state, batch, names=NAMES)]
+
     def initial_state(self, seed: int) -> TrainState:
         """The state before the first step, made in the parts that the completion gives."""
         init = sharding.jit(self.task.init, out_shardings=self.completion.in_shardings[0])
@@ -77,7 +86,7 @@ class Program:
 def over(task: Task, mesh: Mesh, *, batch_size: int) -> Program:
     """The program of `task` on `mesh`, which must be in force; nothing is compiled yet."""
     spec = layouts.batch(mesh.axis_names)
-    step = sharding.jit(task.train_step, in_shardings=(None, spec), donate_argnums=(0,))
+    step = sharding.jit(guarded(task.train_step), in_shardings=(None, spec), donate_argnums=(0,))
     # What several processes look at comes to each of them whole.
     seen = P() if jax.process_count() > 1 else None
     generate = task.sampler and sharding.jit(task.sampler.generate, in_shardings=(None, spec, None), out_shardings=seen)
@@ -92,10 +101,23 @@ def over(task: Task, mesh: Mesh, *, batch_size: int) -> Program:
     )
 
 
+def guarded(step: Callable[..., tuple[TrainState, Measured]]) -> Callable[..., tuple[TrainState, Measured]]:
+    """`step`, but where its loss or gradient is not finite the state stays, with one step more counted."""
+
+    @functools.wraps(step)
+    def kept(state: TrainState, *args: Any) -> tuple[TrainState, Measured]:
+        new, measured = step(state, *args)
+        finite = jnp.isfinite(measured["loss"]) & jnp.isfinite(measured["gradient_norm"])
+        either = jax.tree.map(lambda ours, theirs: jnp.where(finite, ours, theirs), new, state)
+        return replace(either, step=new.step), measured
+
+    return kept
+
+
 def _started_apart(apart: Apart, batch_spec: P) -> Callable[[TrainState, Batch], tuple[TrainState, Measured]]:
     """A train step whose pipeline is many programs, between one that cuts and one that updates."""
     cut = sharding.jit(apart.cut, in_shardings=(None, batch_spec))
-    update = sharding.jit(apart.update, donate_argnums=(0,))
+    update = sharding.jit(guarded(apart.update), donate_argnums=(0,))
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Measured]:
         return update(state, *apart.gradient(*cut(state, batch)))

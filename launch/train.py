@@ -28,6 +28,9 @@ from .console import Console
 from .interrupt import Interrupt
 from .task import Batch, Source, TrainState
 
+MOST_SKIPPED = 10
+"""Steps one after the other that may be skipped."""
+
 
 def run(config: Train) -> None:
     """Train as `config` says, and leave metrics, checkpoints, curve and report in its folder.
@@ -148,6 +151,8 @@ class _Session:
         """The newest held-out figures and their step."""
         self.heldout_batches = source.heldout_batches()
         self.rows = program.rows(recipe.batch)
+        self.skipped = 0
+        """Steps that were not finite, the last ones, one after the other."""
         self.damaged: Mapping[int, str] = {}
         """What is wrong with checkpoints newer than the one to go on from."""
 
@@ -214,11 +219,15 @@ class _Session:
             begun = time.monotonic()
             state, measured = self.program.train_step(state, batch)
             # The next batch is made while the devices work on this one.
-            batch = self._batch(step + 1)
+            used, batch = batch, self._batch(step + 1)
             figures = {name: float(value) for name, value in jax.device_get(measured).items()}
             step += 1
             processes.done(step)
-            self._log(step, figures, time.monotonic() - begun)
+            if np.isfinite(figures["loss"]) and np.isfinite(figures["gradient_norm"]):
+                self.skipped = 0
+                self._log(step, figures, time.monotonic() - begun)
+            else:
+                self._skip(step, figures, state, used)
             if _due(step, self.recipe.eval_every) or step == self.recipe.steps:
                 self._evaluate(state, step)
                 processes.done(step)
@@ -231,14 +240,25 @@ class _Session:
     def _batch(self, step: int) -> Batch:
         return self.program.put(self.source.train_batch(step, self.rows))
 
-    def _log(self, step: int, figures: dict[str, float], seconds: float) -> None:
-        if not np.isfinite(figures["loss"]):
+    def _skip(self, step: int, figures: dict[str, float], state: TrainState, batch: Batch) -> None:
+        """Say what was not finite and where it began; the state is the one before the step. Raises unless to go on."""
+        self.skipped += 1
+        there = [
+            f"the loss is {figures['loss']:g}, the norm of the gradient {figures['gradient_norm']:g}",
+            f"batch {step - 1} of seed {self.config.seed}",
+            *(f"first {origin}" for origin in self.program.origins(state, batch)),
+        ]
+        if self.config.nonfinite == "stop" or self.skipped > MOST_SKIPPED:
             raise ShardingError(
-                f"step {step}",
-                there=f"the loss is {figures['loss']}",
-                must="the loss must stay finite",
-                fix=["a lower --lr", "a longer --warmup"],
+                f"step {step}" + (f", the {self.skipped}th one after the other" if self.skipped > 1 else ""),
+                there=there,
+                must="loss and gradient must stay finite",
+                fix=["a lower --lr", "a longer --warmup", "--nonfinite skip"],
             )
+        self.console.say(f"step {step} is skipped: {'; '.join(there)}")
+        self.metrics.log(step, {"skipped": self.skipped})
+
+    def _log(self, step: int, figures: dict[str, float], seconds: float) -> None:
         figures[self.task.rate] = self.recipe.batch * self.task.items_per_example / seconds
         figures["seconds"] = seconds
         figures["memory_bytes"] = metrics.memory_bytes()

@@ -22,7 +22,7 @@ FLOORS = [
     ["spec"],
     ["logical"],
     ["metadata"],
-    ["processes"],
+    ["processes", "nonfinite"],
     ["annotation", "group", "barrier", "divergence"],
     ["rules"],
     ["graph"],
