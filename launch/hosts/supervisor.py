@@ -106,10 +106,8 @@ class Supervisor:
             left = [host for host in hosts if host not in fault.gone]
             if self._asked or not fault.again or restarts == self.config.restarts:
                 return self._give_up(fault, restarts)
-            if fault.gone and restarts:
+            if fault.gone and restarts and left and self.config.elastic:
                 # A host that does not come back at the next start is gone for good.
-                if not self.config.elastic or not left:
-                    return self._give_up(fault, restarts)
                 hosts = _numbered(left)
                 self.lines.say(f"going on without {', '.join(host.name for host in fault.gone)}")
             restarts += 1

@@ -12,6 +12,7 @@ import yaml
 from groups import Launched
 
 from sharding import launch
+from sharding.launch import devices
 from sharding.launch.hosts import clusters
 from sharding.launch.hosts.run import started
 
@@ -210,6 +211,42 @@ def test_a_host_that_is_not_reached(tmp_path: Path):
     with Launched(args=["launch", "--hosts", "a,b", "--ssh", str(refuses), "--", "train"], folder=tmp_path) as run:
         assert run.end() == 2
     assert "connect to host a: Connection refused" in run.text and "restart" not in run.text
+
+
+@pytest.mark.slow
+def test_with_a_host_gone_for_good_the_others_go_on(tmp_path: Path):
+    ssh, gone = tmp_path / "ssh", tmp_path / "gone"
+    ssh.write_text(
+        f'#!/bin/sh\n[ "$1" = b ] && [ -e {gone} ] && exit 255\nexport HOST_OF_TEST=$1\nshift\nexec sh -c "$*"\n'
+    )
+    ssh.chmod(0o755)
+    script = tmp_path / "script.py"
+    script.write_text(
+        REPORT + "print('start', restart, 'of', os.environ['SHARDING_NUM_PROCESSES'])\n"
+        "while os.environ['SHARDING_NUM_PROCESSES'] == '2':\n    time.sleep(0.1)\n"
+    )
+    args = ["launch", "--hosts", "a,b", "--ssh", str(ssh), "--elastic", "--", str(script)]
+    with Launched(args=args, folder=tmp_path) as run:
+        run.until_said("[0] start 0 of 2")
+        gone.touch()
+        for pid in run.pids(HOST_OF_TEST="b"):
+            os.kill(pid, signal.SIGKILL)
+        assert run.end() == 0
+    assert "going on without b" in run.text and "[0] start 2 of 1" in run.text
+
+
+@pytest.mark.parametrize(
+    ("axes", "there", "fewer"),
+    [
+        ({"data": 8}, 4, {"data": 4}),
+        ({"data": 2, "tensor": 4}, 4, {"data": 1, "tensor": 4}),
+        ({"data": 2, "tensor": 4}, 2, {"data": 1, "tensor": 2}),
+        ({"fsdp": 4, "data": 2}, 4, {"fsdp": 4, "data": 1}),
+        ({"data": -1, "tensor": 2}, 4, {"data": -1, "tensor": 2}),
+    ],
+)
+def test_a_mesh_for_fewer_devices(axes: dict[str, int], there: int, fewer: dict[str, int]):
+    assert devices.shrunk(axes, there) == fewer
 
 
 def test_a_dry_run_prints_what_would_run(capsys: pytest.CaptureFixture[str]):
