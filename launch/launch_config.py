@@ -105,13 +105,6 @@ class Launch:
             )
         if len(set(self.host_names)) < len(self.host_names):
             raise ShardingError(f"--hosts {self.hosts}", must="each host is named once")
-        if self.hosts is not None and self.processes is not None and self.processes % len(self.host_names):
-            raise ShardingError(
-                f"--hosts {self.hosts} --processes {self.processes}",
-                there=f"{len(self.host_names)} hosts",
-                must="every host gets the same number of processes",
-                fix=f"--processes {len(self.host_names) * max(1, self.processes // len(self.host_names))}",
-            )
         if self.per == "gpu" and not self.gpus_per_host:
             raise ShardingError("--per gpu", must="it is said how many GPUs a host has", fix="--gpus-per-host 8")
         if self.coordinator is not None and not self.coordinator.rpartition(":")[2].isdigit():

@@ -27,7 +27,7 @@ from .errors import ShardingError
 # where it runs
 from .mesh import mesh, topology
 from .placement import put
-from .processes import initialize
+from .initialize import initialize
 
 # isort: on
 

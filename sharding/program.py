@@ -97,7 +97,7 @@ class Program:
         if isinstance(self.mesh, Mesh) and self.mesh.is_multi_process:
             avals = self.traced.jaxpr.in_avals
             shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=getattr(a, "weak_type", False)) for a in avals]
-            processes.check_same_program(self.function, self.compiled.lower(*shapes).as_text())
+            processes.agree({"program": self.compiled.lower(*shapes).as_text()}, about=f"compile {self.function}")
         self.compared = True
 
     @cached_property

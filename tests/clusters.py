@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from sharding.processes import free_port
+
 
 def need(*programs: str, package: str) -> None:
     """Skip the test where programs are not installed, after an attempt to."""
@@ -26,13 +28,6 @@ def need(*programs: str, package: str) -> None:
     missing = [program for program in programs if shutil.which(program) is None]
     if missing:
         pytest.skip(f"no {', '.join(missing)} here: apt-get install {package}")
-
-
-def free_port() -> int:
-    """A port that nothing listens at."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def _until(holds, what: str, seconds: float = 60.0) -> None:

@@ -23,6 +23,7 @@ FLOORS = [
     ["logical"],
     ["metadata"],
     ["processes", "nonfinite"],
+    ["initialize"],
     ["annotation", "group", "barrier", "divergence"],
     ["rules"],
     ["graph"],

@@ -1,7 +1,7 @@
 """On each host: start its processes, pass on what they print and report, and leave none of them behind.
 
-    python -m sharding.launch.hosts.agent                 # is told what to start on stdin, by `messages`
-    python -m sharding.launch.hosts.agent -- python x.py  # starts this, as the process that the cluster says it is
+    python -m sharding.launch.hosts.agent                     # is told what to start on stdin, by `messages`
+    python -m sharding.launch.hosts.agent A=1 -- python x.py  # starts this, as the process that the cluster says it is
 
 Where stdin ends, or the head is not heard of for ten seconds, the processes are killed.
 """
@@ -39,24 +39,20 @@ def main() -> None:
     events: queue.Queue[Message] = queue.Queue()
     signal.signal(signal.SIGTERM, lambda *_: events.put({"is": "stop"}))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    command = sys.argv[2:]
-    if command:
-        events.put({"is": "start", "command": command, "processes": [{"process": _rank(), "environment": {}}]})
+    told = sys.argv[1:]
+    if told:
+        mark = told.index("--")
+        environment = dict(pair.split("=", 1) for pair in told[:mark])
+        starts = [{"process": _rank(), "environment": environment}]
+        events.put({"is": "start", "command": told[mark + 1 :], "processes": starts})
     else:
         threading.Thread(target=_listen, args=(sys.stdin.buffer, events), daemon=True).start()
     agent = Agent(send, events)
-    send({"is": "ready", "name": socket.gethostname(), "port": free_port()})
+    send({"is": "ready", "name": socket.gethostname(), "port": processes.free_port()})
     try:
-        agent.serve(leashed=not command)
+        agent.serve(leashed=not told)
     finally:
         agent.kill()
-
-
-def free_port() -> int:
-    """A port that nothing on this host listens at."""
-    with socket.socket() as listener:
-        listener.bind(("", 0))
-        return listener.getsockname()[1]
 
 
 class Agent:
@@ -65,7 +61,6 @@ class Agent:
     def __init__(self, send: Callable[[Message], None], events: "queue.Queue[Message]"):
         self._send, self._events = send, events
         self._running: dict[int, subprocess.Popen[bytes]] = {}
-        self._threads: list[threading.Thread] = []
 
     def serve(self, *, leashed: bool) -> None:
         """Do what is asked until all processes have ended, or, if `leashed`, the head is gone."""

@@ -8,6 +8,7 @@ import subprocess
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import IO
 
@@ -28,7 +29,7 @@ class Host:
     processes: tuple[int, ...]
     """Their numbers."""
     starts_itself: bool = False
-    """Whether the command says what to start."""
+    """Whether what to start is said behind the command, as to a program that passes no stdin on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,13 +43,13 @@ class Event:
 class Channel:
     """An agent that runs, and what it says: put into a queue as it comes."""
 
-    def __init__(self, host: Host, events: "queue.Queue[Event]"):
+    def __init__(self, host: Host, events: "queue.Queue[Event]", told: Sequence[str] = ()):
         self.host, self._events = host, events
         self.stray: deque[str] = deque(maxlen=LAST_LINES)
         """The last lines that were no messages: what ssh or srun say."""
         self.heard = time.monotonic()
         self._process = subprocess.Popen(
-            host.command,
+            [*host.command, *told],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -7,7 +7,6 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
 
 from sharding import ShardingError, processes
 
@@ -20,7 +19,7 @@ AGENT = (sys.executable, "-m", "sharding.launch.hosts.agent")
 HERE = "this machine"
 
 
-def hosts(config: Launch, command: Sequence[str]) -> list[Host]:
+def hosts(config: Launch) -> list[Host]:
     """The hosts that `config` asks for.
 
     Raises:
@@ -31,7 +30,7 @@ def hosts(config: Launch, command: Sequence[str]) -> list[Host]:
     if config.slurm:
         return over_slurm(config)
     if config.mpi:
-        return over_mpi(config, command)
+        return over_mpi(config)
     if config.ray:
         return over_ray(config)
     if POD in os.environ:
@@ -41,38 +40,26 @@ def hosts(config: Launch, command: Sequence[str]) -> list[Host]:
 
 def over_ssh(config: Launch) -> list[Host]:
     """The hosts of --hosts."""
-    prefix = shlex.split(config.ssh)
-    _need(prefix[0], "--hosts", "ssh")
+    prefix, names = shlex.split(config.ssh), config.host_names
+    shares = _shares(config, len(names))
+    need(prefix[0], "--hosts", "ssh")
     remote = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(AGENT)}"
-    names = config.host_names
-    each = per_host(config, len(names))
     return [
-        Host(
-            name=name,
-            address=name.rpartition("@")[2],
-            command=(*prefix, name, remote),
-            processes=tuple(range(place * each, place * each + each)),
-        )
-        for place, name in enumerate(names)
+        Host(name=name, address=name.rpartition("@")[2], command=(*prefix, name, remote), processes=share)
+        for name, share in zip(names, shares, strict=True)
     ]
 
 
 def over_slurm(config: Launch) -> list[Host]:
     """The nodes of the allocation around."""
-    _need("srun", "--slurm", "Slurm's srun")
+    need("srun", "--slurm", "Slurm's srun")
     names = expanded(os.environ["SLURM_JOB_NODELIST"])[: config.nodes]
-    each = per_host(config, len(names))
     # One process for all GPUs of a node, or each its own: either way all of them see all GPUs, as NCCL needs it.
     gpus = (f"--gres=gpu:{config.gpus_per_host}",) if config.gpus_per_host else ()
     command = ("srun", "--nodes=1", "--ntasks=1", "--overlap", "--quiet", "--unbuffered", "--kill-on-bad-exit=0", *gpus)
     return [
-        Host(
-            name=name,
-            address=name,
-            command=(*command, f"--nodelist={name}", *AGENT),
-            processes=tuple(range(place * each, place * each + each)),
-        )
-        for place, name in enumerate(names)
+        Host(name=name, address=name, command=(*command, f"--nodelist={name}", *AGENT), processes=share)
+        for name, share in zip(names, _shares(config, len(names)), strict=True)
     ]
 
 
@@ -89,41 +76,39 @@ def over_ray(config: Launch) -> list[Host]:
             fix=f"--nodes {len(found)}",
         )
     found = found[: config.nodes]
-    each = per_host(config, len(found))
     return [
         Host(
             name=f"{address} ({node[:8]})",
             address=address,
             command=(sys.executable, "-m", "sharding.launch.hosts.ray", node, str(config.gpus_per_host)),
-            processes=tuple(range(place * each, place * each + each)),
+            processes=share,
         )
-        for place, (node, address) in enumerate(found)
+        for (node, address), share in zip(found, _shares(config, len(found)), strict=True)
     ]
 
 
-def over_mpi(config: Launch, command: Sequence[str]) -> list[Host]:
+def over_mpi(config: Launch) -> list[Host]:
     """Whatever mpirun starts on: it says to each process which one it is, and JAX reads that."""
-    _need("mpirun", "--mpi", "an MPI's mpirun")
-    count = config.processes or 2
-    root = ("--allow-run-as-root",) if os.geteuid() == 0 and _is_open_mpi() else ()
-    environment = ("env", *_exported(config))
-    mpirun = ("mpirun", *root, *_fewer_cores(count), "-n", str(count), *environment)
+    need("mpirun", "--mpi", "an MPI's mpirun")
+    count, options = config.processes or 2, list[str]()
+    if "Open" in subprocess.run(["mpirun", "--version"], capture_output=True, text=True).stdout:
+        # Open MPI refuses both unless it is told to: the superuser, and more processes than cores.
+        options += ["--allow-run-as-root"] if os.geteuid() == 0 else []
+        options += ["--oversubscribe"] if count > (os.cpu_count() or 1) else []
     return [
         Host(
             name="mpirun",
             address=socket.gethostname(),
-            command=(*mpirun, *AGENT, "--", *command),
+            command=("mpirun", *options, "-n", str(count), *AGENT),
             processes=tuple(range(count)),
             starts_itself=True,
         )
     ]
 
 
-def per_host(config: Launch, num_hosts: int) -> int:
-    """How many processes each host gets."""
-    if config.per == "gpu":
-        return config.gpus_per_host
-    count = config.processes or num_hosts
+def _shares(config: Launch, num_hosts: int) -> list[tuple[int, ...]]:
+    """The numbers of each host's processes."""
+    count = config.gpus_per_host * num_hosts if config.per == "gpu" else config.processes or num_hosts
     if count % num_hosts:
         raise ShardingError(
             f"--processes {count}",
@@ -131,7 +116,8 @@ def per_host(config: Launch, num_hosts: int) -> int:
             must="every host gets the same number of processes",
             fix=f"--processes {num_hosts * max(1, count // num_hosts)}",
         )
-    return count // num_hosts
+    each = count // num_hosts
+    return [tuple(range(first, first + each)) for first in range(0, count, each)]
 
 
 def expanded(nodes: str) -> list[str]:
@@ -151,27 +137,12 @@ def expanded(nodes: str) -> list[str]:
     return found
 
 
-def _need(program: str, option: str, what: str) -> None:
+def need(program: str, option: str, what: str, *, fix: str = "") -> None:
+    """Raise an error if a program is not installed."""
     if shutil.which(program) is None:
         raise ShardingError(
             f"sharding launch {option}",
             there=f"no {program!r} on this machine's PATH",
             must=f"{what} is installed where the launcher runs",
+            fix=fix,
         )
-
-
-def _is_open_mpi() -> bool:
-    said = subprocess.run(["mpirun", "--version"], capture_output=True, text=True)
-    return "Open MPI" in said.stdout or "Open RTE" in said.stdout
-
-
-def _fewer_cores(count: int) -> tuple[str, ...]:
-    """Open MPI refuses more processes than cores unless it is told to."""
-    return ("--oversubscribe",) if _is_open_mpi() and count > (os.cpu_count() or 1) else ()
-
-
-def _exported(config: Launch) -> list[str]:
-    variables = {processes.CONNECT_TIMEOUT: str(config.connect_timeout)}
-    if config.devices_per_process:
-        variables[processes.CPU_DEVICES] = str(config.devices_per_process)
-    return [f"{name}={value}" for name, value in variables.items()]

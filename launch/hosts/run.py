@@ -23,7 +23,7 @@ def run(config: Launch) -> int:
     if config.slurm and not slurm.inside():
         return slurm.submit(config)
     command = started(config.command)
-    hosts = clusters.hosts(config, command)
+    hosts = clusters.hosts(config)
     if config.dry_run:
         for host in hosts:
             numbers = ", ".join(map(str, host.processes))

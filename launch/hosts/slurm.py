@@ -2,7 +2,6 @@
 
 import os
 import shlex
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 from sharding import ShardingError
 
 from ..launch_config import Launch
+from .clusters import need
 
 NEEDED = ("SLURM_JOB_ID", "SLURM_JOB_NODELIST")
 
@@ -37,13 +37,7 @@ def submit(config: Launch) -> int:
     if config.dry_run:
         print(text, end="")
         return 0
-    if shutil.which("sbatch") is None:
-        raise ShardingError(
-            "sharding launch --slurm",
-            there="no 'sbatch' on this machine's PATH",
-            must="a batch script is submitted where Slurm is installed",
-            fix="--dry-run prints the script",
-        )
+    need("sbatch", "--slurm", "Slurm's sbatch", fix="--dry-run prints the script")
     path = Path(f"{config.name}.sbatch")
     path.write_text(text)
     said = subprocess.run(["sbatch", str(path)], capture_output=True, text=True)

@@ -140,14 +140,13 @@ class _Start:
         """None where all processes ended well."""
         self.lines.forget()
         try:
-            self.channels = [Channel(host, self.events) for host in self.hosts]
+            self.channels = [Channel(host, self.events, self._told(host)) for host in self.hosts]
             return self._gather() or self._watch()
         except FileNotFoundError as error:
             what = f"{error.filename}: not found"
             return Fault(what=what, code=MISTAKE, again=False, error=(f"{what}; install it, or add it to PATH",))
         finally:
-            for channel in self.channels:
-                channel.send({"is": "kill"})
+            self._kill()
             for channel in self.channels:
                 channel.close()
             self._drain()
@@ -165,31 +164,40 @@ class _Start:
         coordinator = self.config.coordinator or f"{self.hosts[0].address}:{self.ports[self.hosts[0].name]}"
         for channel in self.channels:
             starts = [
-                {"process": process, "environment": self._environment(process, place, coordinator)}
+                {"process": process, "environment": self._environment() | self._who(process, place, coordinator)}
                 for place, process in enumerate(channel.host.processes)
             ]
             if not channel.host.starts_itself:
                 channel.send({"is": "start", "processes": starts, "command": list(self.of.command)})
         return None
 
-    def _environment(self, process: int, place: int, coordinator: str) -> dict[str, str]:
-        """What tells a process who it is."""
+    def _told(self, host: Host) -> list[str]:
+        """What to start, where it is said behind a host's command."""
+        pairs = [f"{name}={value}" for name, value in self._environment().items()]
+        return [*pairs, "--", *self.of.command] if host.starts_itself else []
+
+    def _environment(self) -> dict[str, str]:
+        """What every process is told."""
         if POD in os.environ:
             return {}
         # ssh passes nothing on, and what changes programs must be the same everywhere.
         found = {name: value for name, value in os.environ.items() if name.startswith(FORWARDED)}
-        found |= {
+        found[processes.RESTART] = str(self.restarts)
+        found[processes.CONNECT_TIMEOUT] = str(self.config.connect_timeout)
+        if self.config.devices_per_process:
+            found[processes.CPU_DEVICES] = str(self.config.devices_per_process)
+        return found | ({processes.ELASTIC: "1"} if self.config.elastic else {})
+
+    def _who(self, process: int, place: int, coordinator: str) -> dict[str, str]:
+        """What tells a process who it is, unless its pod does."""
+        if POD in os.environ:
+            return {}
+        found = {
             processes.COORDINATOR: coordinator,
             processes.NUM_PROCESSES: str(len(self.seen)),
             processes.PROCESS: str(process),
-            processes.RESTART: str(self.restarts),
-            processes.CONNECT_TIMEOUT: str(self.config.connect_timeout),
         }
-        if self.config.devices_per_process:
-            found[processes.CPU_DEVICES] = str(self.config.devices_per_process)
-        if self.config.per == "gpu":
-            found[processes.LOCAL_DEVICE] = str(place)
-        return found | ({processes.ELASTIC: "1"} if self.config.elastic else {})
+        return found | ({processes.LOCAL_DEVICE: str(place)} if self.config.per == "gpu" else {})
 
     def _unreached(self, away: Sequence[Channel]) -> Fault:
         names = ", ".join(channel.host.name for channel in away)
@@ -224,7 +232,7 @@ class _Start:
                 return hung
 
     def _take(self, seconds: float) -> None:
-        """Take in what comes within so many seconds."""
+        """Take in what comes within so many seconds, until a process or an agent has ended."""
         deadline = time.monotonic() + seconds
         while (left := deadline - time.monotonic()) > 0:
             try:
@@ -234,6 +242,12 @@ class _Start:
             self._note(event)
             if event.message is None or event.message["is"] == "exit":
                 return
+
+    def _settle(self, seconds: float) -> None:
+        """Take in all that comes within so many seconds."""
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0:
+            self._take(left)
 
     def _drain(self) -> None:
         while not self.events.empty():
@@ -285,9 +299,7 @@ class _Start:
 
     def _ended(self) -> Fault:
         """The fault of a start of which a process, or a host, has ended."""
-        until = time.monotonic() + SETTLE
-        while (left := until - time.monotonic()) > 0:
-            self._take(left)
+        self._settle(SETTLE)
         bad = [process for process, seen in self.seen.items() if seen.code]
         if not bad:
             gone = tuple(host for host in self.hosts if host.name in self.closed)
@@ -362,9 +374,7 @@ class _Start:
     def _stuck(self, who: str, what: str) -> Fault:
         for channel in self.channels:
             channel.send({"is": "stacks"})
-        until = time.monotonic() + STACKS
-        while (left := until - time.monotonic()) > 0:
-            self._take(left)
+        self._settle(STACKS)
         return Fault(what=f"{who}: {what}", code=FAILED, error=(f"{who} hangs: {what}",))
 
 
