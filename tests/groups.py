@@ -10,11 +10,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
-from sharding import processes
+import numpy as np
+from runs import losses
+
+from sharding import checkpoint, processes
 from sharding.launch import metrics
 
 TRAIN = ["train", "--mesh", "data=2,tensor=2", "--batch", "8", "--sample", "0", "--eval-every", "0", "--scan"]
 """A run of the tiny GPT: some 15 seconds until its first step, then a quarter of a second each."""
+
+STEPS, EVERY, AT = 30, 5, 13
+"""Steps of a run, steps between checkpoints, and the step after which it is disturbed."""
 
 WAIT = 180.0
 """Seconds until a test gives up."""
@@ -103,3 +109,17 @@ def last_step(out: Path) -> int:
     """The newest step of a run's metrics; 0 for none."""
     path = out / metrics.FILE_NAME
     return max((int(line["step"]) for line in metrics.read(path)), default=0) if path.exists() else 0
+
+
+def run_args(out: Path, *more: str, steps: int = STEPS, every: int = EVERY) -> list[str]:
+    """Of a run of so many steps."""
+    return [*TRAIN, "--steps", str(steps), "--checkpoint-every", str(every), "--out", str(out), *more]
+
+
+def check_whole(out: Path, undisturbed: Sequence[float]) -> None:
+    """Fails unless a run has every step's loss once, and its last state."""
+    lines, steps = metrics.read(out / metrics.FILE_NAME), len(undisturbed)
+    assert [step for step, _ in metrics.series(lines, "loss")] == list(range(1, steps + 1))
+    np.testing.assert_allclose(losses(lines), undisturbed, rtol=1e-5)
+    assert checkpoint.steps(out / "checkpoints")[-1] == steps
+    assert not any(checkpoint.verify(out / "checkpoints").values())

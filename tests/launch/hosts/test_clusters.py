@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from clusters import namespaces, ray_cluster, slurm_cluster, ssh_server
-from groups import TRAIN, Launched
+from groups import Launched, run_args
 from runs import losses
 
 from sharding import launch
@@ -28,7 +28,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 
 
 def args(out: Path) -> list[str]:
-    return [*TRAIN, "--steps", str(STEPS), "--checkpoint-every", "0", "--out", str(out)]
+    return run_args(out, steps=STEPS, every=0)
 
 
 def check(folder: Path, alone: list[float], launch_args: Sequence[str], **started: object) -> str:

@@ -5,19 +5,10 @@ import signal
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import pytest
-from groups import TRAIN, Launched, last_step
-from runs import losses
+from groups import AT, EVERY, Launched, check_whole, last_step, run_args
 
-from sharding import checkpoint, launch
-from sharding.launch import metrics
-
-STEPS, EVERY, AT = 30, 5, 13
-"""Steps of a run, steps between checkpoints, and the step after which it is disturbed."""
-
-BACK_SECONDS = 30.0
-"""Until the tiny model trains again after a kill, on a machine with nothing else to do."""
+from sharding import checkpoint
 
 STUCK = """
 import os, sys, time
@@ -34,30 +25,6 @@ def train_batch(*args, step, **rest):
 corpus.train_batch = train_batch
 launch.main(sys.argv[1:])
 """
-
-
-def args(out: Path, *more: str) -> list[str]:
-    """Of a run."""
-    numbers = {"--steps": STEPS, "--checkpoint-every": EVERY}
-    said = [text for name, number in numbers.items() for text in (name, str(number))]
-    return [*TRAIN, *said, "--out", str(out), *more]
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """The losses of a run of one process."""
-    out = tmp_path_factory.mktemp("undisturbed")
-    launch.main(args(out))
-    return losses(metrics.read(out / metrics.FILE_NAME))
-
-
-def check_whole(out: Path, undisturbed: list[float]) -> None:
-    """Fails unless a run has every step's loss once, and its last state."""
-    lines = metrics.read(out / metrics.FILE_NAME)
-    assert [step for step, _ in metrics.series(lines, "loss")] == list(range(1, STEPS + 1))
-    np.testing.assert_allclose(losses(lines), undisturbed, rtol=1e-5)
-    assert checkpoint.steps(out / "checkpoints")[-1] == STEPS
-    assert not any(checkpoint.verify(out / "checkpoints").values())
 
 
 class Fault(NamedTuple):
@@ -84,7 +51,7 @@ QUICK = "a worker is killed"
 )
 def test_it_goes_on_after(name: str, tmp_path: Path, undisturbed: list[float]):
     fault, out = FAULTS[name], tmp_path / "run"
-    with Launched(args=["launch", "--processes", str(fault.processes), "--", *args(out)], folder=tmp_path) as run:
+    with Launched(args=["launch", "--processes", str(fault.processes), "--", *run_args(out)], folder=tmp_path) as run:
         run.until_step(AT, out)
         os.kill(run.worker(fault.process), fault.number)
         assert run.end() == 0
@@ -99,7 +66,7 @@ def test_it_goes_on_after(name: str, tmp_path: Path, undisturbed: list[float]):
 def test_a_process_that_is_stuck_in_python(tmp_path: Path, undisturbed: list[float]):
     out, script = tmp_path / "run", tmp_path / "stuck.py"
     script.write_text(STUCK.format(at=AT))
-    with Launched(args=["launch", "--step-timeout", "5", "--", str(script), *args(out)], folder=tmp_path) as run:
+    with Launched(args=["launch", "--step-timeout", "5", "--", str(script), *run_args(out)], folder=tmp_path) as run:
         assert run.end() == 0
     assert f"no step for 5 s since step {AT - 1}" in run.text and "in train_batch" in run.text
     check_whole(out, undisturbed)
@@ -109,13 +76,13 @@ def test_a_process_that_is_stuck_in_python(tmp_path: Path, undisturbed: list[flo
 @pytest.mark.parametrize("process", [0, 1])
 def test_sigterm_on_one_host_has_all_save_and_stop(process: int, tmp_path: Path, undisturbed: list[float]):
     out = tmp_path / "run"
-    with Launched(args=["launch", "--", *args(out)], folder=tmp_path) as run:
+    with Launched(args=["launch", "--", *run_args(out)], folder=tmp_path) as run:
         run.until_step(AT, out)
         os.kill(run.worker(process), signal.SIGTERM)
         assert run.end() == 0
     stopped = checkpoint.steps(out / "checkpoints")[-1]
     assert stopped >= AT and f"stopped after step {stopped}; --resume goes on from there" in run.text
-    with Launched(args=["launch", "--", *args(out, "--resume")], folder=tmp_path) as run:
+    with Launched(args=["launch", "--", *run_args(out, "--resume")], folder=tmp_path) as run:
         assert run.end() == 0
     check_whole(out, undisturbed)
 
@@ -160,7 +127,7 @@ def test_a_host_that_would_do_otherwise_is_named(name: str, tmp_path: Path):
             "3",
             "--",
             str(script),
-            *args(tmp_path / "run", "--mesh", "data=3", "--batch", "6"),
+            *run_args(tmp_path / "run", "--mesh", "data=3", "--batch", "6"),
         ],
         folder=tmp_path,
     ) as run:

@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 
 import pytest
-import yaml
 from groups import Launched
 
 from sharding import launch
@@ -272,24 +271,6 @@ def test_a_batch_script(capsys: pytest.CaptureFixture[str], monkeypatch):
 )
 def test_names_of_nodes(text: str, names: list[str]):
     assert clusters.expanded(text) == names
-
-
-def test_a_manifest_has_what_a_job_set_needs(capsys: pytest.CaptureFixture[str]):
-    argv = "launch --kubernetes --nodes 4 --gpus-per-host 8 -- train --mesh data=-1"
-    with pytest.raises(SystemExit, match="0"):
-        launch.main(argv.split())
-    found = yaml.safe_load(capsys.readouterr().out)
-    assert (found["apiVersion"], found["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
-    (group,) = found["spec"]["replicatedJobs"]
-    job = group["template"]["spec"]
-    assert (job["completions"], job["parallelism"], job["completionMode"]) == (4, 4, "Indexed")
-    (container,) = job["template"]["spec"]["containers"]
-    assert container["command"][-4:] == ["--", "train", "--mesh", "data=-1"]
-    assert container["resources"]["limits"] == {"nvidia.com/gpu": 8}
-    variables = {each["name"]: each.get("value") for each in container["env"]}
-    assert variables["SHARDING_COORDINATOR"] == "sharding-workers-0-0.sharding:1234"
-    # What runs in the pod is a launch that this version understands.
-    launch.parse(container["command"][1:])
 
 
 def test_one_command_line_becomes_another():
