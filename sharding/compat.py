@@ -18,6 +18,7 @@ from jax._src import array as _array
 from jax._src import config as _config
 from jax._src import distributed as _distributed
 from jax._src import source_info_util as _source
+from jax._src import xla_bridge as _bridge
 from jax._src.clusters import ClusterEnv as _ClusterEnv
 from jax._src.pjit import layout_constraint_p as _layout_constraint_p
 from jax._src.random import prng as _prng
@@ -27,6 +28,7 @@ from jax.interpreters import ad as ad
 from jax.interpreters import batching as batching
 from jax.interpreters import mlir as mlir
 from jax.interpreters import partial_eval as _partial_eval
+from jaxlib import _jax as _jaxlib
 from jaxlib.mlir.dialects import sdy as _sdy
 
 _source.register_exclusion(os.path.dirname(__file__))  # our own frames are never the user's line
@@ -226,6 +228,21 @@ def lower_barrier(x: Any, allowed: str) -> Any:
 def distributed() -> Any:
     """JAX's state of a program of several processes: `client`, `process_id`, `num_processes`."""
     return _distributed.global_state
+
+
+def gloo_at(address: str) -> None:
+    """Have the CPU backend, once it starts, tell other processes that this one is at `address`.
+
+    By itself it takes what this host's name stands for, which on many systems is 127.0.1.1: of no use to other hosts.
+    """
+
+    def start() -> Any:
+        if _config.cpu_collectives_implementation.value != "gloo":
+            return _bridge.make_cpu_client()
+        client = _distributed.global_state.client
+        return _bridge.make_cpu_client(_jaxlib.make_gloo_tcp_collectives(distributed_client=client, hostname=address))
+
+    _bridge._backend_factories["cpu"].factory = start
 
 
 def detected_cluster() -> tuple[str | None, int | None, int | None, Sequence[int] | None]:

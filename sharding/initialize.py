@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import faulthandler
+import ipaddress
 import os
 import signal
 import socket
@@ -126,18 +127,10 @@ def _place(given: tuple[str | None, int | None, int | None], asked: str) -> _Pla
 
 def _meet(place: _Place, asked: str, *, timeout: float, heartbeat: int) -> None:
     deadline = time.monotonic() + timeout
-    if place.process == 0:
-        _check_free(place, asked)
-    else:
-        _reach(place, asked, deadline)
+    own = _free(place, asked) if place.process == 0 else _reached(place, asked, deadline)
     # JAX would listen on every interface.
     bind = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", place.coordinator)
-    missing = processes.Unreached(
-        asked,
-        there=f"not all of {place.num_processes} processes came within {timeout:g} s",
-        must="as many processes are started as there are to be",
-        fix="start the others too, or a smaller num_processes",
-    )
+    missing = _missing(place, own, asked, timeout)
     # JAX aborts where a process does not come. What is said instead has to be said before that.
     timer = threading.Timer(max(0.1, deadline - time.monotonic()), _give_up, [missing])
     timer.daemon = True
@@ -157,6 +150,7 @@ def _meet(place: _Place, asked: str, *, timeout: float, heartbeat: int) -> None:
     except Exception as error:
         reason = str(error).splitlines()[0][:200]
     else:
+        compat.gloo_at(own)
         processes.barrier("met")
         return
     finally:
@@ -164,19 +158,31 @@ def _meet(place: _Place, asked: str, *, timeout: float, heartbeat: int) -> None:
     raise processes.Unreached(asked, there=reason, must="the processes find each other in time")
 
 
+def _missing(place: _Place, own: str, asked: str, timeout: float) -> processes.Unreached:
+    """The error of processes that do not come."""
+    there, fix = [f"not all of {place.num_processes} processes came within {timeout:g} s"], "start the others too"
+    host, port = place.address
+    if place.process == 0 and own != host and ipaddress.ip_address(own).is_loopback:
+        there.append(f"on its own host {host!r} stands for {own}, where no other host finds process 0")
+        fix = f"the host's address in the network, as in 10.0.0.1:{port}, for its name"
+    must = "as many processes are started as there are to be, and reach process 0"
+    return processes.Unreached(asked, there=there, must=must, fix=[fix, "a smaller num_processes"])
+
+
 def _give_up(error: processes.Unreached) -> None:
     print(f"error: {error}", file=sys.stderr, flush=True)
     os._exit(processes.UNREACHED)
 
 
-def _check_free(place: _Place, asked: str) -> None:
-    """Raise an error if this process can't listen where it is to."""
+def _free(place: _Place, asked: str) -> str:
+    """The address where this process is to listen. Raises an error where it can't."""
     host, port = place.address
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as listener:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
+            return listener.getsockname()[0]
     except OSError as error:
         used = error.errno == errno.EADDRINUSE
         raise processes.Unreached(
@@ -187,12 +193,15 @@ def _check_free(place: _Place, asked: str) -> None:
         ) from None
 
 
-def _reach(place: _Place, asked: str, deadline: float) -> None:
-    """Wait until something listens at the coordinator's address: JAX itself says nothing about why nothing does."""
+def _reached(place: _Place, asked: str, deadline: float) -> str:
+    """This host's address on the coordinator's network, once something listens at the coordinator's address.
+
+    JAX itself says nothing about why nothing does.
+    """
     while True:
         try:
-            socket.create_connection(place.address, timeout=max(0.1, deadline - time.monotonic())).close()
-            return
+            with socket.create_connection(place.address, timeout=max(0.1, deadline - time.monotonic())) as found:
+                return found.getsockname()[0]
         except OSError as error:
             if time.monotonic() < deadline and not isinstance(error, socket.gaierror):
                 time.sleep(0.1)

@@ -188,10 +188,10 @@ def namespaces(folder: Path) -> Iterator[tuple[str, list[str]]]:
     try:
         for name, address in zip(names, addresses, strict=True):
             ip("netns", "add", name)
-            # gloo tells others the address that this host's own name stands for.
+            # As Debian has it: the host's own name stands for an address that no other host reaches.
             etc = Path("/etc/netns") / name
             etc.mkdir(parents=True)
-            etc.joinpath("hosts").write_text(f"127.0.0.1 localhost\n{address} {socket.gethostname()}\n")
+            etc.joinpath("hosts").write_text(f"127.0.0.1 localhost\n127.0.1.1 {socket.gethostname()}\n")
             ip("link", "set", f"v{name}", "netns", name)
             ip("-n", name, "addr", "add", f"{address}/24", "dev", f"v{name}")
             ip("-n", name, "link", "set", f"v{name}", "up")

@@ -65,13 +65,14 @@ def test_a_coordinator_that_is_not_there():
     assert time.monotonic() - begun < 30
 
 
-def test_processes_that_do_not_come():
+@pytest.mark.parametrize(("host", "is_name"), [("127.0.0.1", False), ("localhost", True)])
+def test_processes_that_do_not_come(host: str, is_name: bool):
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
     env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     ran = subprocess.run(
-        [sys.executable, "-c", MEET, f"127.0.0.1:{port}", "3", "0", "3"],
+        [sys.executable, "-c", MEET, f"{host}:{port}", "3", "0", "3"],
         capture_output=True,
         text=True,
         env=env,
@@ -79,6 +80,7 @@ def test_processes_that_do_not_come():
     )
     assert ran.returncode == processes.UNREACHED
     assert "not all of 3 processes came within 3 s" in ran.stderr, ran.stderr
+    assert ("where no other host finds process 0" in ran.stderr) == is_name
 
 
 def test_a_difference_is_named():

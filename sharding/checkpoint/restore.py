@@ -6,6 +6,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -185,9 +186,11 @@ def _read(directory: Directory, step: int, facts: AllFacts, wanted: Mapping[str,
     )
     arrays, reason = {}, ""
     _silence_late_reads()
-    with reader(directory) as manager:
+    # In a thread of its own, where no event loop runs: in that of Jupyter reads that Orbax gave up would be heard of.
+    with reader(directory) as manager, ThreadPoolExecutor(1) as thread:
         try:
-            arrays = manager.restore(step, args=ocp.args.Composite(arrays=request))[ARRAYS]
+            reading = thread.submit(manager.restore, step, args=ocp.args.Composite(arrays=request))
+            arrays = reading.result()[ARRAYS]
         except Exception as error:
             reason = f"{type(error).__name__}: {first_line(error)}"
     # What follows is one program of all processes: none begins it unless every one has read its part.
