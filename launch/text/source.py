@@ -1,17 +1,44 @@
-"""Batches of windows of a tokenized text: a function of seed and step alone, whatever the mesh and the processes."""
+"""Batches of windows of a tokenized text: a function of seed and step alone, whatever the mesh and the processes.
+
+Grain serves the windows: at any position at once, since the order is computed where it is asked for and not stored.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 
 from sharding.errors import ShardingError
 
+from . import extra
 from .cache import TokenizedText
-from .order import shuffled
+from .tokens import Tokens
 
 NUM_HELDOUT_TOKENS = 2**15
 """Looked at by every evaluation, always the same ones."""
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Tokens in windows [S + 1] that overlap by one, for Grain to pick from."""
+
+    tokens: Tokens
+    length: int
+
+    def __len__(self) -> int:
+        return (len(self.tokens) - 1) // self.length
+
+    def __getitem__(self, number: int) -> np.ndarray:
+        return self.tokens.windows([number * self.length], self.length + 1)[0]
+
+
+def shuffled(source: Any, *, seed: int) -> Any:
+    """A source's elements by position, counted from the first epoch on: each once an epoch, in another order."""
+    import grain
+
+    return grain.MapDataset.source(source).shuffle(seed=seed % 2**32).repeat()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +56,7 @@ class TextSource:
     name: str = "text"
 
     def __post_init__(self) -> None:
+        extra.version("grain", "--data")
         sides = {"to train on": self.text.train, "held out": self.text.heldout}
         short = [f"{len(side)} tokens {name}" for name, side in sides.items() if len(side) <= self.length]
         if short:
@@ -52,13 +80,16 @@ class TextSource:
     @property
     def num_windows(self) -> int:
         """In an epoch."""
-        return (len(self.text.train) - 1) // self.length
+        return len(Windows(self.text.train, self.length))
 
     def train_batch(self, step: int, rows: np.ndarray | None = None) -> np.ndarray:
         """Tokens [B, S + 1] to train on at `step`, or these rows of them."""
         rows = np.arange(self.batch_size) if rows is None else rows
-        windows = shuffled(step * self.batch_size + rows, count=self.num_windows, seed=self.seed)
-        return self.text.train.windows(windows * self.length, self.length + 1)
+        return np.stack([self._shuffled[int(position)] for position in step * self.batch_size + rows])
+
+    @cached_property
+    def _shuffled(self) -> Any:
+        return shuffled(Windows(self.text.train, self.length), seed=self.seed)
 
     def heldout_batches(self) -> Sequence[np.ndarray]:
         """The same batches [B, S + 1] every time, spread evenly over the held-out text."""

@@ -4,7 +4,6 @@ Token 0 ends a document. Every token stands for a known number of bytes, so figu
 tokenizers; the end of a document counts as one byte with each of them.
 """
 
-import importlib.metadata
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from sharding.errors import ShardingError
+from . import extra
 
 END = 0
 """The token that ends a document."""
@@ -84,15 +83,7 @@ class Bpe:
 
 def version() -> str:
     """The version of the package `tokenizers`; an error that says how to get it if it is not there."""
-    try:
-        return importlib.metadata.version("tokenizers")
-    except importlib.metadata.PackageNotFoundError:
-        raise ShardingError(
-            "--tokenizer bpe",
-            there="the package tokenizers is not installed",
-            must="the extra `data` brings it",
-            fix=["pip install 'sharding-jax[data]'", "--tokenizer bytes"],
-        ) from None
+    return extra.version("tokenizers", "--tokenizer bpe", "--tokenizer bytes")
 
 
 def learn(texts: Iterable[str], *, vocab: int, num_bytes: int) -> Bpe:

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from ..errors import ShardingError
+from .quiet import silence_orbax
 
 Directory = str | os.PathLike[str]
 
@@ -29,6 +30,7 @@ def reader(directory: Directory) -> Any:
     """Orbax's manager of a folder, to read with."""
     import orbax.checkpoint as ocp
 
+    silence_orbax()
     # Each process reads for itself: what only one of them asks for, or finds damaged, leaves no other waiting.
     number = jax.process_index()
     alone = ocp.options.MultiprocessingOptions(

@@ -1,14 +1,10 @@
 """Reading a state back, onto whatever mesh it is asked for, with every array held against its checksum."""
 
-import functools
 import os
-import sys
-import threading
 import warnings
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import jax
@@ -185,7 +181,6 @@ def _read(directory: Directory, step: int, facts: AllFacts, wanted: Mapping[str,
         targets, restore_args=ocp.checkpoint_utils.construct_restore_args(targets), partial_restore=True
     )
     arrays, reason = {}, ""
-    _silence_late_reads()
     # In a thread of its own, where no event loop runs: in that of Jupyter reads that Orbax gave up would be heard of.
     with reader(directory) as manager, ThreadPoolExecutor(1) as thread:
         try:
@@ -201,25 +196,6 @@ def _read(directory: Directory, step: int, facts: AllFacts, wanted: Mapping[str,
     if wrong:
         raise _Damage(f"checksums differ: {', '.join(wrong)}")
     return {name: _as_asked(arrays[name], leaf, facts[name]) for name, leaf in wanted.items()}
-
-
-@functools.cache  # once
-def _silence_late_reads() -> None:
-    """Nothing is printed of reads that end after Orbax (0.12.8) gave up at the first error and closed their loop."""
-    of_exceptions, of_unraisable = sys.excepthook, sys.unraisablehook
-
-    def is_late(error: BaseException | None) -> bool:
-        return isinstance(error, RuntimeError) and str(error) == "Event loop is closed"
-
-    def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if threading.current_thread() is threading.main_thread() or not is_late(error):
-            of_exceptions(kind, error, trace)
-
-    def unraisablehook(about: Any) -> None:
-        if not is_late(about.exc_value):
-            of_unraisable(about)
-
-    sys.excepthook, sys.unraisablehook = excepthook, unraisablehook
 
 
 def _as_asked(array: jax.Array, leaf: Any, fact: Mapping[str, Json]) -> jax.Array:

@@ -15,6 +15,7 @@ from ..errors import ShardingError
 from .checksums import checksums
 from .folder import FIGURE, Directory, Json, figures, first_line, sealed, steps
 from .names import Tree, is_key, named_leaves, stored
+from .quiet import silence_orbax
 
 # A checkpoint that has had its day is first moved in here: a listed one never misses a file, whenever a kill comes.
 _REMOVED = ".removed"
@@ -32,6 +33,7 @@ class Saver:
             raise ShardingError(f"keep={keep} checkpoints", must="at least the newest one stays", fix="keep=1")
         import orbax.checkpoint as ocp
 
+        silence_orbax()
         self.directory = Path(directory).absolute()
         self._figures = figures(directory)
         policy = _Keep(figures=self._figures, num_newest=keep, keep_best=keep_best)

@@ -29,7 +29,7 @@ def kill_while_saving(run: Launched, folder: Path, since: float, generator: rand
 
     run.until(lambda: begun() or run.process.poll() is not None, "a save to begin")
     assert run.process.poll() is None, run.text
-    time.sleep(generator.uniform(0, 0.3))
+    time.sleep(generator.uniform(0, 2))
     os.kill(run.worker(generator.randrange(2)), signal.SIGKILL)
 
 

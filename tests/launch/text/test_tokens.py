@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from sharding.launch.text import order, tokenizer, tokens
+from sharding.launch.text import tokenizer, tokens
 
 TEXTS = [
     "def f(x):\n    return x\n" * 20,
@@ -37,38 +37,6 @@ def test_byte_pairs_are_fewer_and_always_the_same(bpe: tokenizer.Tokenizer, tmp_
     loaded = tokenizer.load(tmp_path / "0")
     assert loaded.encode(TEXTS) == bpe.encode(TEXTS)
     assert loaded.decode(np.array([299, 300, 5000])) == bpe.decode(np.array([299]))
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 5, 16, 17, 1000, 4097])
-def test_every_window_once_an_epoch(count: int):
-    epochs = order.shuffled(np.arange(3 * count), count=count, seed=5).reshape(3, count)
-    for epoch in epochs:
-        np.testing.assert_array_equal(np.sort(epoch), np.arange(count))
-    if count >= 16:
-        assert (epochs[0] != epochs[1]).any() and (epochs[1] != epochs[2]).any()
-        assert (order.shuffled(np.arange(count), count=count, seed=6) != epochs[0]).any()
-
-
-def test_the_order_can_be_asked_anywhere():
-    whole = order.shuffled(np.arange(1000), count=300, seed=1)
-    for start in (0, 299, 590, 997):
-        np.testing.assert_array_equal(
-            order.shuffled(np.arange(start, start + 3), count=300, seed=1), whole[start : start + 3]
-        )
-    far = order.shuffled(np.array([10**15]), count=10**10, seed=1)
-    assert 0 <= far[0] < 10**10
-
-
-def test_the_order_is_spread():
-    # Neighbours end up far apart, as in a random order: a third of the count on average.
-    found = order.shuffled(np.arange(20_000), count=20_000, seed=3)
-    assert 0.32 < np.abs(np.diff(found)).mean() / 20_000 < 0.35
-    assert abs(np.corrcoef(found, np.arange(20_000))[0, 1]) < 0.02
-
-
-def test_the_order_stays_the_same_between_releases():
-    # A run that goes on with a newer release sees the batches it would have seen.
-    assert order.shuffled(np.arange(8), count=1000, seed=0).tolist() == [637, 180, 476, 160, 775, 298, 582, 669]
 
 
 @pytest.mark.parametrize(("vocab", "kind"), [(256, "<u1"), (257, "<u2"), (65_536, "<u2"), (65_537, "<u4")])
