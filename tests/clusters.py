@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -176,9 +177,29 @@ def ray_cluster() -> Iterator[None]:
         subprocess.run([ray, "stop", "--force"], **quiet)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Namespaces:
+    """Two hosts with a network between them."""
+
+    ssh: str
+    """The command that runs another on one of them."""
+    hosts: str
+    """Their names, as --hosts takes them."""
+    name: str
+    """Of the second's namespace."""
+
+    def cut(self) -> None:
+        """Nothing passes between them any more."""
+        ip("-n", self.name, "link", "set", f"v{self.name}", "down")
+
+    def join(self) -> None:
+        """All passes again."""
+        ip("-n", self.name, "link", "set", f"v{self.name}", "up")
+
+
 @contextlib.contextmanager
-def namespaces(folder: Path) -> Iterator[tuple[str, list[str]]]:
-    """Two hosts with a network between them: the command that runs another on one of them, and their names."""
+def namespaces(folder: Path) -> Iterator[Namespaces]:
+    """Two network namespaces; the test is skipped where there can be none."""
     need("ip", package="iproute2")
     if os.geteuid() != 0:
         pytest.skip("network namespaces need root")
@@ -200,7 +221,7 @@ def namespaces(folder: Path) -> Iterator[tuple[str, list[str]]]:
         cases = "\n".join(f"  {address}) name={name};;" for name, address in zip(names, addresses, strict=True))
         script.write_text(f'#!/bin/sh\ncase "$1" in\n{cases}\nesac\nshift\nexec ip netns exec "$name" sh -c "$*"\n')
         script.chmod(0o755)
-        yield str(script), addresses
+        yield Namespaces(ssh=str(script), hosts=",".join(addresses), name=names[1])
     finally:
         for name in names:
             subprocess.run(["ip", "netns", "delete", name], stderr=subprocess.DEVNULL)

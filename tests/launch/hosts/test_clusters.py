@@ -97,5 +97,5 @@ def test_on_a_ray_cluster(tmp_path: Path, alone: list[float]):
 
 @pytest.mark.slow
 def test_on_two_hosts_with_a_network_between_them(tmp_path: Path, alone: list[float]):
-    with namespaces(tmp_path) as (ssh, hosts):
-        assert "of 2 processes" in check(tmp_path, alone, ["--hosts", ",".join(hosts), "--ssh", ssh])
+    with namespaces(tmp_path) as two:
+        assert "of 2 processes" in check(tmp_path, alone, ["--hosts", two.hosts, "--ssh", two.ssh])
