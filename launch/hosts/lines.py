@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TextIO
 
 NOISE = re.compile(
-    r"\[Gloo\] Rank \d+ is connected"
+    r"\[Gloo\] Rank .*is connected to"
     r"|All log messages before absl::InitializeLog"
     r"|^[IW]\d{4} [\d:.]+ +\d+ "
     r"|^20\d\d-.*: [IW] (external/)?xla/"

@@ -329,12 +329,14 @@ class _Start:
         """Lower for a process whose end is more likely where it began."""
         seen = self.seen[process]
         error = "\n".join(self.lines.error(process))
-        if seen.code == MISTAKE:
+        if seen.code is not None and seen.code < 0 and seen.code != -signal.SIGABRT:
             kind = 0
-        elif any(text in error for text in _FOLLOWS) or seen.code == -signal.SIGABRT:
-            kind = 2
-        else:
+        elif seen.code == MISTAKE:
             kind = 1
+        elif any(text in error for text in _FOLLOWS) or seen.code == -signal.SIGABRT:
+            kind = 3
+        else:
+            kind = 2
         return kind, seen.ended
 
     def _hung(self) -> Fault | None:

@@ -195,10 +195,10 @@ def _check_arrays(directory: Path, step: int, leaves: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _writing(directory: Path, step: int | str) -> Iterator[None]:
-    """Whatever goes wrong inside is an error that says what is still good."""
+    """Whatever goes wrong with the folder inside is an error that says what is still good."""
     try:
         yield
-    except ShardingError:
+    except (ShardingError, jax.errors.JaxRuntimeError):  # of the latter kind: another process is gone
         raise
     except Exception as error:
         reason = first_line(error)

@@ -38,6 +38,7 @@ def test_lines_stand_behind_their_process(tmp_path: Path):
     script = """
         print("hello from", me, "of", os.environ["SHARDING_NUM_PROCESSES"])
         print("[Gloo] Rank 0 is connected to 2 peer ranks")
+        print("[Gloo] Rank 0[Gloo] Rank  is connected to 21 is connected to  peer ranks.")
         print("trouble in", me, file=sys.stderr)
     """
     with launched(tmp_path, script, "--processes", "3", "--logs", str(tmp_path / "logs")) as run:
@@ -82,6 +83,20 @@ def test_the_error_that_came_first_is_shown_last(tmp_path: Path):
     assert lines[-1] == "[launch]   RuntimeError: the disk of process 1 is gone"
     assert lines.count("[launch] restart 1 of 1, from the newest checkpoint") == 1
     assert "[launch] given up after 1 restart" in lines
+
+
+def test_what_follows_a_kill_is_no_mistake(tmp_path: Path):
+    script = """
+        if restart == 0 and me == 1:
+            time.sleep(0.2)
+            os.kill(os.getpid(), signal.SIGKILL)
+        if restart == 0:
+            print("error: the other one is gone", file=sys.stderr)
+            sys.exit(2)
+    """
+    with launched(tmp_path, script) as run:
+        assert run.end() == 0
+    assert "process 1 was killed by SIGKILL" in run.text and "restart 1 of 3" in run.text
 
 
 def test_a_mistake_is_not_tried_again(tmp_path: Path):
