@@ -62,10 +62,10 @@ def initialize(
     given = (coordinator, num_processes, process)
     asked = f"sharding.initialize({', '.join(map(repr, given)) if any(g is not None for g in given) else ''})"
     place = _place(given, asked)
-    if place is None:
-        return
     if processes.CPU_DEVICES in os.environ:
         jax.config.update("jax_num_cpu_devices", int(os.environ[processes.CPU_DEVICES]))
+    if place is None:
+        return
     timeout = float(os.environ.get(processes.CONNECT_TIMEOUT, 30)) if timeout is None else timeout
     _meet(place, asked, timeout=timeout, heartbeat=heartbeat)
     _end_at_once_after_an_error()

@@ -123,3 +123,16 @@ def check_whole(out: Path, undisturbed: Sequence[float]) -> None:
     np.testing.assert_allclose(losses(lines), undisturbed, rtol=1e-5)
     assert checkpoint.steps(out / "checkpoints")[-1] == steps
     assert not any(checkpoint.verify(out / "checkpoints").values())
+
+
+def shell_of_two_hosts(folder: Path) -> tuple[Path, Path]:
+    """What runs commands here as if on another host, and a file: where it is there, the host `b` is gone.
+
+    Processes of a host have its name in the environment variable HOST_OF_TEST.
+    """
+    ssh, gone = folder / "ssh", folder / "gone"
+    ssh.write_text(
+        f'#!/bin/sh\n[ "$1" = b ] && [ -e {gone} ] && exit 255\nexport HOST_OF_TEST=$1\nshift\nexec sh -c "$*"\n'
+    )
+    ssh.chmod(0o755)
+    return ssh, gone

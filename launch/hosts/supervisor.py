@@ -154,11 +154,11 @@ class _Start:
     def _gather(self) -> Fault | None:
         """Wait for the agents, then tell them what to start."""
         deadline = time.monotonic() + self.config.connect_timeout
-        while len(self.ports) < len(self.hosts) and time.monotonic() < deadline and not self.closed:
+        while len(self.ports.keys() | self.closed) < len(self.hosts) and time.monotonic() < deadline:
             self._take(0.2)
             if self.of._asked:
                 return Fault(what="stopped before the start", code=FAILED, again=False)
-        away = [channel for channel in self.channels if channel.host.name not in self.ports]
+        away = [each for each in self.channels if each.host.name in self.closed or each.host.name not in self.ports]
         if away:
             return self._unreached(away)
         coordinator = self.config.coordinator or f"{self.hosts[0].address}:{self.ports[self.hosts[0].name]}"
@@ -202,7 +202,9 @@ class _Start:
     def _unreached(self, away: Sequence[Channel]) -> Fault:
         names = ", ".join(channel.host.name for channel in away)
         said = [line for channel in away for line in list(channel.stray)[-3:]] or [
-            f"no answer within {self.config.connect_timeout:g} s"
+            f"{each.host.name}: "
+            + ("refused" if each.host.name in self.closed else f"no answer within {self.config.connect_timeout:g} s")
+            for each in away
         ]
         error = ShardingError(
             f"start on {names}",

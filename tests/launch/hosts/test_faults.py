@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from groups import AT, EVERY, Launched, check_whole, last_step, run_args
+from groups import AT, EVERY, Launched, check_whole, last_step, run_args, shell_of_two_hosts
 
 from sharding import checkpoint
+from sharding.processes import free_port
 
 STUCK = """
 import os, sys, time
@@ -84,6 +85,22 @@ def test_sigterm_on_one_host_has_all_save_and_stop(process: int, tmp_path: Path,
     assert stopped >= AT and f"stopped after step {stopped}; --resume goes on from there" in run.text
     with Launched(args=["launch", "--", *run_args(out, "--resume")], folder=tmp_path) as run:
         assert run.end() == 0
+    check_whole(out, undisturbed)
+
+
+@pytest.mark.slow
+def test_a_host_gone_for_good(tmp_path: Path, undisturbed: list[float]):
+    out = tmp_path / "run"
+    ssh, gone = shell_of_two_hosts(tmp_path)
+    hosts = ["--hosts", "a,b", "--ssh", str(ssh), "--coordinator", f"127.0.0.1:{free_port()}"]
+    options = [*hosts, "--devices-per-process", "2", "--elastic"]
+    with Launched(args=["launch", *options, "--", *run_args(out)], folder=tmp_path) as run:
+        run.until_step(AT, out)
+        gone.touch()
+        for pid in run.pids(HOST_OF_TEST="b"):
+            os.kill(pid, signal.SIGKILL)
+        assert run.end() == 0, run.text
+    assert "going on without b" in run.text and "data=1,tensor=2" in run.text
     check_whole(out, undisturbed)
 
 

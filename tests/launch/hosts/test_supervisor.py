@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from groups import Launched
+from groups import Launched, shell_of_two_hosts
 
 from sharding import launch
 from sharding.launch import devices
@@ -229,11 +229,7 @@ def test_a_host_that_is_not_reached(tmp_path: Path):
 
 @pytest.mark.slow
 def test_with_a_host_gone_for_good_the_others_go_on(tmp_path: Path):
-    ssh, gone = tmp_path / "ssh", tmp_path / "gone"
-    ssh.write_text(
-        f'#!/bin/sh\n[ "$1" = b ] && [ -e {gone} ] && exit 255\nexport HOST_OF_TEST=$1\nshift\nexec sh -c "$*"\n'
-    )
-    ssh.chmod(0o755)
+    ssh, gone = shell_of_two_hosts(tmp_path)
     script = tmp_path / "script.py"
     script.write_text(
         REPORT + "print('start', restart, 'of', os.environ['SHARDING_NUM_PROCESSES'])\n"
