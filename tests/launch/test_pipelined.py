@@ -45,7 +45,9 @@ def test_on_a_mesh(one_device):
     assert stacked[-1] == "tensor"
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "terapipe", pytest.param("zb-v", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "schedule", ["1f1b", *(pytest.param(each, marks=pytest.mark.slow) for each in ("terapipe", "zb-v"))]
+)
 def test_a_program_for_each_task(schedule, one_device):
     check_same(step({"pipe": 2}, schedule, executor="mpmd"), one_device)
 

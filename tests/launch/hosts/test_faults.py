@@ -44,12 +44,10 @@ FAULTS = {
     "a worker stalls": Fault(signal.SIGSTOP, 1, 2, "restart 1 of 3"),
     "the coordinator stalls": Fault(signal.SIGSTOP, 0, 2, "restart 1 of 3"),
 }
-QUICK = "a worker is killed"
 
 
-@pytest.mark.parametrize(
-    "name", [name if name == QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAULTS]
-)
+@pytest.mark.slow  # of the quick ones the notebook on hosts has a kill, too
+@pytest.mark.parametrize("name", FAULTS)
 def test_it_goes_on_after(name: str, tmp_path: Path, undisturbed: list[float]):
     fault, out = FAULTS[name], tmp_path / "run"
     with Launched(args=["launch", "--processes", str(fault.processes), "--", *run_args(out)], folder=tmp_path) as run:
