@@ -6,6 +6,7 @@ lost `num_consts` and `num_carry` (0.12).
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Iterator, Sequence
 from importlib.metadata import version
@@ -28,7 +29,6 @@ from jax.interpreters import ad as ad
 from jax.interpreters import batching as batching
 from jax.interpreters import mlir as mlir
 from jax.interpreters import partial_eval as _partial_eval
-from jaxlib import _jax as _jaxlib
 from jaxlib.mlir.dialects import sdy as _sdy
 
 _source.register_exclusion(os.path.dirname(__file__))  # our own frames are never the user's line
@@ -239,8 +239,8 @@ def gloo_at(address: str) -> None:
     def start() -> Any:
         if _config.cpu_collectives_implementation.value != "gloo":
             return _bridge.make_cpu_client()
-        client = _distributed.global_state.client
-        return _bridge.make_cpu_client(_jaxlib.make_gloo_tcp_collectives(distributed_client=client, hostname=address))
+        make = importlib.import_module("jaxlib._jax").make_gloo_tcp_collectives
+        return _bridge.make_cpu_client(make(distributed_client=_distributed.global_state.client, hostname=address))
 
     _bridge._backend_factories["cpu"].factory = start
 
