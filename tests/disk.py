@@ -1,4 +1,4 @@
-"""A disk that is full, or may only be read."""
+"""A disk that is full, may only be read, or spoils a file."""
 
 import contextlib
 import errno
@@ -20,6 +20,18 @@ def no_room(num_bytes: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def largest(folder: Path) -> Path:
+    """The largest file in a folder: of a checkpoint one with the bits of arrays, which compress least."""
+    return max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+
+
+def flip(path: Path) -> None:
+    """Turn over one bit in the middle of a file."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
 
 
 class Disk:

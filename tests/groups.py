@@ -13,7 +13,7 @@ from typing import Self
 import numpy as np
 from runs import losses
 
-from sharding import checkpoint, processes
+from sharding import checkpoint, launch, processes
 from sharding.launch import metrics
 
 TRAIN = ["train", "--mesh", "data=2,tensor=2", "--batch", "8", "--sample", "0", "--eval-every", "0", "--scan"]
@@ -114,6 +114,12 @@ def last_step(out: Path) -> int:
 def run_args(out: Path, *more: str, steps: int = STEPS, every: int = EVERY) -> list[str]:
     """Of a run of so many steps."""
     return [*TRAIN, "--steps", str(steps), "--checkpoint-every", str(every), "--out", str(out), *more]
+
+
+def losses_alone(out: Path, *, steps: int = STEPS, every: int = EVERY) -> list[float]:
+    """Of the same run by one process, this one, that nothing disturbs."""
+    launch.main(run_args(out, steps=steps, every=every))
+    return losses(metrics.read(out / metrics.FILE_NAME))
 
 
 def check_whole(out: Path, undisturbed: Sequence[float]) -> None:

@@ -67,9 +67,7 @@ def test_a_coordinator_that_is_not_there():
 
 @pytest.mark.parametrize(("host", "is_name"), [("127.0.0.1", False), ("localhost", True)])
 def test_processes_that_do_not_come(host: str, is_name: bool):
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+    port = processes.free_port("127.0.0.1")
     env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     ran = subprocess.run(
         [sys.executable, "-c", MEET, f"{host}:{port}", "3", "0", "3"],

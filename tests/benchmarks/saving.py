@@ -8,7 +8,6 @@ the steps go on; the other saves nothing, and begins once nothing is left to wri
 rounds, which a busy machine slows down alike. The published one is the median, with the quartiles beside it.
 """
 
-import json
 import statistics
 import tempfile
 import time
@@ -23,7 +22,7 @@ from sharding import checkpoint
 from sharding.launch import devices, program, tasks
 from sharding.launch.config import Train, parse_mesh
 
-from .contenders import machine
+from .contenders import machine, write
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,9 +77,7 @@ def main(options: Options) -> None:
         "seconds a step": round(statistics.median(without for _, without in pairs) / options.every, 4),
         f"a save per {options.every} steps over none": [round(each, 4) for each in (low, middle, high)],
     }
-    print(json.dumps(found, indent=1))
-    if options.json:
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
+    write(found, options.json)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from disk import no_room
+from disk import flip, largest, no_room
 
 from sharding import ShardingError, checkpoint
 
@@ -149,19 +149,8 @@ def test_a_file_where_the_folder_should_be(tmp_path):
     assert checkpoint.steps(tmp_path / "file") == []
 
 
-def largest(folder: Path) -> Path:
-    return max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
-
-
-def flip(folder: Path) -> None:
-    path = largest(folder)
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-
-
 DAMAGE: dict[str, Callable[[Path], None]] = {
-    "a flipped bit": flip,
+    "a flipped bit": lambda folder: flip(largest(folder)),
     "cut short": lambda folder: os.truncate(largest(folder), largest(folder).stat().st_size // 2),
     "emptied": lambda folder: os.truncate(largest(folder), 0),
     "a file gone": lambda folder: largest(folder).unlink(),

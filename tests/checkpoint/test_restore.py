@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from disk import flip, largest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -116,12 +117,7 @@ def test_a_flipped_bit_is_noticed(tmp_path):
     noise = {"a": jax.random.bits(jax.random.key(0), (1 << 16,), jnp.uint32)}
     for step in (1, 2):
         checkpoint.save(tmp_path, step, noise).wait()
-    largest = max(
-        (path for path in (tmp_path / "2").rglob("*") if path.is_file()), key=lambda path: path.stat().st_size
-    )
-    data = bytearray(largest.read_bytes())
-    data[len(data) // 2] ^= 1
-    largest.write_bytes(data)
+    flip(largest(tmp_path / "2"))
     with pytest.raises(ShardingError, match="the checkpoint of step 1"):
         checkpoint.restore(tmp_path, noise, 2)
     with pytest.warns(UserWarning, match="step 2 in .* is damaged .*checksums differ: a.*: restored is that of step 1"):

@@ -4,10 +4,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests import browser
-
 from sharding.launch.config import Explain, ModelChoice
 from sharding.launch.explain import complete
+from tests import browser
 
 PICTURE = Path(__file__).parents[2] / "notebooks" / "report.png"
 PROGRAM = Explain(model=ModelChoice(name="gpt-7b"), mesh="data=8,fsdp=8,tensor=4", devices="v5p:4x8x8")

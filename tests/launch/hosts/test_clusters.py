@@ -10,10 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from clusters import namespaces, ray_cluster, slurm_cluster, ssh_server
-from groups import Launched, run_args
+from groups import Launched, losses_alone, run_args
 from runs import losses
 
-from sharding import launch
 from sharding.launch import metrics
 
 STEPS = 5
@@ -22,9 +21,7 @@ STEPS = 5
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """The losses of one process."""
-    out = tmp_path_factory.mktemp("alone")
-    launch.main(args(out))
-    return losses(metrics.read(out / metrics.FILE_NAME))
+    return losses_alone(tmp_path_factory.mktemp("alone"), steps=STEPS, every=0)
 
 
 def args(out: Path) -> list[str]:

@@ -9,12 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from disk import small_disk
-from groups import AT, Launched, check_whole, last_step, run_args
-from runs import losses
+from disk import flip, largest, small_disk
+from groups import AT, Launched, check_whole, last_step, losses_alone, run_args
 
-from sharding import checkpoint, launch
-from sharding.launch import metrics
+from sharding import checkpoint
 
 
 def kill_while_saving(run: Launched, folder: Path, generator: random.Random) -> None:
@@ -34,8 +32,7 @@ def kill_while_saving(run: Launched, folder: Path, generator: random.Random) -> 
 def test_killed_at_twenty_moments_while_they_save(tmp_path: Path):
     steps, kills, out, generator = 60, 20, tmp_path / "run", random.Random(0)
     folder = out / "checkpoints"
-    launch.main(run_args(tmp_path / "alone", steps=steps))
-    undisturbed = losses(metrics.read(tmp_path / "alone" / metrics.FILE_NAME))
+    undisturbed = losses_alone(tmp_path / "alone", steps=steps)
     said = run_args(out, "--keep", "100", steps=steps, every=2)
     with Launched(args=["launch", "--restarts", str(kills), "--", *said], folder=tmp_path) as run:
         for restart in range(1, kills + 1):
@@ -74,19 +71,14 @@ def test_a_disk_that_may_only_be_read(tmp_path: Path):
         assert "the folder must be one to write in" in run.text and "Traceback" not in run.text
 
 
-def change(path: Path, at: int, new: Callable[[bytes], bytes], count: int) -> None:
-    """Other bytes in place of some of a file."""
+def zero(path: Path, at: int = 4096, count: int = 4096) -> None:
     data = path.read_bytes()
-    path.write_bytes(data[:at] + new(data[at : at + count]) + data[at + count :])
-
-
-def largest(folder: Path) -> Path:
-    return max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    path.write_bytes(data[:at] + bytes(len(data[at : at + count])) + data[at + count :])
 
 
 DAMAGE: dict[str, Callable[[Path], None]] = {
-    "a flipped bit": lambda path: change(path, path.stat().st_size // 3, lambda byte: bytes([byte[0] ^ 4]), 1),
-    "a zeroed block": lambda path: change(path, 4096, lambda block: bytes(len(block)), 4096),
+    "a flipped bit": flip,
+    "a zeroed block": zero,
     "cut short": lambda path: os.truncate(path, path.stat().st_size // 2),
     "gone": lambda path: path.unlink(),
 }
