@@ -162,9 +162,10 @@ class _Start:
         if away:
             return self._unreached(away)
         coordinator = self.config.coordinator or f"{self.hosts[0].address}:{self.ports[self.hosts[0].name]}"
+        common, in_pod = self._environment(), POD in os.environ  # there its environment says who it is
         for channel in self.channels:
             starts = [
-                {"process": process, "environment": self._environment() | self._who(process, place, coordinator)}
+                {"process": process, "environment": {} if in_pod else common | self._who(process, place, coordinator)}
                 for place, process in enumerate(channel.host.processes)
             ]
             if not channel.host.starts_itself:
@@ -178,8 +179,6 @@ class _Start:
 
     def _environment(self) -> dict[str, str]:
         """What every process is told."""
-        if POD in os.environ:
-            return {}
         # ssh passes nothing on, and what changes programs must be the same everywhere.
         found = {name: value for name, value in os.environ.items() if name.startswith(FORWARDED)}
         found[processes.RESTART] = str(self.restarts)
@@ -189,9 +188,7 @@ class _Start:
         return found | ({processes.ELASTIC: "1"} if self.config.elastic else {})
 
     def _who(self, process: int, place: int, coordinator: str) -> dict[str, str]:
-        """What tells a process who it is, unless its pod does."""
-        if POD in os.environ:
-            return {}
+        """What tells a process who it is."""
         found = {
             processes.COORDINATOR: coordinator,
             processes.NUM_PROCESSES: str(len(self.seen)),
