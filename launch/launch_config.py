@@ -56,7 +56,8 @@ class Launch:
     restarts: int = 3
     """How often the processes are started again after a fault."""
     step_timeout: float = 300.0
-    """Seconds without a finished step, from the first one on, after which processes are taken to hang."""
+    """Seconds without a finished step or held-out batch, once one was, after which processes are taken to hang; for
+    compiling they have the time of the start."""
     start_timeout: float | None = None
     """Seconds until the first step is finished, compiling included. Default: no limit, as of a script that reports no
     steps."""

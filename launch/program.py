@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 import sharding
-from sharding import P, nonfinite
+from sharding import P, nonfinite, processes
 
 from ..models import layouts
 from .rows import taken
@@ -53,8 +53,11 @@ class Program:
 
     def heldout(self, state: TrainState, batches: Sequence[Batch]) -> dict[str, float]:
         """The held-out figures of the task over `batches`, which are on the host."""
-        looked = (self.evaluate(state.params, state.variables, self.put_whole(batch)) for batch in batches)
-        return self.task.score([jax.device_get(each) for each in looked])
+        looked = []
+        for batch in batches:
+            looked.append(jax.device_get(self.evaluate(state.params, state.variables, self.put_whole(batch))))
+            processes.working()
+        return self.task.score(looked)
 
     def sample(self, state: TrainState, *, seed: int, num_prompts: int) -> str:
         """What the first of `num_prompts` equal prompts, which the mesh must divide, goes on to."""

@@ -15,7 +15,7 @@ import sys
 import time
 import zlib
 from base64 import b85decode, b85encode
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from . import compat
@@ -38,6 +38,9 @@ UP = "up"
 
 FINISHED = "finished"
 """What is reported behind the last step."""
+
+COMPILING, WORKING = "compiling", "working"
+"""What is reported before a program compiles, and for signs of life between steps."""
 
 CONNECT_TIMEOUT = "SHARDING_CONNECT_TIMEOUT"
 """Environment variable: seconds until processes that have not come are missing."""
@@ -161,9 +164,24 @@ def stops(step: int) -> bool:
 def done(step: int) -> None:
     """Report that `step` was finished, to the supervisor that started this process, if there is one.
 
-    From the second report on it takes silence for a hang.
+    From the first report on it takes silence for a hang.
     """
     report(str(step))
+
+
+def working() -> None:
+    """Report a sign of life to the supervisor, in what takes long between two steps."""
+    report(WORKING)
+
+
+@contextlib.contextmanager
+def compiling() -> Iterator[None]:
+    """Report that this process compiles, which may take longer than the supervisor waits for a step."""
+    report(COMPILING)
+    try:
+        yield
+    finally:
+        report(WORKING)
 
 
 def finished() -> None:

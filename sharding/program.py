@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -68,13 +69,15 @@ class Program:
         self.refuse_abstract(leaves)
         if any(_is_deleted(leaves[i]) for i in self.donated_leaves):
             self._refuse_deleted(leaves)
-        if not self.compared:
+        first = not self.compared
+        if first:
             self._compare()
         if unplaced:
             wanted = [self.in_shardings[i] for i in unplaced]
             for i, x in zip(unplaced, jax.device_put([leaves[i] for i in unplaced], wanted), strict=True):
                 leaves[i] = x
-        return jax.tree.unflatten(self.traced.out_tree, self.compiled(*leaves))
+        with processes.compiling() if first else contextlib.nullcontext():
+            return jax.tree.unflatten(self.traced.out_tree, self.compiled(*leaves))
 
     def run_placed(self, leaves: list[Any]) -> Any:
         """The result for arrays that lie on devices by choice, likely as this program wants them.

@@ -40,7 +40,7 @@ class Launched:
         self.log = self.folder / "launch.log"
         # One mark finds all processes that came of this launch, wherever they hang.
         self.mark = f"{os.getpid()}-{time.monotonic_ns()}"
-        dropped = ("XLA_FLAGS", "NPROC", "PYTEST_XDIST_WORKER")
+        dropped = ("NPROC", "PYTEST_XDIST_WORKER")
         env = {name: value for name, value in os.environ.items() if name not in dropped}
         env |= {"JAX_PLATFORMS": "cpu", "TEST_GROUP": self.mark, **self.environment}
         with self.log.open("wb") as log:

@@ -6,8 +6,8 @@ from typing import Any
 Message = dict[str, Any]
 """`is` names the kind. Head to agent: `start` (`processes`: one dict of `process` and `environment` each, `command`),
 `alive`, `stop` (SIGTERM), `stacks` (SIGUSR1), `kill`. Agent to head: `ready` (`port`, a free one, and `name`),
-`alive`, and of `process` its `up`, `step`, `finished`, `line` (`text`, `is_error`) and `exit` (`code`, negative for a
-signal)."""
+`alive`, and of `process` its `up`, `step`, `compiling`, `working`, `finished`, `line` (`text`, `is_error`) and `exit`
+(`code`, negative for a signal)."""
 
 ALIVE_EVERY, ALIVE_TIMEOUT = 2.0, 10.0
 """Seconds between signs of life, and until the other side is given up."""

@@ -59,7 +59,9 @@ class _Seen:
     up: bool = False
     step: int | None = None
     at: float = 0.0
-    """When its last step was finished."""
+    """When it gave its last sign of life."""
+    compiles: bool = False
+    """Whether it compiles a program."""
     finished: bool = False
     """Whether there are no more steps."""
     code: int | None = None
@@ -273,12 +275,20 @@ class _Start:
             seen.step, seen.at = message["step"], now
             if self.of._first_step is None:
                 self.of._first_step = now - self.begun
+        elif kind in ("compiling", "working"):
+            self._hear_of(self.seen[message["process"]], compiles=kind == "compiling")
         elif kind == "finished":
             seen = self.seen[message["process"]]
             seen.finished, seen.at = True, now
         elif kind == "exit":
             seen = self.seen[message["process"]]
             seen.code, seen.ended = message["code"], now
+
+    def _hear_of(self, seen: _Seen, *, compiles: bool) -> None:
+        waited_for = [seen] if compiles or not seen.compiles else self.seen.values()
+        for each in waited_for:
+            each.at = time.monotonic()
+        seen.compiles = compiles
 
     def _pass_on_signals(self) -> None:
         if self.asked == len(self.of._asked):
@@ -363,6 +373,8 @@ class _Start:
 
     def _patience(self, seen: _Seen) -> float:
         """Seconds of silence until a process that has finished steps is taken to hang."""
+        if any(each.compiles for each in self.seen.values()):  # that one, or those that wait for it
+            return self._start_limit() or 0.0
         return self.config.step_timeout + (self.config.grace if seen.finished else 0)
 
     def _start_limit(self) -> float | None:

@@ -132,6 +132,33 @@ def test_processes_that_finish_no_step_are_started_again(tmp_path: Path):
     assert "[1]   File" in run.text and "in stuck_here" in run.text
 
 
+def test_compiling_takes_its_time(tmp_path: Path):
+    script = """
+        if me == 1:
+            report("compiling")
+            time.sleep(4)  # longer than a step may take, for the one who waits for it too
+            report("working")
+        else:
+            time.sleep(5)
+        report("finished")
+    """
+    with launched(tmp_path, script, "--step-timeout", "3", "--start-timeout", "20") as run:
+        assert run.end() == 0, run.text
+    assert "restart" not in run.text
+
+
+@pytest.mark.slow
+def test_compiling_does_not_take_for_ever(tmp_path: Path):
+    script = """
+        if restart == 0:
+            report("compiling")
+            time.sleep(1000)
+    """
+    with launched(tmp_path, script, "--step-timeout", "2") as run:
+        assert run.end() == 0, run.text
+    assert "restart 1 of 3" in run.text
+
+
 def test_sigterm_reaches_all_processes(tmp_path: Path):
     script = """
         def stop(number, frame):
