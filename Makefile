@@ -10,9 +10,6 @@ BIN := $(VENV)/bin
 CORES := $(shell nproc 2>/dev/null || getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
 WORKERS := $(shell [ $(CORES) -lt 4 ] && echo $(CORES) || echo 4)
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations 20
-# Compiling is most of what tests take. The quick ones leave out LLVM's optimisations, which come after all that is
-# asserted of compiled programs; `make test-slow` and `pytest` by hand compile as users do.
-QUICK := XLA_FLAGS="--xla_backend_optimization_level=0 $(XLA_FLAGS)"
 
 ifneq ($(shell command -v uv 2>/dev/null),)
 MAKE_VENV := uv venv --quiet --allow-existing --python $(PYTHON) $(VENV)
@@ -30,7 +27,7 @@ train: $(VENV)/.installed
 test: lint test-quick
 
 test-quick: $(VENV)/.installed-test
-	$(QUICK) $(PYTEST) $(ARGS)
+	$(PYTEST) $(ARGS)
 
 test-slow: $(VENV)/.installed-test
 	$(PYTEST) -m slow $(ARGS)

@@ -16,7 +16,7 @@ from runs import losses
 from sharding import checkpoint, launch, processes
 from sharding.launch import metrics
 
-TRAIN = ["train", "--mesh", "data=2,tensor=2", "--batch", "8", "--sample", "0", "--eval-every", "0", "--scan"]
+TRAIN = ["train", "--mesh", "data=2,tensor=2", "--batch", "12", "--sample", "0", "--eval-every", "0", "--scan"]
 """A run of the tiny GPT: some 15 seconds until its first step, then a quarter of a second each."""
 
 STEPS, EVERY, AT = 30, 5, 13

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import quick
 from fuzz.case import options_text
 from fuzz.check import namespace
 from fuzz.generate import numbered
@@ -185,13 +186,10 @@ def test_random_programs_are_not_permuted(first):
                 continue
             asked = eval(f"dict({options_text(case)})", names)
             asked.pop("donate_argnums", None)
-            found = permuted(sharding.jit(in_turn(program), **asked).lower(*args).compile(QUICK))
+            found = permuted(sharding.jit(in_turn(program), **asked).lower(*args).compile(quick.OPTIONS))
             assert found == [], number
     jax.clear_caches()
 
 
 def is_key(x):
     return jnp.issubdtype(x.dtype, jax.dtypes.extended)
-
-
-QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}

@@ -7,6 +7,7 @@ import random
 import jax
 import numpy as np
 import pytest
+import quick
 from fuzz import results
 from fuzz.builder import Builder, Facts
 from fuzz.case import Argument, Case, Record, Type, program_text, walk
@@ -17,11 +18,6 @@ from hypothesis import HealthCheck, Phase, given, settings
 
 import sharding
 
-QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-if jax.__version_info__ < (0, 11):
-    QUICK["xla_cpu_use_fusion_emitters"] = False
-"""Compiling is most of the time, and what is held against one device is the partitioner's work."""
-
 COUNT = 200
 BATCH = 20
 pytestmark = pytest.mark.filterwarnings("ignore:.*XLA pads it", "ignore:Some donated buffers were not usable")
@@ -30,14 +26,14 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*XLA pads it", "ignore:Some don
 @pytest.mark.parametrize(
     "first",
     [
-        *range(0, COUNT // 2, BATCH),
-        *(pytest.param(first, marks=pytest.mark.slow) for first in range(COUNT // 2, COUNT - 20, BATCH)),
+        *range(0, 2 * BATCH, BATCH),
+        *(pytest.param(first, marks=pytest.mark.slow) for first in range(2 * BATCH, COUNT, BATCH)),
     ],
 )
 def test_programs(first):
     for number in range(first, first + BATCH):
         try:
-            check(numbered("quick", number), options=QUICK, twice=number % 4 == 0)
+            check(numbered("quick", number), options=quick.OPTIONS, twice=number % 4 == 0)
         except Exception as e:
             e.add_note(f"python -m tests.fuzz --seed quick --first {number} --budget 1")
             raise
@@ -54,7 +50,7 @@ def test_programs(first):
 )
 @given(cases)
 def test_programs_by_hypothesis(case):
-    check(case, options=QUICK)
+    check(case, options=quick.OPTIONS)
 
 
 def test_as_they_are_called():
@@ -140,12 +136,12 @@ FAULT = "($0 if annotate is plain else $0 + 0.125)"
 @pytest.mark.parametrize("exact", [True, False])
 def test_catches_wrong_numbers(exact):
     with pytest.raises(Mismatch, match="exact, 32 of 32" if exact else "in float64: result 1 is off by 0.707"):
-        check(one_op(FAULT, exact=exact), options=QUICK)
+        check(one_op(FAULT, exact=exact), options=quick.OPTIONS)
 
 
 def test_catches_a_wrong_type():
     with pytest.raises(Mismatch, match=r"float16\[8, 4\] instead of float32\[8, 4\]"):
-        check(one_op("($0 if annotate is plain else $0.astype(jnp.float16))"), options=QUICK)
+        check(one_op("($0 if annotate is plain else $0.astype(jnp.float16))"), options=quick.OPTIONS)
 
 
 def test_catches_an_annotation_that_is_not_met(monkeypatch):
@@ -157,7 +153,7 @@ def test_catches_an_annotation_that_is_not_met(monkeypatch):
 
     monkeypatch.setattr(sharding.jit.__globals__["propagation"], "complete", careless)
     with pytest.raises(Mismatch, match="asked a by"):
-        check(one_op("$0"), options=QUICK)
+        check(one_op("$0"), options=quick.OPTIONS)
 
 
 def test_shrinks_to_the_op_at_fault():

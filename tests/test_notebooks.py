@@ -8,10 +8,15 @@ import nbformat
 import pytest
 
 NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
+LONG = ["04_pipelines"]
 
-pytestmark = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+every = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
 
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=[pytest.mark.slow] * (path.stem in LONG), id=path.stem) for path in NOTEBOOKS],
+)
 def test_runs(path, tmp_path, monkeypatch):
     # Nothing outside of the temporary folder is written, and no kernel but the one of this Python is found.
     for variable in ("JUPYTER_RUNTIME_DIR", "JUPYTER_DATA_DIR", "JUPYTER_CONFIG_DIR", "IPYTHONDIR"):
@@ -23,6 +28,7 @@ def test_runs(path, tmp_path, monkeypatch):
     assert not [output.text for output in shown if output.output_type == "stream" and output.name == "stderr"]
 
 
+@every
 def test_is_clean(path):
     text = path.read_text()
     notebook = json.loads(text)
@@ -32,6 +38,7 @@ def test_is_clean(path):
     assert text.isascii()
 
 
+@every
 def test_begins_with_what_the_reader_can_do(path):
     first = json.loads(path.read_text())["cells"][0]
     assert first["cell_type"] == "markdown"

@@ -11,16 +11,12 @@ status is then 1. `--results FILE` keeps the counts; those of the releases are i
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from pathlib import Path
 
 import jax
 
-QUICK = ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"]
-"""Compiling is most of the time, and what the partitioner does is the same."""
-if jax.__version_info__ < (0, 11):
-    QUICK.append("--xla_cpu_use_fusion_emitters=false")
+from .. import quick
 
 
 def main() -> int:
@@ -34,7 +30,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("."), help="folder for failing programs")
     parser.add_argument("--results", type=Path, default=None, help="file to which the counts are added")
     args = parser.parse_args()
-    os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *QUICK]).strip()
+    quick.set_flags()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
 

@@ -1,14 +1,27 @@
 """Runs that several tests look at."""
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from runs import STEPS, train
 
+from sharding.launch.tasks import bert, gpt
+from sharding.launch.text import source
+
+
+@pytest.fixture(scope="session", autouse=True)
+def little_is_held_out() -> Iterator[None]:
+    """An eighth of the tokens: looking at the whole takes ten times as long as the few steps of such runs."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (bert, gpt, source):
+            patch.setattr(module, "NUM_HELDOUT_TOKENS", 2**12)
+        yield
+
 
 @pytest.fixture(scope="session")
-def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole_run(little_is_held_out: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run that nothing disturbed."""
     out = tmp_path_factory.mktemp("whole")
     train(out)

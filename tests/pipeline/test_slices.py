@@ -217,6 +217,11 @@ def check_gpt(stages, sizes, lengths, *, executor, positions="rotary", grows=Fal
 
 
 def test_gpt_in_slices():
+    check_gpt(2, (1, 1), (8, 4), executor="mpmd", grows=True)
+
+
+@pytest.mark.slow
+def test_gpt_in_slices_of_uneven_stages():
     check_gpt(2, (2, 1), (6, 4, 2), executor="mpmd", grows=True)
 
 

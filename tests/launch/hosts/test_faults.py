@@ -35,12 +35,13 @@ class Fault(NamedTuple):
     process: int
     processes: int
     said: str
+    mesh: str = "data=2,tensor=2"
 
 
 FAULTS = {
     "a worker is killed": Fault(signal.SIGKILL, 1, 2, "process 1 was killed by SIGKILL"),
     "the coordinator is killed": Fault(signal.SIGKILL, 0, 2, "process 0 was killed by SIGKILL"),
-    "one of four is killed": Fault(signal.SIGKILL, 2, 4, "process 2 was killed by SIGKILL"),
+    "one of three is killed": Fault(signal.SIGKILL, 2, 3, "process 2 was killed by SIGKILL", "data=3,tensor=2"),
     "a worker stalls": Fault(signal.SIGSTOP, 1, 2, "restart 1 of 3"),
     "the coordinator stalls": Fault(signal.SIGSTOP, 0, 2, "restart 1 of 3"),
 }
@@ -50,7 +51,8 @@ FAULTS = {
 @pytest.mark.parametrize("name", FAULTS)
 def test_it_goes_on_after(name: str, tmp_path: Path, undisturbed: list[float]):
     fault, out = FAULTS[name], tmp_path / "run"
-    with Launched(args=["launch", "--processes", str(fault.processes), "--", *run_args(out)], folder=tmp_path) as run:
+    args = ["launch", "--processes", str(fault.processes), "--", *run_args(out, "--mesh", fault.mesh)]
+    with Launched(args=args, folder=tmp_path) as run:
         run.until_step(AT, out)
         os.kill(run.worker(fault.process), fault.number)
         assert run.end() == 0
