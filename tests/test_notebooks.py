@@ -8,7 +8,7 @@ import nbformat
 import pytest
 
 NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
-LONG = ["04_pipelines"]
+LONG = ["04_pipelines", "05_axes"]
 
 every = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
