@@ -17,6 +17,7 @@ from sharding import ShardingError, processes
 from ..exit_codes import MISTAKE
 from ..launch_config import Launch
 from .channel import Channel, Event, Host
+from .faults import Fault, Seen, how
 from .kubernetes import POD
 from .lines import Lines
 from .messages import ALIVE_TIMEOUT
@@ -32,40 +33,6 @@ STACKS = 1.0
 
 FAILED = 1
 """Exit code where a process ended by a signal."""
-
-_FOLLOWS = ("Gloo", "coordination service", "CoordinationService", "Connection reset by peer", "heartbeat")
-"""Errors of processes that lost another one."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Fault:
-    """Why a start ended before its program did."""
-
-    what: str
-    code: int
-    error: tuple[str, ...] = ()
-    """What the process said that began."""
-    again: bool = True
-    """Whether another start may help."""
-    gone: tuple[Host, ...] = ()
-    """Hosts that did not answer."""
-
-
-@dataclass(kw_only=True)
-class _Seen:
-    """What is known of one process."""
-
-    host: Host
-    up: bool = False
-    step: int | None = None
-    at: float = 0.0
-    """When it gave its last sign of life."""
-    compiles: bool = False
-    """Whether it compiles a program."""
-    finished: bool = False
-    """Whether there are no more steps."""
-    code: int | None = None
-    ended: float = 0.0
 
 
 @dataclass(kw_only=True)
@@ -132,7 +99,7 @@ class _Start:
         self.of, self.config, self.lines, self.hosts, self.restarts = of, of.config, of.lines, hosts, restarts
         self.events: queue.Queue[Event] = queue.Queue()
         self.channels: list[Channel] = []
-        self.seen = {process: _Seen(host=host) for host in hosts for process in host.processes}
+        self.seen = {process: Seen(host=host) for host in hosts for process in host.processes}
         self.ports: dict[str, int] = {}
         self.closed: set[str] = set()
         self.asked = 0
@@ -284,7 +251,7 @@ class _Start:
             seen = self.seen[message["process"]]
             seen.code, seen.ended = message["code"], now
 
-    def _hear_of(self, seen: _Seen, *, compiles: bool) -> None:
+    def _hear_of(self, seen: Seen, *, compiles: bool) -> None:
         waited_for = [seen] if compiles or not seen.compiles else self.seen.values()
         for each in waited_for:
             each.at = time.monotonic()
@@ -315,14 +282,13 @@ class _Start:
             stray = [line for channel in self.channels if channel.host in gone for line in list(channel.stray)[-3:]]
             names = ", ".join(host.name for host in gone)
             return Fault(what=f"{names} is gone", code=FAILED, gone=gone, error=tuple(stray))
-        first = min(bad, key=self._rank)
+        first = min(bad, key=lambda process: self.seen[process].rank("\n".join(self.lines.error(process))))
         seen = self.seen[first]
         assert seen.code is not None
         where = f" on {seen.host.name}" if len(self.hosts) > 1 else ""
-        how = f"was killed by {_signal_name(-seen.code)}" if seen.code < 0 else f"ended with code {seen.code}"
         after = f" after step {seen.step}" if seen.step is not None else ""
         return Fault(
-            what=f"process {first}{where} {how}{after}",
+            what=f"process {first}{where} {how(seen.code)}{after}",
             code=seen.code if seen.code > 0 else FAILED,
             error=tuple(self.lines.error(first)),
             again=self._may_pass(seen.code),
@@ -333,20 +299,6 @@ class _Start:
         if code == processes.UNREACHED:
             return self.of._met
         return code < 0 or (code != MISTAKE and self.of._first_step is not None)
-
-    def _rank(self, process: int) -> tuple[int, float]:
-        """Lower for a process whose end is more likely where it began."""
-        seen = self.seen[process]
-        error = "\n".join(self.lines.error(process))
-        if seen.code is not None and seen.code < 0 and seen.code != -signal.SIGABRT:
-            kind = 0
-        elif seen.code == MISTAKE:
-            kind = 1
-        elif any(text in error for text in _FOLLOWS) or seen.code == -signal.SIGABRT:
-            kind = 3
-        else:
-            kind = 2
-        return kind, seen.ended
 
     def _hung(self) -> Fault | None:
         """The fault of processes that say nothing for too long."""
@@ -371,7 +323,7 @@ class _Start:
             return self._stuck("processes", f"no step within {limit:.0f} s")
         return None
 
-    def _patience(self, seen: _Seen) -> float:
+    def _patience(self, seen: Seen) -> float:
         """Seconds of silence until a process that has finished steps is taken to hang."""
         if any(each.compiles for each in self.seen.values()):  # that one, or those that wait for it
             return self._start_limit() or 0.0
@@ -399,10 +351,3 @@ def _numbered(hosts: Sequence[Host]) -> list[Host]:
         found.append(replace(host, processes=numbers))
         next_number += len(numbers)
     return found
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
