@@ -230,10 +230,9 @@ class _Session:
                 self._skip(step, figures, state, used)
             if _due(step, self.recipe.eval_every) or step == self.recipe.steps:
                 self._evaluate(state, step)
-                processes.done(step)
             if _due(step, self.recipe.checkpoint_every) and step < self.recipe.steps:
                 self._save(state, step)
-                processes.done(step)
+                processes.working()
         processes.finished()
         return state, step
 

@@ -42,6 +42,9 @@ FINISHED = "finished"
 COMPILING, WORKING = "compiling", "working"
 """What is reported before a program compiles, and for signs of life between steps."""
 
+SIGNS = (UP, COMPILING, WORKING, FINISHED)
+"""All that is reported besides the numbers of steps."""
+
 CONNECT_TIMEOUT = "SHARDING_CONNECT_TIMEOUT"
 """Environment variable: seconds until processes that have not come are missing."""
 

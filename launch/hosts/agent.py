@@ -138,7 +138,7 @@ class Agent:
     def _report(self, number: int, pulse: IO[bytes]) -> None:
         for line in pulse:
             text = line.strip().decode()
-            what = {"is": "step", "step": int(text)} if text.isdecimal() else {"is": text}
+            what = {"is": text} if text in processes.SIGNS else {"is": "step", "step": int(text)}
             self._send(what | {"process": number})
 
     def _await(self, number: int, process: subprocess.Popen[bytes], passing: list[threading.Thread]) -> None:

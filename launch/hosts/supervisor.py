@@ -242,20 +242,20 @@ class _Start:
             seen.step, seen.at = message["step"], now
             if self.of._first_step is None:
                 self.of._first_step = now - self.begun
-        elif kind in ("compiling", "working"):
-            self._hear_of(self.seen[message["process"]], compiles=kind == "compiling")
+        elif kind == "compiling":
+            seen = self.seen[message["process"]]
+            seen.compiles, seen.at = True, now
+        elif kind == "working":
+            seen = self.seen[message["process"]]
+            for each in self.seen.values() if seen.compiles else [seen]:  # the others may have waited for it
+                each.at = now
+            seen.compiles = False
         elif kind == "finished":
             seen = self.seen[message["process"]]
             seen.finished, seen.at = True, now
         elif kind == "exit":
             seen = self.seen[message["process"]]
             seen.code, seen.ended = message["code"], now
-
-    def _hear_of(self, seen: Seen, *, compiles: bool) -> None:
-        waited_for = [seen] if compiles or not seen.compiles else self.seen.values()
-        for each in waited_for:
-            each.at = time.monotonic()
-        seen.compiles = compiles
 
     def _pass_on_signals(self) -> None:
         if self.asked == len(self.of._asked):
@@ -325,9 +325,10 @@ class _Start:
 
     def _patience(self, seen: Seen) -> float:
         """Seconds of silence until a process that has finished steps is taken to hang."""
-        if any(each.compiles for each in self.seen.values()):  # that one, or those that wait for it
-            return self._start_limit() or 0.0
-        return self.config.step_timeout + (self.config.grace if seen.finished else 0)
+        silence, start = self.config.step_timeout + (self.config.grace if seen.finished else 0), self._start_limit()
+        if start is not None and any(each.compiles for each in self.seen.values()):
+            return max(silence, start)  # for those that wait for the one that compiles, too
+        return silence
 
     def _start_limit(self) -> float | None:
         """Seconds until the first step: those asked for, or by what an earlier start took."""

@@ -13,7 +13,7 @@ from sharding.launch.text import source
 
 @pytest.fixture(scope="session", autouse=True)
 def little_is_held_out() -> Iterator[None]:
-    """An eighth of the tokens: looking at the whole takes ten times as long as the few steps of such runs."""
+    """Fewer tokens: looking at all of them takes ten times as long as the few steps of such runs."""
     with pytest.MonkeyPatch.context() as patch:
         for module in (bert, gpt, source):
             patch.setattr(module, "NUM_HELDOUT_TOKENS", 2**12)
@@ -21,7 +21,7 @@ def little_is_held_out() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def whole_run(little_is_held_out: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run that nothing disturbed."""
     out = tmp_path_factory.mktemp("whole")
     train(out)

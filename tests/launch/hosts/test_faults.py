@@ -41,6 +41,7 @@ class Fault(NamedTuple):
 FAULTS = {
     "a worker is killed": Fault(signal.SIGKILL, 1, 2, "process 1 was killed by SIGKILL"),
     "the coordinator is killed": Fault(signal.SIGKILL, 0, 2, "process 0 was killed by SIGKILL"),
+    "one of four is killed": Fault(signal.SIGKILL, 2, 4, "process 2 was killed by SIGKILL"),
     "one of three is killed": Fault(signal.SIGKILL, 2, 3, "process 2 was killed by SIGKILL", "data=3,tensor=2"),
     "a worker stalls": Fault(signal.SIGSTOP, 1, 2, "restart 1 of 3"),
     "the coordinator stalls": Fault(signal.SIGSTOP, 0, 2, "restart 1 of 3"),
