@@ -1,6 +1,10 @@
-# make train: an environment, then the default training run.   make test: lint, types and the quick tests.
-# make fuzz: random programs on random meshes against one device, ARGS="--seed 0 --budget 10000" or "--minutes 5".
-# Everything lands in $(VENV); PYTHON chooses the interpreter it is made with.
+# make train   create the environment and train the default model
+# make test    lint, type-check and run the quick tests; `make test-slow` runs the rest
+# make docs    build the API reference and the notebooks with their outputs in build/docs (the first build runs the
+#              notebooks, about five minutes; ARGS="-D nb_execution_mode=off" renders them without outputs)
+# make fuzz    compare random programs on random meshes with one device, ARGS="--seed 0 --budget 10000" or "--minutes 5"
+#
+# PYTHON selects the interpreter of the environment, VENV its folder.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -19,7 +23,7 @@ MAKE_VENV := $(PYTHON) -m venv $(VENV)
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 endif
 
-.PHONY: train test test-quick test-slow fuzz lint
+.PHONY: train test test-quick test-slow docs fuzz lint
 
 train: $(VENV)/.installed
 	$(BIN)/sharding train $(ARGS)
@@ -29,8 +33,14 @@ test: lint test-quick
 test-quick: $(VENV)/.installed-test
 	$(PYTEST) $(ARGS)
 
-test-slow: $(VENV)/.installed-test
+test-slow: $(VENV)/.installed-test $(VENV)/.installed-docs
 	$(PYTEST) -m slow $(ARGS)
+
+# The pages are assembled in build/docs-source by .ci/docs/conf.py, which Sphinx reads first.
+docs: $(VENV)/.installed-docs
+	mkdir -p build/docs-source
+	$(BIN)/python -m sphinx -W --keep-going -q -c .ci/docs $(ARGS) build/docs-source build/docs
+	@echo build/docs/index.html
 
 fuzz: $(VENV)/.installed-test
 	$(BIN)/python -m tests.fuzz $(ARGS) 2>/dev/null
@@ -43,11 +53,15 @@ lint: $(VENV)/.installed-test
 $(BIN)/python:
 	$(MAKE_VENV)
 
-# Stamps: the installation is repeated when pyproject.toml changes.
+# Stamp files: reinstall when pyproject.toml changes.
 $(VENV)/.installed: pyproject.toml | $(BIN)/python
 	$(INSTALL) -e .
 	touch $@
 
 $(VENV)/.installed-test: pyproject.toml | $(BIN)/python
 	$(INSTALL) -e '.[test]'
+	touch $@ $(VENV)/.installed
+
+$(VENV)/.installed-docs: pyproject.toml | $(BIN)/python
+	$(INSTALL) -e '.[docs]'
 	touch $@ $(VENV)/.installed

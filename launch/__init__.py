@@ -1,19 +1,20 @@
-"""The command line: `sharding train` trains a model over a mesh, `sharding explain` shows how it would be split,
-`sharding checkpoint` looks into what was saved, `sharding calibrate` measures this machine for estimates, `sharding
-launch` starts processes here or on many hosts."""
+"""Train models over a device mesh, explain their shardings, manage checkpoints, calibrate the cost model and launch
+multi-process programs."""
 
 import functools
 import sys
 from collections.abc import Sequence
 from typing import Any
 
-from sharding import processes
+from sharding.distributed import processes
 from sharding.errors import ShardingError
 
-from .checkpoint_config import Checkpoint
-from .config import Calibrate, Explain, Train
-from .exit_codes import MISTAKE, STOPPED
-from .launch_config import Launch
+from .config.calibrate_config import Calibrate
+from .config.checkpoint_config import Checkpoint
+from .config.explain_config import Explain
+from .config.launch_config import Launch
+from .config.train_config import Train
+from .exit_codes import INTERRUPTED, USER_ERROR
 
 COMMANDS = {"train": Train, "explain": Explain, "checkpoint": Checkpoint, "calibrate": Calibrate, "launch": Launch}
 
@@ -21,35 +22,35 @@ Command = Train | Explain | Checkpoint | Calibrate | Launch
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run the command that `args`, by default those of the process, ask for."""
+    """Run the command of `args`, by default those of the process."""
     try:
         _run(parse(args))
     except ShardingError as error:
         print(f"error: {error}", file=sys.stderr)
-        _leave(error)
+        _exit(error)
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
-        sys.exit(STOPPED)
+        sys.exit(INTERRUPTED)
 
 
-def _leave(error: ShardingError) -> None:
-    """End after a mistake; a process that others would wait for ends at once."""
-    code = processes.UNREACHED if isinstance(error, processes.Unreached) else MISTAKE
-    processes.leave(code)
+def _exit(error: ShardingError) -> None:
+    """Exit after a user error; immediately in a process that others would wait for."""
+    code = processes.CONNECT_ERROR if isinstance(error, processes.ConnectError) else USER_ERROR
+    processes.exit_if_multiprocess(code)
     sys.exit(code)
 
 
 def parse(args: Sequence[str] | None = None) -> Command:
-    """The command that `args` describe. Prints help or what is wrong, and exits, where they describe none."""
+    """The command of `args`; prints help or an error and exits if there is none."""
     import tyro
 
     args = list(sys.argv[1:] if args is None else args)
     markers = (tyro.conf.FlagCreatePairsOff, tyro.conf.OmitSubcommandPrefixes, tyro.conf.OmitArgPrefixes)
     commands: dict[str, Any] = dict(COMMANDS)
     if args[:1] == ["launch"] and "--" in args:
-        # What follows is another program's command line.
-        mark = args.index("--")
-        args, command = args[:mark], tuple(args[mark + 1 :])
+        # After `--` comes another program's command line.
+        separator = args.index("--")
+        args, command = args[:separator], tuple(args[separator + 1 :])
         commands["launch"] = functools.partial(Launch, command=command)
     return tyro.extras.subcommand_cli_from_dict(
         commands, prog="sharding", description=__doc__, args=args, config=markers
@@ -57,24 +58,24 @@ def parse(args: Sequence[str] | None = None) -> Command:
 
 
 def _run(command: Command) -> None:
-    # JAX and the models take seconds to import: only once the request is known to make sense.
+    # The models take seconds to import: only once the options are known to be valid.
     if isinstance(command, Train):
-        from . import train
+        from .commands import train
 
         train.run(command)
     elif isinstance(command, Checkpoint):
-        from . import checkpoints
+        from .commands import checkpoint
 
-        checkpoints.run(command)
+        checkpoint.run(command)
     elif isinstance(command, Calibrate):
-        from . import calibrate
+        from .commands import calibrate
 
         calibrate.run(command)
     elif isinstance(command, Launch):
-        from . import hosts
+        from .commands import launch
 
-        sys.exit(hosts.run(command))
+        sys.exit(launch.run(command))
     else:
-        from . import explain
+        from .commands import explain
 
         explain.run(command)

@@ -1,4 +1,4 @@
-"""`python -m sharding.launch`, the same as the console script."""
+"""`python -m sharding.launch`, the same as the console script `sharding`."""
 
 from . import main
 

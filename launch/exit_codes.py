@@ -1,7 +1,7 @@
-"""What the exit codes of the command line mean."""
+"""Exit codes of the command line."""
 
-MISTAKE = 2
-"""Exit code after a request that cannot be met."""
+USER_ERROR = 2
+"""A request that cannot be met."""
 
-STOPPED = 130
-"""Exit code after Ctrl-C that could not wait, as shells have it."""
+INTERRUPTED = 130
+"""Ctrl-C without a checkpoint; the code that shells use."""

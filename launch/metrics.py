@@ -1,7 +1,7 @@
-"""What a run measured, one JSON object a line, in a file that can be read while the run goes on.
+"""The metrics file of a run: JSON lines, readable while the run continues.
 
-A line holds `step` and some of the figures below; each figure's unit ends its name. Python writes floats so that they
-read back to the same bits: two runs can be compared exactly.
+A line holds `step` and some of the metrics below; each name ends with its unit. Python's floats round-trip exactly
+through JSON, so two runs can be compared bit for bit.
 """
 
 import contextlib
@@ -15,19 +15,19 @@ from typing import Self
 
 FILE_NAME = "metrics.jsonl"
 
-Figures = Mapping[str, float | int]
-"""Figures of one step: `loss` (nats), `gradient_norm`, `learning_rate`, `seconds`, `memory_bytes`; throughput and
-held-out figures by the names that the task gives them, such as `tokens_per_second` and `heldout_bits_per_byte`; of
-experts `auxiliary_loss`, `peak_load` (choices of the busiest over the mean) and `dropped_share` (of all choices)."""
+MetricValues = Mapping[str, float | int]
+"""Metrics of one step: `loss` (nats), `gradient_norm`, `learning_rate`, `seconds`, `memory_bytes`; throughput and
+held-out metrics under the workload's names, such as `tokens_per_second` and `heldout_bits_per_byte`; for experts
+`auxiliary_loss`, `peak_load` (choices of the busiest expert over the mean) and `dropped_share` (of all choices)."""
 
 
 def bits_per_byte(nats: float) -> float:
-    """Nats a token as bits a byte, for tokens that are bytes."""
+    """Nats per token as bits per byte, for tokens that are bytes."""
     return nats / math.log(2)
 
 
 def memory_bytes() -> int:
-    """Resident memory of this process; 0 where the system does not say."""
+    """Resident memory of this process; 0 if the system doesn't report it."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except (OSError, ValueError, IndexError):
@@ -42,29 +42,29 @@ class MetricsFile:
     """An open metrics file. `log` writes a line and flushes it."""
 
     path: Path | None
-    """None keeps the figures here alone, where another process writes them."""
-    lines: list[Figures] = field(default_factory=list)
+    """None keeps the metrics in memory, in processes other than process 0."""
+    lines: list[MetricValues] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._file = None
         if self.path is None:
             return
-        # The lines that stay are complete beside the old file before they take its place.
+        # Write the kept lines to a temporary file first, then replace the old one atomically.
         part = self.path.with_name(f".{self.path.name}.part")
         part.write_text("".join(map(_text, self.lines)))
         part.replace(self.path)
         self._file = self.path.open("a")
 
-    def log(self, step: int, figures: Figures) -> None:
-        """Append the figures of `step`, here and in the file."""
-        line = {"step": step, **figures}
+    def log(self, step: int, values: MetricValues) -> None:
+        """Append the metrics of `step`, in memory and to the file."""
+        line = {"step": step, **values}
         self.lines.append(line)
         if self._file is not None:
             self._file.write(_text(line))
             self._file.flush()
 
     def series(self, name: str) -> list[tuple[int, float]]:
-        """(step, value) of every line that has `name`."""
+        """(step, value) of every line with `name`."""
         return series(self.lines, name)
 
     def __enter__(self) -> Self:
@@ -73,13 +73,13 @@ class MetricsFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # What a full disk did not take it does not take now either.
+        # A flush that failed on a full disk fails again here.
         with contextlib.suppress(OSError):
             if self._file is not None:
                 self._file.close()
 
 
-def _text(line: Figures) -> str:
+def _text(line: MetricValues) -> str:
     return json.dumps(line) + "\n"
 
 
@@ -89,14 +89,14 @@ def start(out: Path) -> MetricsFile:
 
 
 def resume(out: Path, *, step: int) -> MetricsFile:
-    """The metrics file in `out` cut back to what was measured up to `step`, to go on from there."""
+    """The metrics file in `out`, truncated after `step`, to continue from there."""
     path = out / FILE_NAME
     known = read(path) if path.exists() else []
     return MetricsFile(path=path, lines=[line for line in known if line["step"] <= step])
 
 
-def read(path: Path) -> list[Figures]:
-    """The lines of a metrics file. A last line that was cut short, by a crash, is left out."""
+def read(path: Path) -> list[MetricValues]:
+    """The lines of a metrics file, without a last line truncated by a crash."""
     lines = []
     for text in path.read_text().splitlines():
         try:
@@ -106,6 +106,6 @@ def read(path: Path) -> list[Figures]:
     return lines
 
 
-def series(lines: list[Figures], name: str) -> list[tuple[int, float]]:
-    """(step, value) of every line that has `name`."""
+def series(lines: list[MetricValues], name: str) -> list[tuple[int, float]]:
+    """(step, value) of every line with `name`."""
     return [(int(line["step"]), float(line[name])) for line in lines if name in line]

@@ -1,4 +1,4 @@
-"""What the axis `tensor` splits beside weights: the vocabulary, and the length of a residual stream."""
+"""Activations sharded over the axis `tensor`: logits along the vocabulary, the residual stream along its length."""
 
 from collections.abc import Callable
 from functools import partial
@@ -8,33 +8,35 @@ import jax
 from sharding import tensor
 
 from ..models import transformer
-from . import sequences
+from . import sharded_sequences
 
 AXIS = "tensor"
 
 
 def loss(logits_BSV: jax.Array, targets_BS: jax.Array) -> jax.Array:
-    """Mean cross entropy in nats, over a vocabulary that stays split where the mesh around has the axis."""
+    """Mean cross entropy in nats; the vocabulary stays sharded if the mesh in context has the axis."""
     if _size(AXIS) == 1:
         return transformer.loss(logits_BSV, targets_BS)
     return tensor.cross_entropy(logits_BSV, targets_BS, axis=AXIS)
 
 
-def stream() -> transformer.Stream:
-    """A residual stream whose length is split between the branches, beside the axis `seq` where there is one.
+def stream() -> transformer.StreamHooks:
+    """Hooks that shard the residual stream along its length between branches, beside the axis `seq` if it exists.
 
-    Not in the parts of a text that is generated, where the axes do not divide its length.
+    They do nothing where the axes do not divide the length, as in text generation.
     """
 
-    def moved(move: Callable[..., jax.Array], x_BSM: jax.Array) -> jax.Array:
-        along = _size(sequences.AXIS)
-        if x_BSM.shape[1] % (_size(AXIS) * along):
+    def resharded(move: Callable[..., jax.Array], x_BSM: jax.Array) -> jax.Array:
+        seq = _size(sharded_sequences.AXIS)
+        if x_BSM.shape[1] % (_size(AXIS) * seq):
             return x_BSM
-        return move(x_BSM, axis=AXIS, length_axis=sequences.AXIS if along > 1 else None)
+        return move(x_BSM, axis=AXIS, length_axis=sharded_sequences.AXIS if seq > 1 else None)
 
-    return transformer.Stream(into=partial(moved, tensor.gathered), out_of=partial(moved, tensor.scattered))
+    return transformer.StreamHooks(
+        branch_input=partial(resharded, tensor.gathered), branch_output=partial(resharded, tensor.scattered)
+    )
 
 
 def _size(axis: str) -> int:
-    """Of an axis of the mesh around; 1 where it has none."""
+    """Size of an axis of the mesh in context; 1 without it."""
     return dict(jax.sharding.get_abstract_mesh().shape).get(axis, 1)

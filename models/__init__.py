@@ -1,1 +1,4 @@
-"""Models, one per file, architecture only; `layouts` says which of their parameters are split over which axis."""
+"""Reference models, architecture only, and the layouts that shard their parameters over mesh axes.
+
+In: a configuration and batches. Out: flax nnx modules and losses, and the PartitionSpecs of `layouts`.
+"""

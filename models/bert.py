@@ -1,12 +1,12 @@
-"""A BERT: a bidirectional transformer that fills in masked tokens, as plain flax nnx modules without any sharding.
+"""A BERT: a bidirectional transformer trained on masked tokens, as plain flax nnx modules without any sharding.
 
-As published: learned positions, GELU, biases, layer norms after each branch (`order="post"`; the small preset norms
-before, which learns faster at its size), an output layer with a norm whose table is that of the embedding. Left out:
-segments and the prediction of the next sentence, which later work found to bring nothing.
+As published: learned positions, GELU, biases, post-norm blocks (`order="post"`; the small preset is pre-norm, which
+learns faster at its size), an output layer with a norm and the tied embedding table. Omitted: segment embeddings and
+next-sentence prediction, which later work found useless.
 
-The output layer sees the masked positions alone: its logits are [B, K, V], not [B, S, V].
+The output layer runs on the masked positions only: logits are [B, K, V], not [B, S, V].
 
-Shape suffixes: those of `transformer`, V vocabulary, K masked positions of a sequence.
+Shape suffixes as in `transformer_layers`, and V vocabulary, K masked positions of a sequence.
 
 References: Devlin et al., BERT, arXiv:1810.04805; Liu et al., RoBERTa, arXiv:1907.11692, section 4.2.
 """
@@ -18,30 +18,18 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from .transformer import (
-    MLP,
-    Block,
-    Branch,
-    LayerNorm,
-    bidirectional,
-    common_mistakes,
-    dropout,
-    loss,
-    normal,
-    run,
-    stack,
-    zeros,
-)
+from .transformer import Block, config_errors, loss, run, stack
+from .transformer_layers import MLP, Branch, LayerNorm, bidirectional_attention, dropout, normal, zeros
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """The sizes of a model and how it is computed; mistakes are all reported together."""
+    """Model sizes and compute options; all errors are reported together."""
 
     vocab: int
-    """Number of different tokens, with the mask."""
+    """Vocabulary size, including the mask token."""
     context: int
-    """Longest sequence."""
+    """Maximum sequence length."""
     layers: int
     """Number of blocks."""
     features: int
@@ -51,18 +39,18 @@ class Config:
     mlp_features: int
     """Width of the hidden layer of each MLP."""
     order: Literal["post", "pre"] = "post"
-    """Where the norms of a block are: after each branch's sum, as published, or before each branch."""
+    """Post-norm (after each residual sum, as published) or pre-norm blocks."""
     scan: bool = False
-    """Whether layers are stacked and scanned, which compiles one block for any depth, or unrolled."""
+    """Whether layers are stacked and scanned (one block compiled for any depth) or unrolled."""
     remat: bool = False
-    """Whether blocks are computed again in the backward pass, all but their attention output."""
+    """Whether blocks are rematerialised in the backward pass, except their attention output."""
     dropout: float = 0.0
-    """Share of the embedding and of each branch's output that is dropped when the call is given a key."""
+    """Dropout rate of the embedding and of each branch's output, when called with a key."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of activations; parameters, norms and softmax stay in float32."""
+    """Dtype of activations; parameters, norms and softmax stay in float32."""
 
     def __post_init__(self):
-        wrong = common_mistakes(self, ("vocab", "context", "layers", "features", "heads", "mlp_features"))
+        wrong = config_errors(self, ("vocab", "context", "layers", "features", "heads", "mlp_features"))
         if self.order not in ("post", "pre"):
             wrong.append(f"order={self.order!r} must be 'post' or 'pre'")
         if wrong:
@@ -85,8 +73,8 @@ class Config:
         return True
 
 
-# A vocabulary of 30,592 is BERT's 30,522 rounded up to a multiple of 128, so that axes divide it; 288 are the bytes and
-# a mask, rounded up to a multiple of 32.
+# A vocabulary of 30,592 is BERT's 30,522 rounded up to a multiple of 128, so that axis sizes divide it; 288 is
+# 256 byte values and a mask token, rounded up to a multiple of 32.
 PRESETS = {
     "bert-tiny": Config(
         vocab=288, context=128, layers=4, features=128, heads=8, mlp_features=512, order="pre",
@@ -102,7 +90,7 @@ PRESETS = {
 
 
 class Embed(nnx.Module):
-    """tokens_BS -> x_BSM: a row of the table for each token plus one for its position."""
+    """tokens_BS -> x_BSM: token embedding plus learned position embedding."""
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
         self.dtype = config.dtype
@@ -115,7 +103,7 @@ class Embed(nnx.Module):
 
 
 class Output(nnx.Module):
-    """What becomes of a position before it meets the table: a layer, a GELU and a norm."""
+    """Masked-LM head before the output table: a dense layer, a GELU and a norm."""
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
         self.w = normal(rngs, (config.features, config.features), fan_in=config.features)
@@ -128,13 +116,13 @@ class Output(nnx.Module):
 
 
 class BERT(nnx.Module):
-    """The whole model: tokens_BS, positions_BK -> logits_BKV.
+    """A BERT: tokens_BS, positions_BK -> logits_BKV.
 
     Args:
-        config: its sizes.
-        rngs: its `params` stream gives the initial values.
-        attention, mlp: make the two branches of a block. For another attention between the same projections:
-            `functools.partial(transformer.Attention, attend=...)`.
+        config: model configuration.
+        rngs: initialises parameters from its `params` stream.
+        attention, mlp: branch factories. To change only the attention function between the projections:
+            `functools.partial(transformer_layers.Attention, attend=...)`.
     """
 
     def __init__(
@@ -142,7 +130,7 @@ class BERT(nnx.Module):
         config: Config,
         *,
         rngs: nnx.Rngs,
-        attention: Branch = bidirectional,
+        attention: Branch = bidirectional_attention,
         mlp: Branch = MLP,
     ):
         def block(key: jax.Array) -> Block:
@@ -152,16 +140,18 @@ class BERT(nnx.Module):
         self.config = config
         self.blocks = stack(block, config, rngs.params())
         self.embed = Embed(config, rngs=rngs)
-        # Where the norms are in the blocks decides which end of the stream lacks one.
+        # Post-norm blocks leave the embedding without a norm, pre-norm blocks the output.
         self.embed_norm = LayerNorm(config.features) if config.order == "post" else None
         self.final_norm = LayerNorm(config.features) if config.order == "pre" else None
         self.output = Output(config, rngs=rngs)
         self.logit_bias = zeros(config.vocab)
 
     def encode(self, tokens_BS: jax.Array, key: jax.Array | None = None) -> jax.Array:
-        """What the model makes of each position, x_BSM; a `key` turns dropout on."""
+        """The encoder output x_BSM; a `key` enables dropout."""
         if tokens_BS.shape[1] > self.config.context:
-            raise ValueError(f"BERT: {tokens_BS.shape[1]} tokens in a sequence, the context is {self.config.context}")
+            raise ValueError(
+                f"BERT: {tokens_BS.shape[1]} tokens in a sequence exceed the context of {self.config.context}"
+            )
         keys = (None, None) if key is None else jax.random.split(key)
         x_BSM = self.embed(tokens_BS)
         if self.embed_norm is not None:
@@ -170,7 +160,7 @@ class BERT(nnx.Module):
         return x_BSM if self.final_norm is None else self.final_norm(x_BSM)
 
     def __call__(self, tokens_BS: jax.Array, positions_BK: jax.Array, key: jax.Array | None = None) -> jax.Array:
-        """Logits [B, K, V] of the tokens at `positions_BK`; a `key` turns dropout on."""
+        """Logits [B, K, V] of the tokens at `positions_BK`; a `key` enables dropout."""
         x_BSM = self.encode(tokens_BS, key)
         x_BKM = self.output(jnp.take_along_axis(x_BSM, positions_BK[:, :, None], axis=1, mode="clip"))
         logits_BKV = jnp.einsum("BKM,VM->BKV", x_BKM, self.embed.table[...].astype(x_BKM.dtype))
@@ -180,16 +170,16 @@ class BERT(nnx.Module):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True)
 class Masked:
-    """Sequences with some tokens hidden, and what was there: arrays on the host or the devices, or their shapes."""
+    """A batch for masked-LM training: host or device arrays, or their ShapeDtypeStructs."""
 
     tokens: Any
-    """What the model sees, [B, S]."""
+    """Input tokens, some of them masked, [B, S]."""
     positions: Any
-    """Where it is asked, [B, K]."""
+    """Positions to predict, [B, K]."""
     targets: Any
-    """What was there, [B, K]."""
+    """Original tokens at these positions, [B, K]."""
 
 
 def masked_loss(model: BERT, batch: Masked, key: jax.Array | None = None) -> jax.Array:
-    """Mean nats of a hidden token."""
+    """Mean cross entropy in nats per masked token."""
     return loss(model(batch.tokens, batch.positions, key), batch.targets)

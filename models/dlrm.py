@@ -1,12 +1,12 @@
-"""A DLRM: how likely somebody clicks, from numbers and categories, as plain flax nnx modules without any sharding.
+"""A DLRM: click prediction from dense and categorical features, as plain flax nnx modules without any sharding.
 
-As published: a bottom MLP makes a vector of the numbers, each category looks a vector up in a table of its own, all
-pairs of vectors are multiplied, and a top MLP makes one logit of the products and the bottom vector.
+As published: a bottom MLP embeds the dense features, each categorical feature looks up a row of its own embedding
+table, all pairs of vectors are multiplied, and a top MLP maps the dot products and the bottom vector to one logit.
 
-The tables are the rows of one array, one after the other, filled up to a multiple of 128 rows that nobody looks up: all
-lookups are one gather, and an axis splits the rows evenly whatever the single tables' sizes.
+All tables are concatenated by rows into one array, padded to a multiple of 128 rows: all lookups are one gather, and
+the rows shard evenly over an axis whatever the sizes of the tables.
 
-Shape suffixes: B batch, N numbers, T tables, K vectors (T + 1), E features of a vector, R rows of all tables,
+Shape suffixes: B batch, N dense features, T tables, K vectors (T + 1), E features of a vector, R rows of all tables,
 P pairs of vectors, F features of an MLP's layer.
 
 References: Naumov et al., DLRM, arXiv:1906.00091, section 2.
@@ -27,20 +27,20 @@ ROWS_MULTIPLE = 128
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """The sizes of a model; mistakes are all reported together."""
+    """Model sizes; all errors are reported together."""
 
     numbers: int
-    """Numbers of an example."""
+    """Number of dense features of an example."""
     tables: tuple[int, ...]
-    """Rows of each table: how many categories each kind has."""
+    """Rows of each embedding table: the number of its categories."""
     features: int
-    """Width of a table's rows, and of the bottom MLP's result."""
+    """Width of the embeddings and of the bottom MLP's output."""
     bottom: tuple[int, ...]
     """Widths of the hidden layers of the bottom MLP."""
     top: tuple[int, ...]
     """Widths of the hidden layers of the top MLP."""
     dtype: str = "float32"
-    """Type of activations, float32 or bfloat16; parameters and logits stay in float32."""
+    """Dtype of activations, float32 or bfloat16; parameters and logits stay in float32."""
 
     def __post_init__(self):
         wrong = [
@@ -60,7 +60,7 @@ class Config:
 
     @property
     def num_rows(self) -> int:
-        """Rows of all tables together, and those that fill up."""
+        """Rows of all tables together, with padding."""
         return math.ceil(sum(self.tables) / ROWS_MULTIPLE) * ROWS_MULTIPLE
 
     @property
@@ -68,7 +68,7 @@ class Config:
         return math.comb(len(self.tables) + 1, 2)
 
 
-# The tables of the large one are those of MLPerf's DLRM on Criteo's terabyte of clicks, none over 40 million rows.
+# The large preset has the tables of MLPerf's DLRM on the Criteo Terabyte data set, each at most 40 million rows.
 PRESETS = {
     "dlrm-tiny": Config(
         numbers=8, tables=(1000, 500, 300, 200, 100, 50, 20, 10), features=16, bottom=(64,), top=(64, 32),
@@ -85,7 +85,7 @@ PRESETS = {
 
 
 class Layer(nnx.Module):
-    """x_BF -> x_BF: one matrix and a bias."""
+    """A dense layer with a bias, x_BF -> x_BF."""
 
     def __init__(self, before: int, after: int, *, rngs: nnx.Rngs):
         init = jax.random.normal(rngs.params(), (before, after), jnp.float32)
@@ -101,12 +101,12 @@ def _layers(widths: list[int], rngs: nnx.Rngs) -> nnx.List[Layer]:
 
 
 class Tables(nnx.Module):
-    """categories_BT -> vectors_BTE: of each table the row that its category asks for."""
+    """Embedding lookup in all tables, categories_BT -> vectors_BTE."""
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
         self.config = config
         init = jax.random.normal(rngs.params(), (config.num_rows, config.features), jnp.float32)
-        # Small: what a rare category stands for is not to be guessed from its start.
+        # Small, so that the initial values of rare categories carry little weight.
         self.rows = nnx.Param(0.1 * init / config.features**0.5)
 
     def __call__(self, categories_BT: jax.Array) -> jax.Array:
@@ -116,7 +116,7 @@ class Tables(nnx.Module):
 
 
 def interactions(vectors_BKE: jax.Array) -> jax.Array:
-    """The dot products of all pairs of different vectors, [B, P]: row by row of the triangle under the diagonal."""
+    """Dot products of all pairs of different vectors, [B, P]: the strict lower triangle in row-major order."""
     count = vectors_BKE.shape[1]
     products_BKL = jnp.einsum("BKE,BLE->BKL", vectors_BKE, vectors_BKE)
     rows, columns = np.tril_indices(count, -1)
@@ -124,11 +124,11 @@ def interactions(vectors_BKE: jax.Array) -> jax.Array:
 
 
 class DLRM(nnx.Module):
-    """The whole model: numbers_BN, categories_BT -> logits_B.
+    """A DLRM: numbers_BN, categories_BT -> logits_B.
 
     Args:
-        config: its sizes.
-        rngs: its `params` stream gives the initial values.
+        config: model configuration.
+        rngs: initialises parameters from its `params` stream.
     """
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
@@ -154,17 +154,17 @@ class DLRM(nnx.Module):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True)
 class Clicks:
-    """Examples, and whether each was clicked: arrays on the host or the devices, or their shapes."""
+    """A labelled batch: host or device arrays, or their ShapeDtypeStructs."""
 
     numbers: Any
     """[B, N]"""
     categories: Any
-    """[B, T]: of each table, which row."""
+    """[B, T], the row in each table."""
     clicked: Any
-    """[B]: 0 or 1."""
+    """[B], 0 or 1."""
 
 
 def loss(model: DLRM, batch: Clicks) -> jax.Array:
-    """Mean nats of a click or its absence."""
+    """Mean binary cross entropy in nats per example."""
     logits_B = model(batch.numbers, batch.categories)
     return jnp.mean(jax.nn.softplus(logits_B) - batch.clicked.astype(jnp.float32) * logits_B)

@@ -1,9 +1,8 @@
 """A GPT: a causal transformer over tokens, as plain flax nnx modules without any sharding.
 
-Made of the blocks of `transformer`, whose header says what is unusual about them: RMS norms before each branch, rotary
-or learned positions, by default no biases.
+Pre-norm blocks of `transformer` with RMS norms, rotary or learned positions and, by default, no biases.
 
-Shape suffixes as there, and V vocabulary.
+Shape suffixes as in `transformer_layers`, and V vocabulary.
 """
 
 import dataclasses
@@ -14,42 +13,36 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from .transformer import (
+from .transformer import NO_HOOKS, Block, StreamHooks, config_errors, loss, run, stack
+from .transformer_layers import (
     MLP,
-    PLAIN,
-    Attend,
     Attention,
-    Block,
+    AttentionFn,
     Branch,
-    Order,
-    Past,
+    KVCache,
     RMSNorm,
-    Stream,
+    TokenPositions,
     causal_attention,
-    common_mistakes,
     dropout,
-    loss,
     normal,
     rotate,
-    run,
-    stack,
 )
 
 __all__ = [
     "GPT",
     "MLP",
     "PRESETS",
-    "Attend",
     "Attention",
+    "AttentionFn",
     "Block",
     "Branch",
     "Config",
     "Embed",
     "Head",
+    "KVCache",
     "LanguageModel",
-    "Past",
     "RMSNorm",
-    "Stream",
+    "StreamHooks",
     "causal_attention",
     "dropout",
     "generate",
@@ -61,17 +54,17 @@ __all__ = [
 
 
 SIZES = ("vocab", "context", "layers", "features", "heads", "kv_heads", "mlp_features")
-"""The fields of `Config` that are at least 1."""
+"""The fields of `Config` that must be at least 1."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """The sizes of a model and how it is computed; mistakes are all reported together."""
+    """Model sizes and compute options; all errors are reported together."""
 
     vocab: int
-    """Number of different tokens."""
+    """Vocabulary size."""
     context: int
-    """Longest sequence."""
+    """Maximum sequence length."""
     layers: int
     """Number of blocks."""
     features: int
@@ -83,22 +76,22 @@ class Config:
     mlp_features: int
     """Width of the hidden layer of each MLP."""
     positions: Literal["rotary", "learned"] = "rotary"
-    """Where positions enter: queries and keys are rotated, or a learned table is added to the embedding."""
+    """Position encoding: rotary on queries and keys, or a learned table added to the embedding."""
     tied: bool = True
-    """Whether the embedding table also makes the logits; otherwise the head has its own."""
+    """Whether the head shares the embedding table."""
     biases: bool = False
-    """Whether projections add a bias."""
+    """Whether projections have biases."""
     scan: bool = False
-    """Whether layers are stacked and scanned, which compiles one block for any depth, or unrolled."""
+    """Whether layers are stacked and scanned (one block compiled for any depth) or unrolled."""
     remat: bool = False
-    """Whether blocks are computed again in the backward pass, all but their attention output."""
+    """Whether blocks are rematerialised in the backward pass, except their attention output."""
     dropout: float = 0.0
-    """Share of the embedding and of each branch's output that is dropped when the call is given a key."""
+    """Dropout rate of the embedding and of each branch's output, when called with a key."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of activations; parameters, norms and softmax stay in float32."""
+    """Dtype of activations; parameters, norms and softmax stay in float32."""
 
     def __post_init__(self):
-        wrong = common_mistakes(self, SIZES)
+        wrong = config_errors(self, SIZES)
         if wrong:
             raise ValueError("gpt.Config: " + "; ".join(wrong))
 
@@ -107,7 +100,7 @@ class Config:
         return self.features // self.heads
 
 
-# A vocabulary of 50,304 is GPT-2's 50,257 rounded up to a multiple of 128, so that axes divide it.
+# A vocabulary of 50,304 is GPT-2's 50,257 rounded up to a multiple of 128, so that axis sizes divide it.
 PRESETS = {
     "gpt-tiny": Config(vocab=256, context=128, layers=4, features=128, heads=8, kv_heads=8, mlp_features=512),
     "gpt-small": Config(
@@ -130,9 +123,9 @@ PRESETS = {
 
 
 class Embed(nnx.Module):
-    """tokens_BS, start -> x_BSM: a row of the table for each token, plus one for its position if positions are learned.
+    """tokens_BS, start -> x_BSM: token embedding, plus a position embedding if positions are learned.
 
-    The first token's position is `start`, or each token's is that of `start` [S].
+    `start` is the position of the first token, or the positions of all tokens [S].
     """
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
@@ -156,22 +149,22 @@ class Embed(nnx.Module):
 
 
 class Head(nnx.Module):
-    """The table that makes logits, laid out as the embedding's, which takes its place when they are tied."""
+    """The output table, of the embedding table's shape; absent when the two are tied."""
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
         self.table = normal(rngs, (config.vocab, config.features), fan_in=config.features)
 
 
 class GPT(nnx.Module):
-    """The whole model: tokens_BS -> logits_BSV.
+    """A GPT: tokens_BS -> logits_BSV.
 
     Args:
-        config: its sizes.
-        rngs: its `params` stream gives the initial values.
-        attention, mlp: make the two branches of a block. For another attention between the same projections:
+        config: model configuration.
+        rngs: initialises parameters from its `params` stream.
+        attention, mlp: branch factories. To change only the attention function between the projections:
             `functools.partial(Attention, attend=...)`.
-        stream: what is done between the residual stream and the branches.
-        order: the positions of sequences that come in another order; the attention is given them too.
+        stream: hooks between the residual stream and the branches.
+        token_positions: positions of sequences in a permuted order; pass the same to the attention.
     """
 
     def __init__(
@@ -181,60 +174,62 @@ class GPT(nnx.Module):
         rngs: nnx.Rngs,
         attention: Branch = Attention,
         mlp: Branch = MLP,
-        stream: Stream = PLAIN,
-        order: Order | None = None,
+        stream: StreamHooks = NO_HOOKS,
+        token_positions: TokenPositions | None = None,
     ):
         def block(key: jax.Array) -> Block:
             return Block(config, rngs=nnx.Rngs(params=key), attention=attention, mlp=mlp, stream=stream)
 
         self.config = config
         self.stream = stream
-        self.order = order
+        self.token_positions = token_positions
         self.blocks = stack(block, config, rngs.params())
         self.embed = Embed(config, rngs=rngs)
         self.final_norm = RMSNorm(config.features)
         self.head = None if config.tied else Head(config, rngs=rngs)
 
     def __call__(self, tokens_BS: jax.Array, key: jax.Array | None = None) -> jax.Array:
-        """Logits [B, S, V] of the token after each position; a `key` turns dropout on."""
+        """Logits [B, S, V] of the token after each position; a `key` enables dropout."""
         if tokens_BS.shape[1] > self.config.context:
-            raise ValueError(f"GPT: {tokens_BS.shape[1]} tokens in a sequence, the context is {self.config.context}")
+            raise ValueError(
+                f"GPT: {tokens_BS.shape[1]} tokens in a sequence exceed the context of {self.config.context}"
+            )
         keys = (None, None) if key is None else jax.random.split(key)
-        start = 0 if self.order is None else self.order(tokens_BS.shape[1])
+        start = 0 if self.token_positions is None else self.token_positions(tokens_BS.shape[1])
         x_BSM = self.before_blocks(tokens_BS, start, keys[0])
         return self.after_blocks(run(self.blocks, x_BSM, keys[1], self.config))
 
     def before_blocks(
         self, tokens_BS: jax.Array, start: jax.Array | int = 0, key: jax.Array | None = None
     ) -> jax.Array:
-        """What the first block gets, x_BSM, of tokens whose positions begin at `start`, or are `start` [S]."""
-        return dropout(self.stream.out_of(self.embed(tokens_BS, start)), self.config.dropout, key)
+        """The input x_BSM of the first block; token positions begin at `start`, or are `start` [S]."""
+        return dropout(self.stream.branch_output(self.embed(tokens_BS, start)), self.config.dropout, key)
 
-    def past(self, batch: int, length: int | None = None) -> Past:
-        """What a block's `continued` gets with a sequence's first tokens; with room for so many, or growing."""
+    def past(self, batch: int, length: int | None = None) -> KVCache:
+        """An empty cache for a block's `continued`: preallocated for `length` tokens, or growing."""
         config = self.config
-        none_BTGD = jnp.zeros((batch, length or 0, config.kv_heads, config.head_features), config.dtype)
-        return Past(none_BTGD, none_BTGD, None if length is None else jnp.zeros((), jnp.int32))
+        empty_BTGD = jnp.zeros((batch, length or 0, config.kv_heads, config.head_features), config.dtype)
+        return KVCache(empty_BTGD, empty_BTGD, None if length is None else jnp.zeros((), jnp.int32))
 
     def after_blocks(self, x_BSM: jax.Array) -> jax.Array:
-        """The logits [B, S, V] of what the last block made."""
-        x_BSM = self.stream.into(self.final_norm(x_BSM))
+        """Logits [B, S, V] from the last block's output."""
+        x_BSM = self.stream.branch_input(self.final_norm(x_BSM))
         table_VM = (self.embed if self.head is None else self.head).table[...]
         return jnp.einsum("BSM,VM->BSV", x_BSM, table_VM.astype(x_BSM.dtype))
 
 
 def next_token_loss(model: GPT, tokens: jax.Array, key: jax.Array | None = None) -> jax.Array:
-    """Mean nats per token of predicting tokens [B, S + 1] from their first S."""
+    """Mean next-token cross entropy in nats per token, of tokens [B, S + 1]."""
     return loss(model(tokens[:, :-1], key), tokens[:, 1:])
 
 
 def num_params(model: nnx.Module) -> int:
-    """Number of scalars in the parameters, also of an abstract model."""
+    """Number of scalar parameters of a model, concrete or abstract."""
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
 
 
 class LanguageModel(Protocol):
-    """What generates: tokens_BS -> logits_BSV, up to as many tokens as its configuration has context."""
+    """A generative model: tokens_BS -> logits_BSV, for at most `config.context` tokens."""
 
     config: Any
 
@@ -244,9 +239,9 @@ class LanguageModel(Protocol):
 def generate(
     model: LanguageModel, prompt_BS: jax.Array, *, steps: int, key: jax.Array, temperature: float = 1.0
 ) -> jax.Array:
-    """The prompt and `steps` sampled tokens, [B, S + steps]; temperature 0 takes the likeliest.
+    """The prompt and `steps` sampled tokens, [B, S + steps]; temperature 0 is greedy.
 
-    Every step runs the whole model on the last `context` tokens: no cache.
+    Every step runs the model on the last `context` tokens, without a KV cache.
     """
     batch, length = prompt_BS.shape
     width = min(model.config.context, length + steps)
@@ -254,7 +249,7 @@ def generate(
     def step(i: jax.Array, tokens: jax.Array) -> jax.Array:
         start = jnp.maximum(i - width, 0)
         window_BS = jax.lax.dynamic_slice_in_dim(tokens, start, width, axis=1)
-        # What lies after the last token is not seen, attention is causal.
+        # Attention is causal: padding after the last token is masked.
         logits_BV = jax.lax.dynamic_index_in_dim(model(window_BS), i - 1 - start, axis=1, keepdims=False)
         next_B = _sample(logits_BV.astype(jnp.float32), jax.random.fold_in(key, i), temperature)
         return jax.lax.dynamic_update_slice_in_dim(tokens, next_B.astype(tokens.dtype)[:, None], i, axis=1)

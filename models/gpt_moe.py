@@ -1,8 +1,8 @@
-"""A GPT of which every other layer has a mixture of experts in place of its MLP.
+"""A GPT with a mixture of experts in place of the MLP of every other layer.
 
-As GShard and GLaM place them: layers come in pairs, a dense one and a sparse one, which are stacked in pairs where they
-are scanned. Blocks, embedding and head are those of `gpt`; the experts are `sharding.expert`'s, which say themselves
-where they lie: on a mesh there is an axis `expert`. Which second expert a token visits comes from the call's key.
+As in GShard and GLaM, layers come in pairs, a dense one and a sparse one; scanned models stack the pairs. Blocks,
+embedding and head are those of `gpt`; the experts are `sharding.expert`'s, which annotate their own sharding: a mesh
+needs an axis `expert`. The call's key drives the random choice of second experts.
 
 References: Lepikhin et al., GShard, ICLR 2021 (2006.16668); Du et al., GLaM, ICML 2022 (2112.06905).
 
@@ -21,30 +21,31 @@ from jax.ad_checkpoint import checkpoint_name
 from sharding import expert
 
 from . import gpt
-from .transformer import KEPT, MLP, Attention, Block, Branch, RMSNorm, dropout
+from .transformer import REMAT_POLICY, Block
+from .transformer_layers import MLP, Attention, Branch, RMSNorm, dropout
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Config(gpt.Config):
-    """The sizes of a model; each expert is as wide as a dense layer's MLP."""
+    """Model sizes and compute options; each expert is as wide as a dense layer's MLP."""
 
     num_experts: int = 8
-    """Experts of each sparse layer."""
+    """Number of experts of each sparse layer."""
     top_k: int = 2
-    """Experts that a token visits."""
+    """Number of experts per token."""
     router: Literal["noisy_top_k", "gshard", "switch"] | None = None
-    """What chooses them; None: by `top_k`, as `sharding.expert.MoE` says."""
+    """Router; None: chosen by `top_k`, see `sharding.expert.MoE`."""
     capacity_factor: float | None = 1.25
-    """Places of an expert over the choices that it would have if all had as many; None drops nothing."""
+    """Expert capacity relative to a perfectly balanced load; None is dropless."""
 
     def __post_init__(self):
         gpt.Config.__post_init__(self)
         if self.layers % 2:
-            raise ValueError(f"gpt_moe.Config: layers={self.layers} must be even, every other one has experts")
+            raise ValueError(f"gpt_moe.Config: layers={self.layers} must be even: every other layer has experts")
 
 
-# Sizes of GLaM's models with 64 experts (table 4 there), without its gated units and relative positions, and with the
-# vocabulary of `gpt`; each head of the largest has as many features, and there are half as many.
+# GLaM's models with 64 experts (table 4 there), without gated units and relative positions, and with the vocabulary of
+# `gpt`; the largest keeps their head size with half as many heads.
 PRESETS = {
     "gpt-moe-tiny": Config(vocab=256, context=128, layers=4, features=128, heads=8, kv_heads=8, mlp_features=512),
     "gpt-moe-2b": Config(
@@ -63,7 +64,7 @@ PRESETS = {
 
 
 class Sparse(nnx.Module):
-    """A layer whose second branch is a mixture of experts."""
+    """A layer with a mixture of experts as its second branch."""
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs, attention: Branch = Attention):
         self.dropout = config.dropout
@@ -79,7 +80,7 @@ class Sparse(nnx.Module):
             capacity_factor=config.capacity_factor,
             rngs=rngs,
         )
-        # As of an MLP: the residual stream keeps its variance at any depth.
+        # As in `MLP`: keeps the residual stream's variance independent of depth.
         self.experts.down[...] = self.experts.down[...] / math.sqrt(2 * config.layers)
 
     def __call__(self, x_BSM: jax.Array, key: jax.Array | None = None) -> tuple[jax.Array, expert.Balance]:
@@ -91,7 +92,7 @@ class Sparse(nnx.Module):
 
 
 class Pair(nnx.Module):
-    """A dense layer and a sparse one."""
+    """A dense layer followed by a sparse one."""
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs, attention: Branch = Attention):
         self.dense = Block(config, rngs=rngs, attention=attention, mlp=MLP)
@@ -103,12 +104,12 @@ class Pair(nnx.Module):
 
 
 class GPTMoE(nnx.Module):
-    """The whole model: tokens_BS -> logits_BSV.
+    """A GPT with experts: tokens_BS -> logits_BSV.
 
     Args:
-        config: its sizes.
-        rngs: its `params` stream gives the initial values.
-        attention: makes the first branch of every layer, as in `gpt`.
+        config: model configuration.
+        rngs: initialises parameters from its `params` stream.
+        attention: factory of the attention branch, as in `gpt`.
     """
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs, attention: Branch = Attention):
@@ -129,20 +130,22 @@ class GPTMoE(nnx.Module):
     def balanced(self, tokens_BS: jax.Array, key: jax.Array | None = None) -> tuple[jax.Array, expert.Balance]:
         """Logits [B, S, V], and the balance of each sparse layer, [N, ...].
 
-        A `key` turns on dropout and what is random in the routers.
+        A `key` enables dropout and the routers' randomness.
         """
         if tokens_BS.shape[1] > self.config.context:
-            raise ValueError(f"GPTMoE: {tokens_BS.shape[1]} tokens in a sequence, the context is {self.config.context}")
+            raise ValueError(
+                f"GPTMoE: {tokens_BS.shape[1]} tokens in a sequence exceed the context of {self.config.context}"
+            )
         keys = (None, None) if key is None else jax.random.split(key)
         x_BSM, balance = _run(self.blocks, self.before_blocks(tokens_BS, keys[0]), keys[1], self.config)
         return self.after_blocks(x_BSM), balance
 
     def before_blocks(self, tokens_BS: jax.Array, key: jax.Array | None = None) -> jax.Array:
-        """What the first pair gets, x_BSM."""
+        """The input x_BSM of the first pair."""
         return dropout(self.embed(tokens_BS), self.config.dropout, key)
 
     def after_blocks(self, x_BSM: jax.Array) -> jax.Array:
-        """The logits [B, S, V] of what the last pair made."""
+        """Logits [B, S, V] from the last pair's output."""
         x_BSM = self.final_norm(x_BSM)
         table_VM = (self.embed if self.head is None else self.head).table[...]
         return jnp.einsum("BSM,VM->BSV", x_BSM, table_VM.astype(x_BSM.dtype))
@@ -151,7 +154,7 @@ class GPTMoE(nnx.Module):
 def _run(blocks: Any, x_BSM: jax.Array, key: jax.Array | None, config: Config) -> tuple[jax.Array, expert.Balance]:
     call = Pair.__call__
     if config.remat:
-        call = jax.checkpoint(call, policy=KEPT, prevent_cse=not config.scan)
+        call = jax.checkpoint(call, policy=REMAT_POLICY, prevent_cse=not config.scan)
     keys_N = None if key is None else jax.random.split(key, config.layers // 2)
     if isinstance(blocks, Pair):
         return jax.lax.scan(lambda x, pair: call(pair[0], x, pair[1]), x_BSM, (blocks, keys_N))
@@ -163,13 +166,13 @@ def _run(blocks: Any, x_BSM: jax.Array, key: jax.Array | None, config: Config) -
 
 
 def next_token_loss(model: GPTMoE, tokens: jax.Array, key: jax.Array | None = None) -> tuple[jax.Array, expert.Balance]:
-    """Mean nats per token of predicting tokens [B, S + 1] from their first S, and the balance of each sparse layer."""
+    """Mean next-token cross entropy in nats of tokens [B, S + 1], and the balance of each sparse layer."""
     return loss(model, tokens[:, :-1], tokens[:, 1:], key)
 
 
 def loss(
     model: GPTMoE, tokens_BS: jax.Array, targets_BS: jax.Array, key: jax.Array | None = None
 ) -> tuple[jax.Array, expert.Balance]:
-    """Mean nats per token of predicting each target, and the balance of each sparse layer."""
+    """Mean cross entropy in nats per target, and the balance of each sparse layer."""
     logits_BSV, balance = model.balanced(tokens_BS, key)
     return gpt.loss(logits_BSV, targets_BS), balance

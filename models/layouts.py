@@ -1,7 +1,8 @@
-"""Which parameters of a model are split over which mesh axis: the few annotations that the rest is completed from.
+"""Parameter layouts of the models: the few annotations from which propagation infers all other shardings.
 
-A layout is a table of rules from parameter path to spec. A rule writes every dim of the parameter; a stacked layer has
-more, and those lead and stay open. Rules of priority 0 place the tensor axis, those of priority 1 the fsdp axis.
+A layout is a table of rules from parameter path to spec. A rule has an entry for each dim of the parameter in one
+layer; leading dims of stacked layers stay unconstrained. Rules of priority 0 place the tensor axis, those of priority 1
+the fsdp axis.
 """
 
 import dataclasses
@@ -11,31 +12,32 @@ from collections.abc import Iterable
 from typing import Any
 
 import jax
+from jax.sharding import PartitionSpec as P
 
-import sharding
-from sharding import P, ShardingError, paths
-from sharding.errors import raise_together
+from sharding import paths
+from sharding.annotations.annotate import annotate as annotate_array
+from sharding.errors import ShardingError, raise_together
 
 U = P.UNCONSTRAINED
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rule:
-    """One line of a layout: the parameters that it speaks of, and how they are split."""
+    """One line of a layout: a parameter pattern and its spec."""
 
     pattern: str
-    """A glob over the parameter's path, with or without its layer index: `*/mlp/w1` is `blocks/0/mlp/w1`."""
+    """Glob over the parameter's path, with or without its layer index: `*/mlp/w1` matches `blocks/0/mlp/w1`."""
     spec: P
     """One entry for each dim of the parameter in one layer."""
     priority: int = 0
-    """Lower numbers are propagated first."""
+    """Lower numbers propagate first."""
     optional: bool = False
-    """Whether a model may have no such parameter."""
+    """Whether the rule may match no parameter of a model."""
 
 
 Layout = tuple[Rule, ...]
 
-# Megatron's: one sum over tensor after each branch. References: Shoeybi et al., arXiv:1909.08053, section 3.
+# Megatron-LM: one all-reduce over tensor after each branch. References: Shoeybi et al., arXiv:1909.08053, section 3.
 BLOCKS: Layout = (
     Rule("*/attention/qkv", P(U, "tensor", U, U)),
     Rule("*/attention/out", P("tensor", U, U)),
@@ -51,7 +53,7 @@ TABLE: Layout = (Rule("*/table", P("tensor", U)), Rule("*/table", P(U, "fsdp"), 
 
 GPT: Layout = TABLE + BLOCKS
 
-# Experts are split over an axis of their own, and inside as MLPs are.
+# Experts are sharded over their own axis, and each like an MLP.
 GPT_MOE: Layout = (
     *GPT,
     Rule("*/experts/up", P("expert", U, U)),
@@ -66,8 +68,8 @@ BERT: Layout = (*GPT, Rule("output/w", P("fsdp", U), 1))
 
 VIT: Layout = (*BLOCKS, Rule("embed/w", P(U, "fsdp"), 1), Rule("head/w", P("fsdp", U), 1))
 
-# The last two convolutions of a block as the two matrices of an MLP: channels between them are split, and one sum over
-# tensor ends the block. What comes before, in a bottleneck, is small.
+# The last two convolutions of a block are like the two matrices of an MLP: the channels between them are sharded, and
+# one all-reduce over tensor ends the block. A bottleneck's first convolution is small.
 RESNET: Layout = (
     Rule("*/conv1/kernel", P(U, U, U, "tensor")),
     Rule("*/conv2/kernel", P(U, U, "tensor", U)),
@@ -79,8 +81,8 @@ RESNET: Layout = (
     Rule("head/w", P("fsdp", U), 1),
 )
 
-# Nearly all of the model are the rows of its tables: a device looks up those that it has, a sum over tensor joins them.
-# The MLPs are small next to that; only their fsdp parts are worth having.
+# Nearly all parameters are table rows: each device looks up its own, and an all-reduce over tensor combines them. The
+# MLPs are small in comparison; only fsdp is worth it for them.
 DLRM: Layout = (
     Rule("tables/rows", P("tensor", U)),
     Rule("tables/rows", P(U, "fsdp"), 1),
@@ -125,41 +127,41 @@ def _on(layout: Layout, axis_names: Iterable[str]) -> Layout:
 
 
 def batch(axis_names: Iterable[str]) -> P:
-    """The spec of each array [B, ...] of a batch: examples over those of `data`, `fsdp`, `expert` that the mesh has."""
+    """The spec of each array [B, ...] of a batch: examples sharded over `data`, `fsdp` and `expert`, where present."""
     names = set(axis_names)
     return P(tuple(axis for axis in ("data", "fsdp", "expert") if axis in names) or None)
 
 
 def specs(params: Any, layout: Layout) -> Any:
-    """A tree like `params` of specs, `None` where no rule speaks; of two rules for one dim the first counts."""
+    """A pytree of specs like `params`, `None` where no rule matches; the first rule for a dim wins."""
     _check(params, layout)
 
-    def joined(key_path: tuple[Any, ...], leaf: Any) -> P | None:
-        wholes = [_whole(rule, leaf.ndim) for rule in _matching(paths.text(key_path), layout)]
-        return P(*(_first(entries) for entries in zip(*wholes, strict=True))) if wholes else None
+    def merged(key_path: tuple[Any, ...], leaf: Any) -> P | None:
+        matched = [_full_rank(rule, leaf.ndim) for rule in _matching(paths.text(key_path), layout)]
+        return P(*(_first(entries) for entries in zip(*matched, strict=True))) if matched else None
 
-    return jax.tree_util.tree_map_with_path(joined, params)
+    return jax.tree_util.tree_map_with_path(merged, params)
 
 
 def annotate(params: Any, layout: Layout) -> Any:
-    """`params` with every rule given to `sharding.annotate`; for use inside a traced step."""
+    """`params` annotated by every matching rule, for use inside a traced step."""
     _check(params, layout)
 
     def annotated(key_path: tuple[Any, ...], leaf: Any) -> Any:
         for rule in _matching(paths.text(key_path), layout):
-            leaf = sharding.annotate(leaf, _whole(rule, leaf.ndim), priority=rule.priority)
+            leaf = annotate_array(leaf, _full_rank(rule, leaf.ndim), priority=rule.priority)
         return leaf
 
     return jax.tree_util.tree_map_with_path(annotated, params)
 
 
 def staged(params: Any, axis: str = "pipe") -> Any:
-    """`params` with the layers of a stacked model annotated as split over the stages of a pipeline."""
+    """`params` of a stacked model with its layers sharded over the stages of a pipeline."""
 
     def annotated(key_path: tuple[Any, ...], leaf: Any) -> Any:
         if not paths.text(key_path).startswith("blocks/"):
             return leaf
-        return sharding.annotate(leaf, P(axis, *[U] * (leaf.ndim - 1)))
+        return annotate_array(leaf, P(axis, *[U] * (leaf.ndim - 1)))
 
     return jax.tree_util.tree_map_with_path(annotated, params)
 
@@ -168,7 +170,7 @@ def _first(entries: Iterable[Any]) -> Any:
     return next((entry for entry in entries if entry is not U), U)
 
 
-def _whole(rule: Rule, ndim: int) -> P:
+def _full_rank(rule: Rule, ndim: int) -> P:
     return P(*[U] * (ndim - len(rule.spec)), *rule.spec)
 
 
@@ -188,7 +190,7 @@ def _check(params: Any, layout: Layout) -> None:
 
 
 def _failure(rule: Rule, ndims: dict[str, int]) -> ShardingError | None:
-    """What is wrong with a rule for parameters with these paths and numbers of dims."""
+    """The error of a rule for parameters with these paths and numbers of dims, if any."""
     matched = [path for path in ndims if _matching(path, (rule,))]
     if not matched:
         return None if rule.optional else _unused(rule, ndims)
@@ -200,8 +202,8 @@ def _unused(rule: Rule, known: Iterable[str]) -> ShardingError:
     names = sorted({_without_indices(path) for path in known})
     return ShardingError(
         f"layout rule {rule.pattern!r}",
-        there=f"no path that it matches among {len(names)}",
-        must="every rule that is not optional matches a parameter",
+        found=f"no match among {len(names)} paths",
+        required="a matching parameter for every non-optional rule",
         fix=difflib.get_close_matches(rule.pattern, names, n=3, cutoff=0),
     )
 
@@ -209,6 +211,6 @@ def _unused(rule: Rule, known: Iterable[str]) -> ShardingError:
 def _too_long(rule: Rule, path: str, ndim: int) -> ShardingError:
     return ShardingError(
         f"layout rule {rule.pattern!r}",
-        there=f"{path} has {ndim} dims, {rule.spec} has {len(rule.spec)}",
-        must="a rule has one entry for each dim of the parameter in one layer",
+        found=f"{path} has {ndim} dims, {rule.spec} has {len(rule.spec)}",
+        required="one entry for each dim of the parameter in one layer",
     )

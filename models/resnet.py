@@ -1,11 +1,11 @@
 """A ResNet: residual blocks of convolutions and batch norms, as plain flax nnx modules without any sharding.
 
-As published, with what became customary: a bottleneck's stride is in its 3x3 convolution ("v1.5"), and the last norm
-of each block starts at zero, so that a block starts as its shortcut.
+As published, with two customary changes: a bottleneck's stride is in its 3x3 convolution ("v1.5"), and the last norm of
+each block is initialised to zero, so that a block starts as its shortcut.
 
-Batch norm takes its statistics over the whole batch of a step: under `jit` the batch is one array however it is split,
-so they are those of one device on any mesh. Its running averages are `nnx.BatchStat` variables, which a call in
-training changes in place.
+Batch norm takes its statistics over the global batch: under `jit` the batch is one array however it is sharded, so any
+mesh computes the statistics of one device. Its running averages are `nnx.BatchStat` variables, updated in place by a
+call in training.
 
 Shape suffixes: B batch, I rows, J columns, C channels, V classes. Kernels are [rows, columns, channels in, out].
 
@@ -20,31 +20,31 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from .images import Head, check_shape
+from .image_classifier import Head, check_shape
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """The sizes of a model and how it is computed; mistakes are all reported together."""
+    """Model sizes and compute options; all errors are reported together."""
 
     image: int
-    """Rows, and columns, of an image."""
+    """Image height and width in pixels."""
     channels: int
-    """Values of a pixel."""
+    """Channels of the input image."""
     classes: int
-    """Number of different labels."""
+    """Number of classes."""
     stages: tuple[int, ...]
-    """Blocks of each stage; from one stage to the next rows and columns halve and channels double."""
+    """Blocks per stage; each stage after the first halves rows and columns and doubles channels."""
     width: int
     """Channels inside the blocks of the first stage."""
     block: Literal["basic", "bottleneck"] = "basic"
-    """Two 3x3 convolutions, or a 3x3 one between two 1x1 ones, the last to four times the channels."""
+    """Two 3x3 convolutions, or 1x1, 3x3 and 1x1, the last with four times the channels."""
     stem: Literal["small", "large"] = "large"
-    """A 3x3 convolution, or a 7x7 one of stride 2 and a maximum over 3x3 of stride 2."""
+    """A 3x3 convolution, or a 7x7 convolution and a 3x3 max pool, both of stride 2."""
     momentum: float = 0.9
-    """What a step leaves of a running average."""
+    """Decay of the running averages per step."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of activations; parameters and statistics stay in float32."""
+    """Dtype of activations; parameters and statistics stay in float32."""
 
     def __post_init__(self):
         names = ("image", "channels", "classes", "width")
@@ -73,7 +73,7 @@ PRESETS = {
 
 
 def _conv(config: Config, before: int, after: int, size: int, stride: int, rngs: nnx.Rngs) -> nnx.Conv:
-    # Padded as published, on both sides alike: "SAME" would pad a stride of 2 at the end alone.
+    # Symmetric padding, as published: "SAME" pads only the end for a stride of 2.
     return nnx.Conv(
         before,
         after,
@@ -98,16 +98,16 @@ def _norm(config: Config, channels: int, rngs: nnx.Rngs, *, start: float = 1.0) 
 
 
 class Block(nnx.Module):
-    """x_BIJC -> x_BIJC: convolutions with norms, and a shortcut around them.
+    """A residual block: convolutions with norms and a shortcut, x_BIJC -> x_BIJC.
 
-    `conv1` and `conv2` are the last two convolutions, which hold most of the weights; a bottleneck's first is `narrow`.
+    `conv1` and `conv2` are the last two convolutions, with most of the weights; a bottleneck's first is `narrow`.
 
     Args:
-        config: the sizes and the kind.
-        before: channels that come in.
-        width: channels inside.
+        config: model configuration.
+        before: input channels.
+        width: channels inside the block.
         stride: 2 halves rows and columns.
-        rngs: its `params` stream gives the initial values.
+        rngs: initialises parameters from its `params` stream.
     """
 
     def __init__(self, config: Config, before: int, width: int, stride: int, *, rngs: nnx.Rngs):
@@ -136,7 +136,7 @@ class Block(nnx.Module):
 
 
 def channels_after(config: Config, width: int) -> int:
-    """Channels that a block with `width` channels inside gives on."""
+    """Output channels of a block with `width` channels inside."""
     return width * (4 if config.block == "bottleneck" else 1)
 
 
@@ -150,17 +150,17 @@ def _blocks(config: Config, rngs: nnx.Rngs) -> Iterator[Block]:
 
 
 def _maximum(x_BIJC: jax.Array) -> jax.Array:
-    """The largest of every 3 by 3 pixels, at every second row and column."""
+    """3x3 max pool of stride 2."""
     around = ((0, 0), (1, 1), (1, 1), (0, 0))
     return jax.lax.reduce_window(x_BIJC, -jnp.inf, jax.lax.max, (1, 3, 3, 1), (1, 2, 2, 1), around)
 
 
 class ResNet(nnx.Module):
-    """The whole model: images_BIJC -> logits_BV.
+    """A ResNet: images_BIJC -> logits_BV.
 
     Args:
-        config: its sizes.
-        rngs: its `params` stream gives the initial values.
+        config: model configuration.
+        rngs: initialises parameters from its `params` stream.
     """
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
@@ -173,7 +173,7 @@ class ResNet(nnx.Module):
         self.head = Head(features, config.classes, rngs=rngs)
 
     def __call__(self, images_BIJC: jax.Array, *, training: bool = False) -> jax.Array:
-        """Logits [B, V] of the classes, float32; in training norms use the batch and change their averages."""
+        """Logits [B, V] of the classes, float32; in training norms use batch statistics and update their averages."""
         config = self.config
         check_shape("ResNet", images_BIJC, (config.image, config.image, config.channels))
         x = self.stem(images_BIJC.astype(config.dtype))

@@ -1,11 +1,10 @@
 """A vision transformer: an image as a sequence of patches, as plain flax nnx modules without any sharding.
 
-As published: patches are projected by one matrix, learned positions, layer norms before each branch, GELU, biases; the
-class is read from a token of its own or, with `pool="mean"`, from the mean over patches, which keeps the sequence a
-power of two.
+As published: linear patch embedding, learned positions, pre-norm blocks with layer norms, GELU and biases. The
+classifier reads a class token or, with `pool="mean"`, the mean over patches, which keeps the sequence a power of two.
 
-Shape suffixes: those of `transformer`; B batch, I image rows, J image columns, C channels, S patches and the class
-token, X pixels of a patch times channels, V classes.
+Shape suffixes as in `transformer_layers`, and I image rows, J image columns, C channels, S patches and the class token,
+X pixels of a patch times channels, V classes.
 
 References: Dosovitskiy et al., An Image is Worth 16x16 Words, arXiv:2010.11929, section 3.1 and appendix D.4.
 """
@@ -17,34 +16,23 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from .images import Head, check_shape
-from .transformer import (
-    MLP,
-    Block,
-    Branch,
-    LayerNorm,
-    bidirectional,
-    common_mistakes,
-    dropout,
-    normal,
-    run,
-    stack,
-    zeros,
-)
+from .image_classifier import Head, check_shape
+from .transformer import Block, config_errors, run, stack
+from .transformer_layers import MLP, Branch, LayerNorm, bidirectional_attention, dropout, normal, zeros
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """The sizes of a model and how it is computed; mistakes are all reported together."""
+    """Model sizes and compute options; all errors are reported together."""
 
     image: int
-    """Rows, and columns, of an image."""
+    """Image height and width in pixels."""
     channels: int
-    """Values of a pixel."""
+    """Channels of the input image."""
     patch: int
-    """Rows, and columns, of a patch; divides `image`."""
+    """Patch height and width in pixels; divides `image`."""
     classes: int
-    """Number of different labels."""
+    """Number of classes."""
     layers: int
     """Number of blocks."""
     features: int
@@ -54,19 +42,19 @@ class Config:
     mlp_features: int
     """Width of the hidden layer of each MLP."""
     pool: Literal["token", "mean"] = "token"
-    """Where the class is read: at a token before the patches, or from the mean over patches."""
+    """Input of the classifier: a class token before the patches, or the mean over patches."""
     scan: bool = False
-    """Whether layers are stacked and scanned, which compiles one block for any depth, or unrolled."""
+    """Whether layers are stacked and scanned (one block compiled for any depth) or unrolled."""
     remat: bool = False
-    """Whether blocks are computed again in the backward pass, all but their attention output."""
+    """Whether blocks are rematerialised in the backward pass, except their attention output."""
     dropout: float = 0.0
-    """Share of the embedding and of each branch's output that is dropped when the call is given a key."""
+    """Dropout rate of the embedding and of each branch's output, when called with a key."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of activations; parameters, norms and softmax stay in float32."""
+    """Dtype of activations; parameters, norms and softmax stay in float32."""
 
     def __post_init__(self):
         sizes = ("image", "channels", "patch", "classes", "layers", "features", "heads", "mlp_features")
-        wrong = common_mistakes(self, sizes)
+        wrong = config_errors(self, sizes)
         if self.patch >= 1 and self.image % self.patch:
             wrong.append(f"image={self.image} must be a multiple of patch={self.patch}")
         if self.pool not in ("token", "mean"):
@@ -111,14 +99,14 @@ PRESETS = {
 
 
 def patches(images_BIJC: jax.Array, size: int) -> jax.Array:
-    """The patches of `size` by `size` pixels, row by row, each laid out flat: [B, S, X]."""
+    """Flattened patches of `size` by `size` pixels in row-major order, [B, S, X]."""
     batch, rows, columns, channels = images_BIJC.shape
-    split = images_BIJC.reshape(batch, rows // size, size, columns // size, size, channels)
-    return split.transpose(0, 1, 3, 2, 4, 5).reshape(batch, -1, size * size * channels)
+    tiles = images_BIJC.reshape(batch, rows // size, size, columns // size, size, channels)
+    return tiles.transpose(0, 1, 3, 2, 4, 5).reshape(batch, -1, size * size * channels)
 
 
 class Embed(nnx.Module):
-    """images_BIJC -> x_BSM: each patch projected, after the class token if there is one, plus its position."""
+    """images_BIJC -> x_BSM: projected patches, after the class token if any, plus position embeddings."""
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
         pixels, token = config.patch**2 * config.channels, config.pool == "token"
@@ -139,13 +127,13 @@ class Embed(nnx.Module):
 
 
 class ViT(nnx.Module):
-    """The whole model: images_BIJC -> logits_BV.
+    """A vision transformer: images_BIJC -> logits_BV.
 
     Args:
-        config: its sizes.
-        rngs: its `params` stream gives the initial values.
-        attention, mlp: make the two branches of a block. For another attention between the same projections:
-            `functools.partial(transformer.Attention, attend=...)`.
+        config: model configuration.
+        rngs: initialises parameters from its `params` stream.
+        attention, mlp: branch factories. To change only the attention function between the projections:
+            `functools.partial(transformer_layers.Attention, attend=...)`.
     """
 
     def __init__(
@@ -153,7 +141,7 @@ class ViT(nnx.Module):
         config: Config,
         *,
         rngs: nnx.Rngs,
-        attention: Branch = bidirectional,
+        attention: Branch = bidirectional_attention,
         mlp: Branch = MLP,
     ):
         def block(key: jax.Array) -> Block:
@@ -166,7 +154,7 @@ class ViT(nnx.Module):
         self.head = Head(config.features, config.classes, rngs=rngs)
 
     def __call__(self, images_BIJC: jax.Array, key: jax.Array | None = None) -> jax.Array:
-        """Logits [B, V] of the classes, float32; a `key` turns dropout on."""
+        """Logits [B, V] of the classes, float32; a `key` enables dropout."""
         config = self.config
         check_shape("ViT", images_BIJC, (config.image, config.image, config.channels))
         keys = (None, None) if key is None else jax.random.split(key)

@@ -1,9 +1,19 @@
-"""Models that outgrow one chip: annotate a few tensors on a mesh, see how the rest is split and why, run it.
+"""Annotate a few tensors with PartitionSpecs, see the inferred sharding of the rest and the reasons, and run it.
 
-with sharding.mesh(data=2, tensor=4):
-    step = sharding.jit(train_step, donate_argnums=(0,))
-    print(step.complete(state, batch))
-    state, loss = step(state, batch)
+Example:
+    >>> import jax
+    >>> import sharding
+    >>> from sharding import P
+    >>> def loss(w, x):
+    ...     return (x @ sharding.annotate(w, P(None, "tensor"))).mean()
+    >>> step = sharding.jit(jax.value_and_grad(loss), in_shardings=(None, P("data")))
+    >>> w, x = jax.ShapeDtypeStruct((16, 64), "float32"), jax.ShapeDtypeStruct((32, 16), "float32")
+    >>> with sharding.mesh(data=2, tensor=4):
+    ...     completion = step.complete(w, x)
+    >>> completion.in_shardings, completion.out_shardings
+    ((P(None, 'tensor'), P('data',)), (P(), P(None, 'tensor')))
+    >>> completion.communication().by_kind()
+    {'all-reduce': (3, 1032)}
 """
 
 from typing import TYPE_CHECKING, Any
@@ -11,23 +21,23 @@ from typing import TYPE_CHECKING, Any
 from jax.sharding import PartitionSpec as P
 
 # isort: off
-# By topic: what one says
+# By topic: annotations
 from . import cost, explain, rules
-from .annotation import annotate
-from .logical import axis_rules
-from .group import same
-from .barrier import barrier
+from .annotations.annotate import annotate
+from .annotations.axis_rules import axis_rules
+from .annotations.same import same
+from .annotations.propagation_barrier import barrier
 
-# what one gets
-from .jit import jit
+# compiled functions and their completions
+from .jit.jit import jit
 from .comparison import Comparison, check_lock, compare
 from .completion import Completion
 from .errors import ShardingError
 
-# where it runs
+# meshes, global arrays and processes
 from .mesh import mesh, topology
-from .placement import put
-from .initialize import initialize
+from .distributed.global_arrays import put
+from .distributed.initialize import initialize
 
 # isort: on
 
@@ -65,7 +75,7 @@ _LAZY = ("checkpoint", "expert", "pipeline", "sequence", "tensor", "zero")
 
 
 def __getattr__(name: str) -> Any:
-    """Rooms that load heavy packages come when they are first touched (PEP 562)."""
+    """Imports subpackages with heavy dependencies on first access (PEP 562)."""
     if name in _LAZY:
         import importlib
 

@@ -1,4 +1,4 @@
-"""`compare`: what two completions of one program have that the other has not."""
+"""`compare` and `check_lock`: differences between two completions of one program."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from . import paths
-from .columns import ruled
 from .completion import Completion
 from .errors import ShardingError
 from .explain import Lock
 from .graph import Graph, Op
 from .spec import Spec
+from .text_table import ruled
 
 _ROWS = 20
 _HEAD = ("value", "first", "bytes", "reason", "second", "bytes", "reason")
@@ -26,29 +26,29 @@ class Side:
     value: int
     spec: Spec
     reason: str
-    """`annotated`, or the ops that brought its axes."""
+    """`annotated`, or the ops its axes came through."""
     num_bytes: int
-    """On one device."""
+    """Bytes per device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """A value that is split in two ways."""
+    """A value that is sharded differently."""
 
     name: str
-    """The value's name; of one that has none its type and the line that makes it."""
+    """The value's name; for unnamed values, its type and the source line of its op."""
     first: Side
     second: Side
 
     @property
     def num_bytes(self) -> int:
-        """Bytes on one device, in the completion where they are more."""
+        """Bytes per device, the larger of the two completions."""
         return max(self.first.num_bytes, self.second.num_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """The values that two completions of one program split otherwise, most bytes first; prints as a short table."""
+    """The values that two completions shard differently, largest first; prints as a short table."""
 
     first: Completion
     second: Completion
@@ -63,23 +63,23 @@ class Comparison:
 
     @property
     def same(self) -> bool:
-        """Whether all values are split alike."""
+        """Whether all values are sharded identically."""
         return not self.differences
 
     def rows(self) -> list[tuple[str, ...]]:
-        """(name, then spec, bytes and reason in both) of every difference; layers that are alike share a row."""
+        """(name, then spec, bytes and reason in both) of every difference; identical layers share a row."""
         groups: dict[tuple[str, ...], list[str]] = {}
         for d in self:
             groups.setdefault((paths.pattern(d.name), *_cells(d.first), *_cells(d.second)), []).append(d.name)
-        return [(paths.starred(names), *cells) for (_, *cells), names in groups.items()]
+        return [(paths.merged_name(names), *cells) for (_, *cells), names in groups.items()]
 
     def __str__(self) -> str:
         if self.same:
-            return f"{self._title()}: all {self.num_values} values are split alike"
+            return f"{self._title()}: all {self.num_values} values are sharded identically"
         rows = self.rows()
         table = [_HEAD, *rows[:_ROWS]]
-        head = f"{self._title()}: {len(self)} of {self.num_values} values are split otherwise"
-        more = [f"... and {len(rows) - _ROWS} rows more"] if len(rows) > _ROWS else []
+        head = f"{self._title()}: {len(self)} of {self.num_values} values are sharded differently"
+        more = [f"... and {len(rows) - _ROWS} more rows"] if len(rows) > _ROWS else []
         return "\n".join([head, *ruled(table, right=_NUMBERS), *more, self._total()])
 
     __repr__ = __str__
@@ -94,29 +94,41 @@ class Comparison:
 
 
 def check_lock(completion: Completion, path: str | os.PathLike[str]) -> None:
-    """Checks a completion against the file that `Completion.lock` wrote.
+    """Checks a completion against a lock file written by `Completion.lock`.
 
     Raises:
-        ShardingError: what differs, line by line; or a file that is no lock.
+        ShardingError: the completion differs, with each difference; or the file is not a lock file.
     """
     lines = Lock.read(path).diff(completion.locked())
     if lines:
         raise ShardingError(
             f"{completion.name}: check_lock({os.fspath(path)!r})",
-            there=list(lines),
-            must="the program runs as it was locked",
-            fix=f"undo what changed it, or keep it: completion.lock({os.fspath(path)!r})",
+            found=list(lines),
+            required="the sharding and costs in the lock file",
+            fix=f"revert the change, or accept it by completion.lock({os.fspath(path)!r})",
         )
 
 
 def compare(first: Completion, second: Completion) -> Comparison:
-    """The values that two completions of one program split otherwise.
+    """The values that two completions of one program shard differently.
 
-    The completions may be by other engines, on other meshes or from other annotations. `bytes` are of one value on one
-    device; a value that one program annotates where it is used is compared there.
+    Engines, meshes and annotations may differ. `bytes` are per value and device; a value that one program annotates at
+    a use is compared at that use.
 
     Raises:
-        ShardingError: the programs differ in more than annotations.
+        ShardingError: the programs differ in more than their annotations.
+
+    Example:
+        >>> import jax
+        >>> import sharding
+        >>> from sharding import P
+        >>> x = jax.ShapeDtypeStruct((8, 8), "float32")
+        >>> def completed(spec):
+        ...     return sharding.jit(lambda x: x + 1, in_shardings=spec).complete(x)
+        >>> with sharding.mesh(data=2, tensor=4):
+        ...     comparison = sharding.compare(completed(P("data")), completed(P(None, "tensor")))
+        >>> print(str(comparison).splitlines()[0])
+        <lambda> on mesh data=2, tensor=4: 3 of 4 values are sharded differently
     """
     pairs = _pairs(first, second)
     found = [
@@ -129,7 +141,7 @@ def compare(first: Completion, second: Completion) -> Comparison:
 
 
 def _pairs(first: Completion, second: Completion) -> list[tuple[int, int]]:
-    """The values that are one value of the program: arguments, then all that its ops read and make."""
+    """Pairs of corresponding values: arguments, then operands and results of all ops."""
     one, other = (_Skeleton(c.assignment.graph) for c in (first, second))
     graphs = (one.graph, other.graph)
     if [g.shapes[v] for g in graphs[:1] for v in g.inputs] != [g.shapes[v] for g in graphs[1:] for v in g.inputs]:
@@ -146,40 +158,40 @@ def _pairs(first: Completion, second: Completion) -> list[tuple[int, int]]:
 
 
 class _Skeleton:
-    """A graph without its annotations."""
+    """A graph stripped of its annotations."""
 
     def __init__(self, graph: Graph):
         self.graph = graph
         self.ops = [op for op in graph.ops if op.name != "annotate"]
-        self.behind = {op.results[0]: op.operands[0] for op in graph.ops if op.name == "annotate"}
+        self.unannotated = {op.results[0]: op.operands[0] for op in graph.ops if op.name == "annotate"}
         self.origin: dict[int, tuple[str, int]] = {v: ("argument", i) for i, v in enumerate(graph.inputs)}
         made = ((v, (f"result {k}", i)) for i, op in enumerate(self.ops) for k, v in enumerate(op.results))
         for v, origin in made:
             self.origin.setdefault(v, origin)
 
     def description(self, op: Op) -> tuple:
-        """All of an op that a program with other annotations shares."""
+        """The part of an op that does not depend on annotations."""
         shapes, dtypes = self.graph.shapes, self.graph.dtypes
         arrays = [(shapes[v], str(dtypes[v])) for v in (*op.operands, *op.results)]
         return op.name, op.times, arrays, [self.origin.get(self.root(v)) for v in op.operands]
 
     def root(self, value: int) -> int:
-        """The value without the annotations behind it."""
-        while value in self.behind:
-            value = self.behind[value]
+        """The value before any annotations of it."""
+        while value in self.unannotated:
+            value = self.unannotated[value]
         return value
 
     def text(self, op: Op) -> str:
-        """An op for an error."""
+        """A description of an op, for errors."""
         shapes = ", ".join(str(list(self.graph.shapes[v])) for v in op.operands)
         return f"{op.name} of {shapes}" + (f" at {op.source}" if op.source else "")
 
 
-def _different(first: Completion, second: Completion, *there: str) -> ShardingError:
+def _different(first: Completion, second: Completion, *found: str) -> ShardingError:
     return ShardingError(
         f"sharding.compare({first.name}, {second.name})",
-        there=[f"{which}: {what}" for which, what in zip(("first", "second"), there, strict=True)],
-        must="both complete one program: the same function on arguments of the same shapes",
+        found=[f"{which}: {what}" for which, what in zip(("first", "second"), found, strict=True)],
+        required="completions of one program: the same function on arguments of the same shapes",
         fix="another engine, mesh, in_shardings or annotations of the same function",
     )
 

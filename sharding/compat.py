@@ -1,7 +1,7 @@
-"""Everything that differs between JAX releases or is not public there; the only file that touches `jax._src`.
+"""JAX APIs that are private or differ between releases; the only file that uses `jax._src`.
 
-Supported: JAX 0.10.2 up to the newest. The differences met here: `ClosedJaxpr` merged into `Jaxpr` (0.12), `scan`
-lost `num_consts` and `num_carry` (0.12).
+Supported: JAX 0.10.2 up to the newest. Differences handled here: `ClosedJaxpr` merged into `Jaxpr` (0.12), `scan` lost
+`num_consts` and `num_carry` (0.12).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from jax.interpreters import mlir as mlir
 from jax.interpreters import partial_eval as _partial_eval
 from jaxlib.mlir.dialects import sdy as _sdy
 
-_source.register_exclusion(os.path.dirname(__file__))  # our own frames are never the user's line
+_source.register_exclusion(os.path.dirname(__file__))  # our own frames never count as the user's line
 
 
 def is_literal(atom: Any) -> bool:
@@ -40,22 +40,22 @@ def is_literal(atom: Any) -> bool:
 
 
 def is_drop(var: Any) -> bool:
-    """Whether a variable is the `_` of an equation's unused result."""
+    """Whether a variable is the `_` for an unused result of an equation."""
     return isinstance(var, jex.DropVar)
 
 
 def new_var(aval: Any) -> Any:
-    """A fresh jaxpr variable of the given abstract value."""
+    """A new jaxpr variable of the given abstract value."""
     return jex.Var(aval)
 
 
 def new_literal(value: Any, aval: Any) -> Any:
-    """A literal scalar of the given abstract value."""
+    """A scalar literal of the given abstract value."""
     return jex.Literal(np.asarray(value, aval.dtype)[()], aval)
 
 
 def new_eqn(like: Any, invars: Sequence[Any], outvars: Sequence[Any], primitive: Any, params: dict[str, Any]) -> Any:
-    """An effect-free equation that keeps the source line, name stack and context of the equation `like`, if any."""
+    """An effect-free equation with the source line, name stack and context of the equation `like`, if any."""
     info, ctx = (like.source_info, like.ctx) if like is not None else (None, None)
     return jex.new_jaxpr_eqn(list(invars), list(outvars), primitive, params, set(), info, ctx)
 
@@ -66,7 +66,7 @@ def is_jaxpr(x: Any) -> bool:
 
 
 def is_closed(jaxpr: Any) -> bool:
-    """Whether `jaxpr` carries its constants (always so from JAX 0.12 on)."""
+    """Whether `jaxpr` carries its constants (always, from JAX 0.12 on)."""
     return isinstance(jaxpr, jex.ClosedJaxpr)
 
 
@@ -76,7 +76,7 @@ def open_jaxpr(jaxpr: Any) -> Any:
 
 
 def rebuild(jaxpr: Any, *, eqns: Sequence[Any], outvars: Sequence[Any]) -> Any:
-    """`jaxpr` with other equations and results; constants, debug names and effects as they were."""
+    """`jaxpr` with other equations and results; constants, debug names and effects are kept."""
     inner = open_jaxpr(jaxpr)
     new = inner.replace(eqns=list(eqns), outvars=list(outvars))
     if is_closed(jaxpr) and not is_closed(new):
@@ -95,7 +95,7 @@ def jaxpr_fun(closed: Any) -> Any:
 
 
 def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
-    """An equation's results for other operands, traced as its own source line."""
+    """Binds an equation's primitive to other operands, keeping its source line and name stack."""
     stack = _source.current_name_stack() + eqn.source_info.name_stack
     params = eqn.primitive.get_bind_params(eqn.params)
     with _source.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
@@ -104,12 +104,12 @@ def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
 
 
 def inputs_used(jaxpr: Any, outputs: Sequence[bool]) -> list[bool]:
-    """Which inputs of a jaxpr some of its outputs depend on."""
+    """For each input of a jaxpr, whether any of the selected outputs depends on it."""
     return _partial_eval.dce_jaxpr(open_jaxpr(jaxpr), list(outputs))[1]
 
 
 def scan_parts(params: dict[str, Any]) -> tuple[int, int]:
-    """The numbers of loop constants and of carried values of a `scan` equation."""
+    """The numbers of constants and carried values of a `scan` equation."""
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = params["ft_in"].unpack()
@@ -117,18 +117,18 @@ def scan_parts(params: dict[str, Any]) -> tuple[int, int]:
 
 
 def layout_constraint(like: Any, operand: Any, result: Any) -> Any:
-    """An equation that gives an array the layout of its dims in order, first one outermost."""
+    """An equation that constrains an array to the row-major layout."""
     params = {"layout": Layout(tuple(range(len(operand.aval.shape))))}
     return new_eqn(like, [operand], [result], _layout_constraint_p, params)
 
 
 def manual_axes(params: dict[str, Any]) -> frozenset[str]:
-    """The axes that the body of a `shard_map` equation is manual along, beside those that already were around it."""
+    """The axes that become manual in the body of a `shard_map` equation."""
     return frozenset(params["newly_manual_axes"])
 
 
 def sub_jaxprs(params: dict[str, Any]) -> Iterator[tuple[str, int, Any]]:
-    """(parameter, position, jaxpr) of every jaxpr among an equation's parameters."""
+    """(parameter, position, jaxpr) for every jaxpr among an equation's parameters."""
     for key, value in params.items():
         if is_jaxpr(value):
             yield key, 0, value
@@ -139,7 +139,7 @@ def sub_jaxprs(params: dict[str, Any]) -> Iterator[tuple[str, int, Any]]:
 
 
 def with_jaxpr(params: dict[str, Any], key: str, pos: int, jaxpr: Any) -> dict[str, Any]:
-    """An equation's parameters with another jaxpr where `sub_jaxprs` found one; a namedtuple of jaxprs stays one."""
+    """An equation's parameters with the jaxpr found by `sub_jaxprs` replaced; a namedtuple of jaxprs stays one."""
     value = params[key]
     if isinstance(value, (tuple, list)):
         make = getattr(type(value), "_make", tuple)
@@ -148,7 +148,7 @@ def with_jaxpr(params: dict[str, Any], key: str, pos: int, jaxpr: Any) -> dict[s
 
 
 def source_line(eqn: Any) -> str:
-    """`file.py:line (function)` of the user's line that made an equation; empty when JAX kept none."""
+    """`file.py:line (function)`, the user's source line of an equation; empty if JAX has none."""
     frame = _source.user_frame(eqn.source_info.traceback)
     if frame is None:
         return ""
@@ -156,13 +156,13 @@ def source_line(eqn: Any) -> str:
 
 
 def name_stack(eqn: Any) -> str:
-    """The names and transformations around an equation, as `transpose(jvp(loss))/attention`."""
+    """The name stack of an equation, such as `transpose(jvp(loss))/attention`."""
     return str(eqn.source_info.name_stack)
 
 
 def in_trace() -> bool:
     """Whether a JAX transformation (`jit`, `grad`, `vmap`, ...) is tracing the caller."""
-    try:  # the public way to ask: in traced code JAX refuses to tell the mesh
+    try:  # the public API for this: in traced code get_mesh raises
         jax.sharding.get_mesh()
     except ValueError:
         return True
@@ -170,17 +170,17 @@ def in_trace() -> bool:
 
 
 def trace_context() -> Any:
-    """What else than its arguments a trace depends on, as a key: x64, matmul precision, names of vmapped axes, ..."""
+    """The part of JAX's trace cache key beside the arguments: x64, matmul precision, names of vmapped axes, ..."""
     return _config.trace_context()
 
 
 def is_committed(x: Any) -> bool:
-    """Whether an array was placed on its devices on purpose (`device_put`, a jit's result)."""
+    """Whether `x` is a committed array (from `device_put`, or the result of a jitted function)."""
     return isinstance(x, jax.Array) and not isinstance(x, Tracer) and bool(x.committed)
 
 
-def are_placed(leaves: Sequence[Any]) -> bool:
-    """Whether all are arrays, none a tracer, and `committed`; half the price of asking each in public."""
+def are_committed(leaves: Sequence[Any]) -> bool:
+    """Whether all leaves are committed arrays and none a tracer; takes half the time of `is_committed` on each."""
     committed = [x._committed for x in leaves] if {*map(type, leaves)} <= _ARRAYS else [False]
     return all(committed)
 
@@ -189,51 +189,52 @@ _ARRAYS = frozenset((_array.ArrayImpl, _prng.PRNGKeyArray))
 
 
 def is_extended(dtype: Any) -> bool:
-    """Whether a dtype is one of JAX's own, like that of random keys."""
+    """Whether a dtype is an extended dtype, such as that of random keys."""
     return jax.numpy.issubdtype(dtype, jax.dtypes.extended)
 
 
-def wrapped_key(numbers: Any, dtype: Any) -> Any:
-    """Random keys of this dtype from their numbers."""
-    return jax.random.wrap_key_data(numbers, impl=dtype._impl)
+def wrapped_key(key_data: Any, dtype: Any) -> Any:
+    """Random keys of this dtype from their key data."""
+    return jax.random.wrap_key_data(key_data, impl=dtype._impl)
 
 
 def mlir_passes() -> tuple[Any, Any]:
-    """MLIR's `ir` and `passmanager` as jaxlib carries them. Raises ImportError where it doesn't."""
+    """The modules `ir` and `passmanager` of jaxlib's MLIR. Raises ImportError if jaxlib lacks them."""
     from jaxlib.mlir import ir, passmanager
 
     return ir, passmanager
 
 
 def versions() -> str:
-    """The releases of JAX and of what it compiles with."""
+    """The versions of jax and jaxlib, as text."""
     return f"jax {jax.__version__}, jaxlib {version('jaxlib')}"
 
 
 def lower_sharding_group(ctx: Any, xs: Sequence[Any]) -> None:
-    """Puts the values of a lowering rule into one Shardy group; does nothing where Shardy is switched off."""
+    """Puts the values of a lowering rule into one Shardy sharding group; does nothing if Shardy is disabled."""
     if _config.use_shardy_partitioner.value:
-        number = ctx.module_context.new_channel()  # unlike a global counter the same for the same program
+        number = ctx.module_context.new_channel()  # unlike a global counter, deterministic per program
         for x in xs:
             _sdy.sharding_group(x, number)
 
 
 def lower_barrier(x: Any, allowed: str) -> Any:
-    """The value of a lowering rule behind Shardy's barrier; the value itself where Shardy is switched off."""
+    """A value of a lowering rule behind Shardy's propagation barrier; unchanged if Shardy is disabled."""
     if not _config.use_shardy_partitioner.value:
         return x
     return _sdy.PropagationBarrierOp(x, _sdy.PropagationDirection[allowed.upper()]).result
 
 
 def distributed() -> Any:
-    """JAX's state of a program of several processes: `client`, `process_id`, `num_processes`."""
+    """The global state of `jax.distributed`: `client`, `process_id`, `num_processes`."""
     return _distributed.global_state
 
 
-def gloo_at(address: str) -> None:
-    """Have the CPU backend, once it starts, tell other processes that this one is at `address`.
+def set_gloo_address(address: str) -> None:
+    """Makes the CPU backend, once initialized, advertise `address` to the Gloo peers in other processes.
 
-    By itself it takes what this host's name stands for, which on many systems is 127.0.1.1: of no use to other hosts.
+    By default it advertises what this host's name resolves to, on many systems 127.0.1.1, which other hosts cannot
+    reach.
     """
 
     def start() -> Any:
@@ -246,8 +247,8 @@ def gloo_at(address: str) -> None:
 
 
 def detected_cluster() -> tuple[str | None, int | None, int | None, Sequence[int] | None]:
-    """Coordinator, number of processes, this process, its local devices, as JAX finds them; None where it is alone."""
+    """Coordinator, number of processes, process index and local devices as JAX detects them; None without a cluster."""
     try:
         return _ClusterEnv.auto_detect_unset_distributed_params(None, None, None, None, None, 60)
-    except (ValueError, KeyError):  # an environment with half of what such a cluster says
+    except (ValueError, KeyError):  # a cluster environment with variables missing
         return None, None, None, None

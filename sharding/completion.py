@@ -1,4 +1,4 @@
-"""`Completion`: what a user holds after the pass, before anything compiles."""
+"""`Completion`: the inferred sharding of a program, inspected before anything compiles."""
 
 from __future__ import annotations
 
@@ -12,28 +12,29 @@ import jax
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
-from . import logical, paths
-from .columns import ruled
+from . import paths
+from .annotations import axis_rules
 from .cost import Topology, topology
 from .errors import ShardingError, raise_together
 from .explain import Estimate, Ledger, Lock, MemoryReport, Verification, communication, estimate, memory, verify
 from .explain import report as reports
-from .explain.whole import Wholes
-from .graph import Pin, joined
+from .explain.replication_reasons import ReplicatedDims
+from .explain.why import Conflicts, Why, chain_lines
+from .graph import Annotation, joined
 from .hardware import Chip, Devices, Platform
 from .mesh import current
-from .propagation import Assignment, PendingSum, pending
+from .propagation import Assignment, PendingSum, partial_sums
 from .spec import Spec, axis_name, divisible, indivisible, sizes_text, to_partition_spec
-from .why import Conflicts, Why, way
+from .text_table import ruled
 
-LONG = 10_000
-"""Ops from which memory and time are left out where a completion is merely displayed: they would take seconds."""
+MAX_DISPLAYED_OPS = 10_000
+"""From this many ops on, displaying a completion omits memory and time, which would take seconds."""
 
 
 class Completion:
-    """How every array of a program is split over a mesh, and why.
+    """The sharding of every array of a program over a mesh, with the reasons.
 
-    Prints as a table of arguments, results and named values. `assignment` holds every value.
+    Prints as a table of arguments, results and named values. `assignment` covers all values.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class Completion:
 
     @property
     def in_shardings(self) -> tuple[Any, ...]:
-        """Per argument a pytree like it, of PartitionSpecs."""
+        """PartitionSpecs of the arguments: one pytree per argument, with its structure."""
         specs = [self.boundary(v) for v in self._graph.inputs]
         trees, at = [], 0
         for tree in self._in_trees:
@@ -70,47 +71,47 @@ class Completion:
 
     @property
     def out_shardings(self) -> Any:
-        """A pytree like the result, of PartitionSpecs."""
+        """PartitionSpecs of the result, a pytree with its structure."""
         return jax.tree.unflatten(self._out_tree, [self.boundary(v) for v in self._graph.outputs])
 
     def boundary(self, value: int) -> P:
-        """The PartitionSpec of an argument or result: what of its spec divides its dims."""
+        """The PartitionSpec of an argument or result, limited to axes that divide its dims."""
         spec = divisible(self.assignment.specs[value], self._graph.shapes[value], self.assignment.sizes)
         return to_partition_spec(spec)
 
     @property
     def conflicts(self) -> Conflicts:
-        """Where two claims met that one op can't have both."""
+        """Conflicts: pairs of shardings that one op cannot satisfy together."""
         return Conflicts(self.assignment.conflicts)
 
     @cached_property
     def unreduced(self) -> tuple[PendingSum, ...]:
-        """Sums over mesh axes that are still to be done: where each is made, and the op that first needs it.
+        """Pending sums over mesh axes: where each is produced, and the op that first needs the full sum.
 
-        XLA adds up where the value is made; where fewer bytes are needed later, a rewrite would pay.
+        XLA reduces where the value is produced; if a later value is smaller, reducing that one is cheaper.
         """
         a = self.assignment
-        return pending.find(a.graph, a.specs, a.sizes)
+        return partial_sums.find(a.graph, a.specs, a.sizes)
 
     @property
     def unknown(self) -> dict[str, int]:
-        """Primitives that have no rule, with the number of ops: nothing flowed through those."""
+        """Primitives without a rule, with their number of ops; shardings do not propagate through these."""
         return self._graph.unknown
 
     @property
     def uneven(self) -> tuple[str, ...]:
-        """Named values whose inferred split doesn't divide them: cut at arguments and results, padded elsewhere."""
+        """Named values with an uneven inferred sharding: limited at arguments and results, padded elsewhere."""
         return self.assignment.uneven
 
     def value(self, name: str) -> int:
-        """The index of a value by path, end of path or annotated name."""
+        """The index of a value, by path, end of a path, or annotated name."""
         return paths.find(self._graph.names, name, lambda v: str(self.assignment.specs[v]))
 
     def spec(self, name: str) -> P:
         """The PartitionSpec of an argument, result or annotated value.
 
         Args:
-            name: `state/params/blocks/0/mlp/w1`, an end of it that is unique, or a name given to `annotate`.
+            name: a path such as `state/params/blocks/0/mlp/w1`, a unique end of it, or a name given to `annotate`.
         """
         v = self.value(name)
         return self.boundary(v) if v in self._ends else to_partition_spec(self.assignment.specs[v])
@@ -120,30 +121,30 @@ class Completion:
         return frozenset((*self._graph.inputs, *self._graph.outputs))
 
     def annotate(self, path: str, spec: P, *, priority: int = 0) -> Completion:
-        """What would come of one more annotation: another completion, from the annotations of this one and this.
+        """The completion with one more annotation.
 
         Args:
-            path: as for `spec`; of an end of several paths all the values are meant.
+            path: as for `spec`; the end of several paths annotates all these values.
             spec: as for `sharding.annotate`.
-            priority: 0 is propagated first; a higher number waits until all lower ones have settled.
+            priority: 0 is propagated first; a higher number waits until all lower ones have converged.
 
         Raises:
-            ShardingError: a spec that is none for this array or that contradicts an annotation which is there already;
-                of an argument or result also one that doesn't divide it.
+            ShardingError: an invalid spec for this array, a conflict with an existing annotation, or, for an argument
+                or result, a spec that does not divide it.
 
-        The result is exactly that of a program annotated so from the start. It is quick, but costs a share of the first
-        completion, which grows with the program.
+        The result equals that of a program with this annotation from the start. Faster than a new completion, but its
+        cost still grows with the program.
         """
         names = paths.find_all(self._graph.names, path)
-        pins: dict[int, Pin] = {}
+        annotations: dict[int, Annotation] = {}
         failures: list[ShardingError] = []
         for name in names:
             try:
-                pins[self._graph.names[name]] = self._pin(name, spec, priority)
+                annotations[self._graph.names[name]] = self._annotation(name, spec, priority)
             except ShardingError as error:
                 failures.append(error)
         raise_together(f"{self.name}: annotate({path!r}, {spec})", failures)
-        assignment = self.assignment.with_pins(pins)
+        assignment = self.assignment.with_annotations(annotations)
         return Completion(
             assignment,
             name=self.name,
@@ -154,52 +155,54 @@ class Completion:
             devices=self._devices,
         )
 
-    def _pin(self, name: str, spec: P, priority: int) -> Pin:
-        """The annotation of a value once one more is added."""
+    def _annotation(self, name: str, spec: P, priority: int) -> Annotation:
+        """The annotation of a value after adding another."""
         v, asked = self._graph.names[name], f"annotate({name!r}, {spec})"
         shape, sizes = self._graph.shapes[v], self.assignment.sizes
-        pin = Pin(spec=logical.resolve(spec, shape, sizes, asked=asked, priority=priority), origin=asked)
-        faults = indivisible(pin.spec, shape, sizes)
+        annotation = Annotation(
+            spec=axis_rules.resolve(spec, shape, sizes, asked=asked, priority=priority), origin=asked
+        )
+        faults = indivisible(annotation.spec, shape, sizes)
         if faults and v in self._ends:
             raise ShardingError(
                 asked,
-                there=[f"shape {shape}", *faults],
-                must="the axes' sizes divide the dims of an argument or result",
+                found=[f"shape {shape}", *faults],
+                required="dims of arguments and results divisible by the product of their axis sizes",
             )
-        have = self._graph.pins.get(v)
-        both = pin if have is None else joined(have, pin)
+        have = self._graph.annotations.get(v)
+        both = annotation if have is None else joined(have, annotation)
         if both is None:
             assert have is not None
             raise ShardingError(
                 asked,
-                there=f"{to_partition_spec(have.spec, keep_open=True)} from {have.origin}",
-                must="a value's annotations say the same of a dim, or all but one leave it open",
-                fix="P.UNCONSTRAINED for the dims that are said already, or another program without that annotation",
+                found=f"{to_partition_spec(have.spec, keep_open=True)} from {have.origin}",
+                required="annotations of one value that agree on each dim, or leave it open",
+                fix="P.UNCONSTRAINED for the dims annotated already, or a program without that annotation",
             )
         return both
 
     def communication(self) -> Ledger:
-        """Every collective that one call runs, with the line that causes it and why, before anything compiles.
+        """Predicts the collectives of one call, each with the source line and the cause, before anything compiles.
 
-        At logical dtypes; `.lowered("cpu")` is the same as that platform's compiler writes it. Of ops without a rule
-        (`.unknown`) it is not known what XLA does.
+        In logical dtypes; `.lowered("cpu")` gives them as that platform's compiler emits them. Collectives of ops
+        without a rule (`.unknown`) are not predicted.
         """
         return communication(self.assignment, name=self.name)
 
     def estimate(self, hardware: Devices | Chip | str | None = None) -> Estimate:
-        """What one call takes, in seconds, and of what that is made; before anything compiles.
+        """Estimates the time of one call in seconds, with a breakdown, before anything compiles.
 
         Args:
-            hardware: devices such as `"v5p:4x8x8"`, a chip such as `"h100"`, or the path of a table that
-                `sharding calibrate` wrote. Those of the mesh in force, or that it was made on, if not given.
+            hardware: devices such as `"v5p:4x8x8"`, a chip such as `"h100"`, or the path of a table written by
+                `sharding calibrate`. Default: the devices of the current mesh, or of the mesh of this completion.
 
         Raises:
-            ShardingError: nothing says what the devices are, or they are not as many as those of the mesh.
+            ShardingError: unknown devices, or another number of them than in the mesh.
         """
         return estimate(self.assignment, self._topology(hardware), name=self.name)
 
     def _topology(self, hardware: Devices | Chip | str | None) -> Topology:
-        """The mesh on its devices."""
+        """The mesh with its devices and links."""
         mesh = current()
         sizes = self.assignment.sizes
         if mesh is None or dict(mesh.shape) != dict(sizes):
@@ -207,20 +210,21 @@ class Completion:
         return topology(mesh, hardware)
 
     def report(self, path: str | os.PathLike[str], hardware: Devices | Chip | str | None = None) -> Path:
-        """Writes a page that shows all of this: one HTML file that needs no network and no other file.
+        """Writes a self-contained HTML report.
 
-        The mesh, every value with its split and the way of each axis, the collectives, what a device holds over a step
-        and what a step takes; about a second for a scanned model, half a minute for a hundred unrolled layers.
+        It shows the mesh, the sharding of every value with the chain of reasons for each axis, the collectives, memory
+        over a step, and the step time. Takes about a second for a scanned model, half a minute for a hundred unrolled
+        layers.
 
         Args:
             path: of the file.
-            hardware: as for `estimate`; where nothing says what the devices are, times are left out.
+            hardware: as for `estimate`; without known devices, times are omitted.
 
         Returns:
             The path of the file.
 
         Raises:
-            ShardingError: the hardware that is given doesn't fit the mesh.
+            ShardingError: hardware that does not fit the mesh.
         """
         found = Path(path)
         found.write_text(reports.page(self._contents(hardware)), encoding="utf-8")
@@ -243,93 +247,95 @@ class Completion:
         )
 
     def verify(self, compiled: Any) -> Verification:
-        """What was predicted beside what the compiled program does: collectives by kind, and the peak of memory.
+        """Compares predictions with the compiled program: collectives by kind, and peak memory.
 
         Args:
-            compiled: what `step.lower(...).compile()` gave for the same arguments and mesh.
+            compiled: the result of `step.lower(...).compile()` for the same arguments and mesh.
         """
         return verify(self.communication().lowered(self._platform), self.memory(), compiled)
 
     def locked(self) -> Lock:
-        """What `lock` writes."""
+        """The content of the lock file."""
         rows = [(name, shape, spec) for name, shape, spec, _ in self.rows()]
         return Lock.of(self.assignment.sizes, rows, self.communication(), self.memory())
 
     def lock(self, path: str | os.PathLike[str]) -> None:
-        """Writes mesh, specs of named values, collectives by kind and peak bytes to a small JSON file.
+        """Writes the mesh, specs of named values, collectives by kind and peak bytes to a small JSON file.
 
-        Kept under version control, and checked by `sharding.check_lock`, it tells when a change of the program changes
-        how it runs.
+        Under version control and checked by `sharding.check_lock`, it detects changes of the program that change its
+        sharding or costs.
         """
         Path(path).write_text(self.locked().text())
 
     def diff(self, other: Completion) -> tuple[str, ...]:
-        """What another completion has that this one has not, line by line: mesh, specs, collectives, peak."""
+        """Differences to another completion, line by line: mesh, specs, collectives, peak memory."""
         return self.locked().diff(other.locked())
 
     def memory(self, *, platform: Platform | None = None) -> MemoryReport:
-        """What a device holds at the worst moment of one call, in bytes, before anything compiles.
+        """Predicts peak memory per device during one call, in bytes, before anything compiles.
 
         Args:
-            platform: whose compiler is followed: `"cpu"`, whose figures the tests hold this against, or `"gpu"` or
-                `"tpu"`, of which it is taken that they keep to the program's order. The mesh's own if not given.
+            platform: the compiler to model: `"cpu"`, which the tests compare with the compiler's figures, or `"gpu"` or
+                `"tpu"`, which are assumed to keep the program order. Default: that of the mesh.
         """
         donated = self._donated_leaves
         return memory(self.assignment, name=self.name, donated=donated, platform=platform or self._platform)
 
     @property
     def _donated_leaves(self) -> list[int]:
-        """Which of the graph's inputs are donated."""
+        """Indices of the donated inputs of the graph."""
         ends = [0]
         for tree in self._in_trees:
             ends.append(ends[-1] + tree.num_leaves)
         return [leaf for i in self._donated for leaf in range(ends[i], ends[i + 1])]
 
     @cached_property
-    def _wholes(self) -> Wholes:
-        return Wholes(self.assignment)
+    def _replicated_dims(self) -> ReplicatedDims:
+        return ReplicatedDims(self.assignment)
 
     def why(self, name: str, dim: int | None = None) -> Why:
-        """The way of each axis on a value (on one dim of it) from the annotation that it came from.
+        """The chain of reasons for each axis of a value, back to the annotation it came from.
 
         Args:
             name: as for `spec`.
-            dim: one dim; all of them if not given.
+            dim: the dim to explain. Default: all.
         """
         v = self.value(name)
         spec, ndim = self.assignment.specs[v], len(self._graph.shapes[v])
         if dim is not None and not -ndim <= dim < ndim:
             raise ShardingError(
-                f"why({name!r}, dim={dim})", there=f"{ndim} dims: {self._graph.shapes[v]}", must=f"0 <= dim < {ndim}"
+                f"why({name!r}, dim={dim})",
+                found=f"{ndim} dims: {self._graph.shapes[v]}",
+                required=f"0 <= dim < {ndim}",
             )
         lines = [] if ndim else [f"{name} is a scalar"]
         for d in range(ndim) if dim is None else [dim % ndim]:
             if not spec.dims[d].axes:
-                lines.append(f"{name} dim {d} is whole: {self._wholes.why(v, d)}")
+                lines.append(f"{name} dim {d} is replicated: {self._replicated_dims.why(v, d)}")
             for axis in spec.dims[d].axes:
-                lines.append(f"{name} dim {d} is split by {axis_name(axis)}:")
-                lines += [f"  {line}" for line in way(self._graph, self.assignment.chain(v, d, axis))]
+                lines.append(f"{name} dim {d} is sharded over {axis_name(axis)}:")
+                lines += [f"  {line}" for line in chain_lines(self._graph, self.assignment.chain(v, d, axis))]
         return Why(tuple(lines))
 
     def word(self, value: int) -> str:
-        """The reason of a value's split in a word or two: `annotated`, or the ops that brought its axes."""
+        """The reason for a value's sharding in a word or two: `annotated`, or the ops its axes came through."""
         spec = self.assignment.specs[value]
         reasons = (self.assignment.reason(value, d, a) for d, dim in enumerate(spec.dims) for a in dim.axes)
         return ", ".join(dict.fromkeys(r.word for r in reasons if r is not None)) or "-"
 
     def rows(self) -> list[tuple[str, str, str, str]]:
-        """(name, shape, spec, reason) of every named value once; layers that are alike share a row."""
+        """(name, shape, spec, reason) of every named value; identical layers share a row."""
         groups: dict[tuple[str, str, str, str], list[str]] = {}
         for v, name in self._graph.first_names.items():
             shape = "x".join(map(str, self._graph.shapes[v])) or "scalar"
             groups.setdefault((paths.pattern(name), shape, str(self.assignment.specs[v]), self.word(v)), []).append(
                 name
             )
-        return [(paths.starred(names), shape, spec, word) for (_, shape, spec, word), names in groups.items()]
+        return [(paths.merged_name(names), shape, spec, word) for (_, shape, spec, word), names in groups.items()]
 
     @property
     def num_tied(self) -> int:
-        """How many results are split as the donated arguments whose place they take."""
+        """The number of outputs that reuse donated inputs' shardings."""
         arguments = set(self._graph.inputs)
         return sum(v in arguments for v in self._graph.outputs)
 
@@ -344,17 +350,17 @@ class Completion:
     def _notes(self) -> list[str]:
         notes = []
         if self.num_tied:
-            notes.append(f"{self.num_tied} results are split as the donated arguments whose place they take")
+            notes.append(f"{self.num_tied} outputs reuse donated inputs' shardings")
         if self.conflicts:
             lost = sum(c.bytes_lost for c in self.conflicts)
-            notes.append(f"{len(self.conflicts)} conflicts, {lost} bytes per device not split as asked (.conflicts)")
+            notes.append(f"{len(self.conflicts)} conflicts, {lost} bytes per device more than requested (.conflicts)")
         if self.unknown:
             notes.append("no rule for " + ", ".join(f"{k} (x{n})" for k, n in sorted(self.unknown.items())))
         notes += [f"uneven: {line}" for line in self.uneven[:8]]
         return notes
 
     def _repr_html_(self) -> str:
-        return reports.frame(self._contents(with_costs=len(self._graph.ops) < LONG))
+        return reports.frame(self._contents(with_costs=len(self._graph.ops) < MAX_DISPLAYED_OPS))
 
     def num_bytes(self, value: int, spec: Spec) -> int:
         """Bytes of a value on one device under a spec."""

@@ -1,9 +1,9 @@
 """The mesh: named axes over devices, real or described.
 
-``with sharding.mesh(data=2, tensor=4) as m:`` puts a mesh in force for the block. Over real devices ``m`` is a
+``with sharding.mesh(data=2, tensor=4) as m:`` sets the current mesh for the block. Over real devices ``m`` is a
 ``jax.sharding.Mesh`` with Auto axes; over described ones (``devices="v5p:4x8x8"``) an ``AbstractMesh``, on which
-programs can be traced, completed and priced but not run. The first axis is the major one: consecutive devices differ
-in the last.
+programs can be traced, completed and estimated but not run. The first axis is major: consecutive devices differ in the
+last.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from sharding.errors import ShardingError, raise_together
 
 
 class Device(Protocol):
-    """What is used of a ``jax.Device``, which has no type that checkers can see."""
+    """The part of ``jax.Device`` used here; it has no public type for checkers."""
 
     @property
     def platform(self) -> str:
@@ -35,7 +35,7 @@ class Device(Protocol):
 
     @property
     def process_index(self) -> int:
-        """The process that the device belongs to."""
+        """The index of the process that owns the device."""
         ...
 
 
@@ -43,21 +43,29 @@ AxisSizes = Mapping[str, int]
 """Axis name to size, major axis first."""
 
 DevicesLike = Sequence[Device] | hardware.Devices | str | int
-"""Real devices; or a description of devices; or the number of devices of no particular kind."""
+"""Real devices, described devices, or a number of unspecified devices."""
 
 
 def mesh(axes: AxisSizes | None = None, /, *, devices: DevicesLike | None = None, **sizes: int) -> MeshContext:
-    """A mesh to enter with ``with``; it can be entered any number of times, also within another.
+    """A context manager that sets the current mesh; it is reusable and can be nested.
 
     Args:
-        axes: axis sizes as a mapping, for names that are not Python identifiers; they come before ``sizes``.
-        devices: what the axes are over: real devices, in order (default: all of ``jax.devices()``); a text that
-            describes devices, ``"v5p:4x8x8"`` (a TPU torus in chips) or ``"h100:16x8"`` (hosts x GPUs); or a number
-            of devices of no particular kind.
-        **sizes: the size of each axis, major axis first; one may be -1: what is left.
+        axes: axis sizes as a mapping, for names that are not Python identifiers; they precede ``sizes``.
+        devices: real devices in order (default: ``jax.devices()``); a description of devices, ``"v5p:4x8x8"`` (a TPU
+            torus in chips) or ``"h100:16x8"`` (hosts x GPUs); or a number of unspecified devices.
+        **sizes: the size of each axis, major axis first; one may be -1 to be inferred.
 
     Raises:
-        ShardingError: the sizes don't multiply up to the number of devices, or one of them is no size.
+        ShardingError: the product of the axis sizes is not the number of devices, or a size is invalid.
+
+    Example:
+        >>> import sharding
+        >>> with sharding.mesh(data=-1, tensor=4) as mesh:
+        ...     print(dict(mesh.shape))
+        {'data': 2, 'tensor': 4}
+        >>> with sharding.mesh(data=64, tensor=8, devices="v5p:8x8x8") as mesh:
+        ...     print(mesh.size)
+        512
     """
     request = _Request(sizes=_merged(axes or {}, sizes), devices=devices)
     _refuse_traced(request)
@@ -72,11 +80,11 @@ def mesh(axes: AxisSizes | None = None, /, *, devices: DevicesLike | None = None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshContext:
-    """A mesh that ``with`` puts in force."""
+    """A context manager that makes ``mesh`` the current mesh."""
 
     mesh: Mesh | AbstractMesh
     described: hardware.Devices | None = None
-    """The described devices that the mesh is over; None for real ones and for a mere number."""
+    """The described devices of the mesh; None for real ones and for a plain number."""
 
     def __enter__(self) -> Mesh | AbstractMesh:
         _refuse_traced(_Request(sizes=dict(self.mesh.shape)))
@@ -84,7 +92,7 @@ class MeshContext:
             if isinstance(self.mesh, Mesh):
                 stack.enter_context(jax.set_mesh(self.mesh))
             else:
-                # JAX refuses a mesh of another size inside a real one; leaving to the empty one first is allowed.
+                # JAX rejects a mesh of another size inside a real one, but allows it inside the empty mesh.
                 stack.enter_context(jax.set_mesh(Mesh(np.empty((), object), ())))
                 stack.enter_context(jax.sharding.use_abstract_mesh(self.mesh))
             _ENTERED.set((*_ENTERED.get(), (self, stack.pop_all())))
@@ -100,15 +108,15 @@ _ENTERED: ContextVar[tuple[tuple[MeshContext, ExitStack], ...]] = ContextVar("sh
 
 
 def current() -> Mesh | AbstractMesh | None:
-    """The mesh in force, or None: the one entered last, by ``sharding.mesh`` or by plain ``jax.set_mesh``.
+    """The current mesh, or None: the innermost one set by ``sharding.mesh`` or ``jax.set_mesh``.
 
-    Inside traced code a mesh entered with ``sharding.mesh`` is still the one with its devices; of a mesh set by
-    ``jax.set_mesh`` JAX shows only the ``AbstractMesh`` there.
+    In traced code a mesh entered with ``sharding.mesh`` is still returned with its devices; for one set by
+    ``jax.set_mesh`` JAX exposes only the ``AbstractMesh`` there.
     """
     ours = _innermost()
     of_jax = jax.sharding.get_abstract_mesh()
     if ours is not None and isinstance(ours.mesh, Mesh) and ours.mesh.abstract_mesh is of_jax:
-        return ours.mesh  # as a rule; the rest costs every call of a program more than all else it asks
+        return ours.mesh  # the common case; the code below costs more per dispatch than all other checks
     if of_jax.empty or (ours is not None and ours.mesh.shape_tuple == of_jax.shape_tuple):
         return ours.mesh if ours else None
     concrete = None if compat.in_trace() else jax.sharding.get_mesh()
@@ -116,17 +124,23 @@ def current() -> Mesh | AbstractMesh | None:
 
 
 def described() -> hardware.Devices | None:
-    """The devices under the mesh in force where they are described by a text, otherwise None."""
+    """The described devices of the current mesh, or None."""
     ours = _innermost()
     return ours.described if ours is not None and ours.mesh is current() else None
 
 
 def topology(m: Mesh | AbstractMesh, *, devices: hardware.Devices | str | None = None) -> dict[str, hardware.Link]:
-    """The link of each axis: the slowest one that joins devices which differ in that axis only.
+    """The link of each axis: the slowest one between devices that differ only in that axis.
 
     Args:
-        m: the mesh. An ``AbstractMesh`` that is in force is over the devices that ``sharding.mesh`` was given.
-        devices: the described devices under any other ``AbstractMesh``; without them its links are ``"unknown"``.
+        m: the mesh. For the current ``AbstractMesh``, the devices are those given to ``sharding.mesh``.
+        devices: the described devices of any other ``AbstractMesh``; without them its links are ``"unknown"``.
+
+    Example:
+        >>> import sharding
+        >>> with sharding.mesh(node=16, gpu=8, devices="h100:16x8") as mesh:
+        ...     print(sharding.topology(mesh))
+        {'node': 'network', 'gpu': 'nvlink'}
     """
     if isinstance(m, Mesh):
         link = _LINKS.get(m.devices.flat[0].platform, "unknown")
@@ -138,8 +152,8 @@ def topology(m: Mesh | AbstractMesh, *, devices: hardware.Devices | str | None =
     if known.num_devices != m.size:
         raise ShardingError(
             f"the topology of a mesh of {m.size} devices over {known}",
-            there=f"{known} is {known.num_devices} devices",
-            must="the mesh has as many devices as the description",
+            found=f"{known} is {known.num_devices} devices",
+            required=f"a mesh of {known.num_devices} devices",
         )
     islands = np.arange(m.size) // known.devices_per_island
     return _links(m, islands.reshape(m.axis_sizes), known.chip.link)
@@ -154,7 +168,7 @@ def _links(m: Mesh | AbstractMesh, islands: np.ndarray, within: hardware.Link) -
 
 
 def _island(device: Device) -> int:
-    """Which island of fast links a device is on: its slice where the platform knows slices, else its process."""
+    """The island of fast links of a device: its slice if the platform has slices, else its process."""
     index = getattr(device, "slice_index", None)
     return device.process_index if index is None else index
 
@@ -169,18 +183,18 @@ def _auto(sizes: AxisSizes) -> tuple[AxisType, ...]:
 
 
 def _over(devices: Sequence[Device], sizes: AxisSizes) -> Mesh:
-    """A mesh over real devices, arranged by JAX to fit their links where it can."""
+    """A mesh over real devices, in JAX's physical-topology order if possible."""
     names, shape = tuple(sizes), tuple(sizes.values())
     try:
         return jax.make_mesh(shape, names, axis_types=_auto(sizes), devices=devices)
     except (ValueError, NotImplementedError):
-        # Several slices, or a torus that the shape does not fold into: in order, islands outermost.
+        # Several slices, or a torus the shape cannot be mapped to: in order, islands outermost.
         return Mesh(np.array(sorted(devices, key=_island)).reshape(shape), names, axis_types=_auto(sizes))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Request:
-    """What the caller of ``mesh`` wrote, to resolve and to quote in errors."""
+    """The arguments of ``mesh``, to be resolved and quoted in errors."""
 
     sizes: AxisSizes
     devices: DevicesLike | None = None
@@ -201,7 +215,7 @@ class _Request:
 
 def _merged(axes: AxisSizes, sizes: AxisSizes) -> dict[str, int]:
     if twice := axes.keys() & sizes.keys():
-        raise ShardingError(f"sharding.mesh with the axis {sorted(twice)[0]!r} twice", must="each axis is given once")
+        raise ShardingError(f"sharding.mesh with the axis {sorted(twice)[0]!r} twice", required="distinct axis names")
     return {**axes, **sizes}
 
 
@@ -209,36 +223,38 @@ def _refuse_traced(request: _Request) -> None:
     if compat.in_trace():
         raise ShardingError(
             str(request),
-            there="traced code: a function under jit, grad, vmap or scan",
-            must="a mesh is entered outside of traced code",
+            found="traced code: a function under jit, grad, vmap or scan",
+            required="a mesh context outside of traced code",
             fix=f"put `with {request}:` around the call of the traced function",
         )
 
 
 def _check_sizes(request: _Request) -> None:
-    """Raises, all together, for every axis that has no usable name or size."""
+    """Raises one error for all axes with an invalid name or size."""
     failures = [
-        ShardingError(f"axis {name!r} of size {size!r}", must=must)
+        ShardingError(f"axis {name!r} of size {size!r}", required=required)
         for name, size in request.sizes.items()
-        if (must := _broken_rule(name, size))
+        if (required := _violated_requirement(name, size))
     ]
     free = [name for name, size in request.sizes.items() if size == -1]
     if len(free) > 1:
-        failures.append(ShardingError(f"axes {', '.join(map(repr, free))} of size -1", must="at most one axis is -1"))
+        failures.append(
+            ShardingError(f"axes {', '.join(map(repr, free))} of size -1", required="at most one size of -1")
+        )
     if not request.sizes:
-        failures.append(ShardingError(str(request), must="there is at least one axis", fix="sharding.mesh(data=-1)"))
+        failures.append(ShardingError(str(request), required="at least one axis", fix="sharding.mesh(data=-1)"))
     raise_together(str(request), failures)
 
 
-def _broken_rule(name: object, size: object) -> str:
-    """The rule that an axis breaks, or an empty text."""
+def _violated_requirement(name: object, size: object) -> str:
+    """The requirement that an axis violates, or an empty text."""
     if not isinstance(name, str) or not name:
-        return "an axis name is a text that is not empty"
+        return "a non-empty string as axis name"
     try:
         number = 0 if isinstance(size, bool) else operator.index(size)  # pyright: ignore[reportArgumentType] tested here
     except TypeError:
         number = 0
-    return "" if number >= 1 or number == -1 else "a size is a whole number from 1 up, or -1 for what is left"
+    return "" if number >= 1 or number == -1 else "a positive integer as size, or -1 to infer it"
 
 
 def _found(request: _Request) -> list[Device] | hardware.Devices | int:
@@ -249,7 +265,7 @@ def _found(request: _Request) -> list[Device] | hardware.Devices | int:
         devices if isinstance(devices, int | hardware.Devices) else list(jax.devices() if devices is None else devices)
     )
     if _count(found) < 1:
-        raise ShardingError(str(request), there="no devices", must="a mesh is over one device or more")
+        raise ShardingError(str(request), found="no devices", required="at least one device")
     return found
 
 
@@ -260,7 +276,7 @@ def _count(found: Sequence[Device] | hardware.Devices | int) -> int:
 
 
 def _resolved(request: _Request, num_devices: int) -> dict[str, int]:
-    """The sizes with -1 filled in; an error that offers the nearest sizes where they don't fit."""
+    """The sizes with -1 resolved. If they don't fit, raises an error that suggests the nearest sizes that do."""
     sizes = {name: operator.index(size) for name, size in request.sizes.items()}
     fixed = math.prod(size for size in sizes.values() if size != -1)
     free = -1 in sizes.values()
@@ -269,28 +285,28 @@ def _resolved(request: _Request, num_devices: int) -> dict[str, int]:
     product = " x ".join(str(size) for size in sizes.values() if size != -1)
     raise ShardingError(
         str(request),
-        there=f"{num_devices} devices, and {product} = {fixed}" if " x " in product else f"{num_devices} devices",
-        must=f"the sizes other than -1 divide {num_devices}" if free else f"the sizes multiply up to {num_devices}",
+        found=f"{num_devices} devices, and {product} = {fixed}" if " x " in product else f"{num_devices} devices",
+        required=f"a product that divides {num_devices}" if free else f"a product of {num_devices}",
         fix=[*_nearest(request, num_devices), *_other_devices(request, fixed, num_devices)],
     )
 
 
 def _nearest(request: _Request, num_devices: int) -> list[str]:
-    """Up to four calls with the same axes that fit the devices, the fewest doublings and halvings away first."""
-    names, wanted = tuple(request.sizes), tuple(request.sizes.values())
+    """Up to four calls with the same axes that fit the devices, nearest first in doublings and halvings."""
+    names, requested = tuple(request.sizes), tuple(request.sizes.values())
 
     def distance(sizes: tuple[int, ...]) -> tuple[float, int]:
-        steps = [abs(math.log2(new / old)) for new, old in zip(sizes, wanted, strict=True) if old != -1]
+        steps = [abs(math.log2(new / old)) for new, old in zip(sizes, requested, strict=True) if old != -1]
         return round(sum(steps), 6), sum(step > 0 for step in steps)
 
     divisors = [number for number in range(1, num_devices + 1) if num_devices % number == 0]
     fitting = heapq.nsmallest(4, _factorisations(num_devices, len(names), divisors), key=distance)
-    kept = [tuple(-1 if old == -1 else new for new, old in zip(sizes, wanted, strict=True)) for sizes in fitting]
+    kept = [tuple(-1 if old == -1 else new for new, old in zip(sizes, requested, strict=True)) for sizes in fitting]
     return [str(_Request(sizes=dict(zip(names, sizes, strict=True)), devices=request.devices)) for sizes in kept]
 
 
 def _factorisations(number: int, parts: int, divisors: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Every way to write a number as a product of so many ordered factors, taken from ``divisors``."""
+    """All ordered factorisations of a number into ``parts`` factors from ``divisors``."""
     if parts == 1:
         yield (number,)
         return
@@ -298,13 +314,13 @@ def _factorisations(number: int, parts: int, divisors: Sequence[int]) -> Iterato
         yield from ((factor, *rest) for rest in _factorisations(number // factor, parts - 1, divisors))
 
 
-def _other_devices(request: _Request, wanted: int, num_devices: int) -> list[str]:
-    """The same sizes over other devices, where the caller left the devices to us."""
+def _other_devices(request: _Request, required: int, num_devices: int) -> list[str]:
+    """The same sizes over other devices, if the caller did not choose the devices."""
     if request.devices is not None or -1 in request.sizes.values():
         return []
-    if wanted < num_devices:
+    if required < num_devices:
         sizes = str(request).removesuffix(")")
-        return [f"{sizes}, devices=jax.devices()[:{wanted}])"]
-    enough = [f'jax.config.update("jax_num_cpu_devices", {wanted}) before the first use of JAX']
-    described = str(_Request(sizes=request.sizes, devices=wanted))
-    return [*(enough if jax.default_backend() == "cpu" else ()), f"{described}, to look at without running"]
+        return [f"{sizes}, devices=jax.devices()[:{required}])"]
+    enough = [f'jax.config.update("jax_num_cpu_devices", {required}) before the first use of JAX']
+    described = str(_Request(sizes=request.sizes, devices=required))
+    return [*(enough if jax.default_backend() == "cpu" else ()), f"{described}, to inspect without running"]

@@ -1,8 +1,8 @@
-"""How one array is split: per dim the mesh axes that split it, major to minor.
+"""`Spec`, the sharding of one array: for each dim the mesh axes it is sharded over, major to minor.
 
-A `Spec` says what a `PartitionSpec` can say and four things more: a dim may be *open* (the pass may add axes), a dim
-has a *priority* (0 is propagated first), an axis may be a part of a mesh axis `(name, pre, size)` (view the axis of
-size n as `[pre, size, n / (pre * size)]` and take the middle), and axes may be *unreduced* (a sum still pending).
+Beyond a `PartitionSpec`, a dim can be *open* (propagation may add axes) and has a *priority* (0 is propagated first),
+an axis can be a sub-axis `(name, pre, size)` of a mesh axis (view the axis of size n as `[pre, size, n / (pre * size)]`
+and take the middle), and axes can be *unreduced* (a pending sum).
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from jax.sharding import PartitionSpec as P
 from .errors import ShardingError
 
 Axis = str | tuple[str, int, int]
-"""A mesh axis, or a part of one: (name, pre, size)."""
+"""A mesh axis, or a sub-axis: (name, pre, size)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dim:
-    """The split of one array dim."""
+    """The sharding of one dim."""
 
     axes: tuple[Axis, ...] = ()
     """Mesh axes, major to minor."""
     open: bool = False
-    """Whether the pass may add axes behind these."""
+    """Whether propagation may add minor axes."""
     priority: int = 0
-    """0 is propagated first; higher numbers wait."""
+    """0 is propagated first, higher numbers later."""
     via: str = field(default="", compare=False)
-    """How the axes were named where they are not named themselves: `mlp -> tensor`."""
+    """The axis rule that the axes come from, if any: `mlp -> tensor`."""
 
     def __str__(self) -> str:
         names = [axis_name(a) for a in self.axes] + (["?"] if self.open else [])
@@ -45,7 +45,7 @@ CLOSED = Dim()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spec:
-    """The split of one array: one `Dim` per dim."""
+    """The sharding of one array: one `Dim` per dim."""
 
     dims: tuple[Dim, ...]
     unreduced: tuple[Axis, ...] = ()
@@ -55,56 +55,56 @@ class Spec:
 
     @property
     def axes(self) -> tuple[tuple[Axis, ...], ...]:
-        """Per dim the axes alone."""
+        """The axes of each dim."""
         return tuple(d.axes for d in self.dims)
 
     @property
     def is_open(self) -> bool:
-        """Whether every dim is open and empty: nothing is asked."""
+        """Whether every dim is open and empty, hence unconstrained."""
         return all(d.open and not d.axes for d in self.dims)
 
     @property
-    def has_parts(self) -> bool:
-        """Whether some dim is split by a part of a mesh axis, which a `PartitionSpec` can't say."""
+    def has_sub_axes(self) -> bool:
+        """Whether some dim is sharded over a sub-axis, which a `PartitionSpec` cannot express."""
         return any(not isinstance(a, str) for d in self.dims for a in d.axes)
 
     @property
     def row(self) -> Spec:
-        """The spec of one row of a stack of arrays."""
+        """The spec of one row of a stacked array."""
         return Spec(dims=self.dims[1:])
 
     def num_shards(self, sizes: Mapping[str, int]) -> int:
-        """Into how many pieces the array is cut."""
+        """The number of distinct shards."""
         return math.prod(num_parts(d.axes, sizes) for d in self.dims)
 
 
 def open_spec(ndim: int) -> Spec:
-    """The spec that asks nothing."""
+    """The unconstrained spec."""
     return Spec(dims=(OPEN,) * ndim)
 
 
 def closed_spec(ndim: int) -> Spec:
-    """The spec of an array that every device has whole."""
+    """The spec of a replicated array."""
     return Spec(dims=(CLOSED,) * ndim)
 
 
 def axis_name(axis: Axis) -> str:
-    """`tensor`, or `tensor:(1)2` for a part, as Shardy writes it."""
+    """`tensor`, or `tensor:(1)2` for a sub-axis, as in Shardy."""
     return axis if isinstance(axis, str) else f"{axis[0]}:({axis[1]}){axis[2]}"
 
 
 def axis_size(axis: Axis, sizes: Mapping[str, int]) -> int:
-    """The number of devices along an axis or a part of one."""
+    """The number of devices along an axis or sub-axis."""
     return sizes[axis] if isinstance(axis, str) else axis[2]
 
 
 def num_parts(axes: Iterable[Axis], sizes: Mapping[str, int]) -> int:
-    """The number of devices that differ along some axes only: into how many parts these cut a dim."""
+    """The product of the axis sizes: the number of shards of a dim sharded over them."""
     return math.prod(axis_size(a, sizes) for a in axes)
 
 
 def cuts(axes: Iterable[Axis], sizes: Mapping[str, int]) -> dict[str, list[int]]:
-    """Of each mesh axis that occurs in parts, the numbers of devices at which these cut it, from 1 to its size."""
+    """For each mesh axis with sub-axes here, their boundaries as device counts, from 1 to the axis size."""
     found: dict[str, set[int]] = {}
     for axis in axes:
         if not isinstance(axis, str):
@@ -114,12 +114,12 @@ def cuts(axes: Iterable[Axis], sizes: Mapping[str, int]) -> dict[str, list[int]]
 
 
 def local_shape(axes: Sequence[Sequence[Axis]], shape: Sequence[int], sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """What one device has of an array, the parts of a dim all as long as the longest.
+    """The shape of one shard, with uneven dims padded to the largest shard.
 
     Args:
-        axes: per dim those that split it.
-        shape: of the whole array.
-        sizes: of the mesh axes.
+        axes: the axes of each dim.
+        shape: the global shape.
+        sizes: the mesh axis sizes.
     """
     return tuple(-(-n // num_parts(own, sizes)) for n, own in zip(shape, axes, strict=True))
 
@@ -127,24 +127,24 @@ def local_shape(axes: Sequence[Sequence[Axis]], shape: Sequence[int], sizes: Map
 def from_partition_spec(
     spec: P, shape: tuple[int, ...], sizes: Mapping[str, int], *, asked: str, priority: int = 0
 ) -> Spec:
-    """The `Spec` of a `PartitionSpec`: missing trailing dims are closed, `P.UNCONSTRAINED` is open, `(a, ...)` grows.
+    """The `Spec` of a `PartitionSpec`: missing trailing dims are closed, `P.UNCONSTRAINED` and `(a, ...)` are open.
 
     Raises:
-        ShardingError: unknown axis, axis used twice, or more entries than dims; all of them in one message.
+        ShardingError: unknown axes, axes used twice, or more entries than dims, all in one error.
     """
     if not isinstance(spec, P):
         raise ShardingError(
             asked,
-            there=f"{spec!r}, of type {type(spec).__name__}",
-            must="a spec is a PartitionSpec",
+            found=f"{spec!r}, of type {type(spec).__name__}",
+            required="a PartitionSpec",
             fix=f"P{spec!r}" if isinstance(spec, tuple) else f"P({spec!r})",
         )
     faults = _faults(spec, shape, sizes)
     if faults:
         raise ShardingError(
             asked,
-            there=[f"spec {spec}, array of shape {tuple(shape)}, mesh axes {sizes_text(sizes)}", *faults],
-            must="each entry is None, P.UNCONSTRAINED, a mesh axis or a tuple of them; each axis at most once; "
+            found=[f"spec {spec}, array of shape {tuple(shape)}, mesh axes {sizes_text(sizes)}", *faults],
+            required="entries of None, P.UNCONSTRAINED, a mesh axis or a tuple of them; each axis at most once; "
             "at most one entry per dim",
             fix=_fix(spec, shape, sizes),
         )
@@ -154,10 +154,10 @@ def from_partition_spec(
 
 
 def to_partition_spec(spec: Spec, *, keep_open: bool = False) -> P:
-    """The nearest `PartitionSpec`; trailing empty entries dropped.
+    """The nearest `PartitionSpec`, without trailing empty entries.
 
-    A part of an axis can't be said there: the dim is cut before it. With `keep_open`, dims that may grow or that were
-    cut become `P.UNCONSTRAINED`, which leaves them to XLA.
+    It cannot express sub-axes: a dim keeps only the axes before its first sub-axis. With `keep_open`, open dims without
+    axes and dims with sub-axes become `P.UNCONSTRAINED`, which leaves them to XLA.
     """
     entries = [_entry(d, keep_open) for d in spec.dims]
     while entries and entries[-1] is None:
@@ -166,13 +166,13 @@ def to_partition_spec(spec: Spec, *, keep_open: bool = False) -> P:
 
 
 def partition_spec_of(array: Any) -> P:
-    """How an array, or a shape with a sharding, lies on a mesh; whole where nothing is said of one."""
+    """The PartitionSpec of an array or ShapeDtypeStruct; that of a replicated array if it has no NamedSharding."""
     sharding = getattr(array, "sharding", None)
     return sharding.spec if isinstance(sharding, NamedSharding) else P()
 
 
 def divisible(spec: Spec, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Spec:
-    """`spec` with each dim cut to the longest axes whose sizes divide it, as JAX asks of arguments and results."""
+    """`spec` with each dim limited to its longest prefix of axes that divides it, as JAX requires at jit boundaries."""
     dims = []
     for dim, size in zip(spec.dims, shape, strict=True):
         kept: list[Axis] = []
@@ -185,7 +185,7 @@ def divisible(spec: Spec, shape: tuple[int, ...], sizes: Mapping[str, int]) -> S
 
 
 def indivisible(spec: Spec, shape: tuple[int, ...], sizes: Mapping[str, int]) -> list[str]:
-    """One line of arithmetic per dim whose size its axes don't divide."""
+    """One line of arithmetic per dim that its axes do not divide evenly."""
     lines = []
     for i, (dim, size) in enumerate(zip(spec.dims, shape, strict=True)):
         parts = num_parts(dim.axes, sizes)
@@ -198,10 +198,10 @@ def indivisible(spec: Spec, shape: tuple[int, ...], sizes: Mapping[str, int]) ->
 
 
 def _entry(dim: Dim, keep_open: bool) -> object:
-    whole = [a for a in dim.axes if isinstance(a, str)]
-    if keep_open and ((dim.open and not dim.axes) or len(whole) < len(dim.axes)):
+    full = [a for a in dim.axes if isinstance(a, str)]
+    if keep_open and ((dim.open and not dim.axes) or len(full) < len(dim.axes)):
         return P.UNCONSTRAINED
-    names = tuple(whole[: next((i for i, a in enumerate(dim.axes) if not isinstance(a, str)), len(whole))])
+    names = tuple(full[: next((i for i, a in enumerate(dim.axes) if not isinstance(a, str)), len(full))])
     return None if not names else names[0] if len(names) == 1 else names
 
 
@@ -215,9 +215,9 @@ def _names(entry: object) -> tuple[object, ...]:
 def _dim(entry: object, sizes: Mapping[str, int], priority: int) -> Dim:
     if entry is P.UNCONSTRAINED or entry is Ellipsis:  # JAX writes (...,) as ...
         return Dim(open=True, priority=priority)
-    grows = isinstance(entry, tuple) and any(a is Ellipsis or a is P.UNCONSTRAINED for a in entry)
+    is_open = isinstance(entry, tuple) and any(a is Ellipsis or a is P.UNCONSTRAINED for a in entry)
     axes = tuple(str(a) for a in _names(entry) if sizes[str(a)] > 1)
-    return Dim(axes=axes, open=grows, priority=priority)
+    return Dim(axes=axes, open=is_open, priority=priority)
 
 
 def _faults(spec: P, shape: tuple[int, ...], sizes: Mapping[str, int]) -> list[str]:
@@ -228,7 +228,7 @@ def _faults(spec: P, shape: tuple[int, ...], sizes: Mapping[str, int]) -> list[s
     for i, entry in enumerate(spec):
         for name in _names(entry):
             if name not in sizes:
-                faults.append(f"entry {i} names {name!r}, which is no axis of the mesh")
+                faults.append(f"entry {i} names {name!r}, which is not a mesh axis")
             elif name in seen:
                 where = f"in entry {i}" if seen[name] == i else f"in entries {seen[name]} and {i}"
                 faults.append(f"axis {name!r} is used twice: {where}")
@@ -244,7 +244,7 @@ def _fix(spec: P, shape: tuple[int, ...], sizes: Mapping[str, int]) -> list[str]
     for name in unknown:
         near = difflib.get_close_matches(str(name), list(sizes), n=1, cutoff=0.5)
         if near:
-            fixes.append(f"{near[0]!r} in place of {name!r}")
+            fixes.append(f"{near[0]!r} instead of {name!r}")
     if len(spec) > len(shape):
         fixes.append(f"P{tuple(spec)[: len(shape)]}" if len(shape) != 1 else f"P({tuple(spec)[0]!r})")
     once = P(*_once(spec))
@@ -256,7 +256,7 @@ def _fix(spec: P, shape: tuple[int, ...], sizes: Mapping[str, int]) -> list[str]
 
 
 def _once(spec: P) -> list[object]:
-    """The entries with each axis kept where it comes first."""
+    """The entries with only the first use of each axis kept."""
     seen: set[object] = set()
     entries: list[object] = []
     for entry in spec:

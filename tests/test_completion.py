@@ -1,4 +1,4 @@
-"""`Completion`: what a user reads before anything compiles."""
+"""`Completion`: specs, tables, reasons and conflicts before anything compiles."""
 
 import re
 from inspect import currentframe
@@ -24,7 +24,7 @@ def mesh():
 
 
 def line() -> int:
-    """The number of the caller's line."""
+    """The line number of the caller."""
     frame = currentframe()
     assert frame is not None
     assert frame.f_back is not None
@@ -63,7 +63,7 @@ def test_shardings_are_pytrees_like_arguments_and_result(c):
     assert c.out_shardings == {"logits": P("data"), "norm": P()}
 
 
-def test_table_has_a_row_for_every_named_value_and_layers_share_one(c):
+def test_table_has_a_row_per_named_value_and_layers_share_one(c):
     assert c.rows() == [
         ("params/head", "8x8", "[-, -]", "-"),
         ("params/layers/*/w1 (x3)", "8x8", "[-, tensor]", "annotated"),
@@ -76,7 +76,7 @@ def test_table_has_a_row_for_every_named_value_and_layers_share_one(c):
     ]
 
 
-def test_layers_that_differ_have_rows_of_their_own():
+def test_layers_that_differ_have_separate_rows():
     specs = ([P("data"), P("tensor"), P("data")],)
     rows = complete(lambda ws: sum(w.sum() for w in ws), [W, W, W], in_shardings=specs).rows()
     assert [row[0] for row in rows[:2]] == ["ws/* (x2)", "ws/1"]
@@ -92,11 +92,11 @@ def test_prints_as_a_table(c):
     assert repr(c) == str(c)
 
 
-def test_long_programs_are_displayed_without_what_takes_seconds(monkeypatch):
+def test_long_programs_are_displayed_without_costs(monkeypatch):
     c = complete(lambda x: annotate(x * 2, P("data"), name="<b>&"), W)
-    whole = c._repr_html_()
-    assert "&quot;with_costs&quot;:true" in whole and "<b>" not in whole
-    monkeypatch.setattr("sharding.completion.LONG", 1)
+    page = c._repr_html_()
+    assert "&quot;with_costs&quot;:true" in page and "<b>" not in page
+    monkeypatch.setattr("sharding.completion.MAX_DISPLAYED_OPS", 1)
     assert "&quot;with_costs&quot;:false" in c._repr_html_()
 
 
@@ -105,7 +105,7 @@ def test_long_programs_are_displayed_without_what_takes_seconds(monkeypatch):
     [
         ("params/layers/0/w1", P(None, "tensor")),
         ("layers/2/w2", P("tensor")),
-        ("w2", P("tensor")),  # three that are split alike
+        ("w2", P("tensor")),  # three that are sharded identically
         ("head", P()),
         ("x", P("data")),
         ("hidden#1", P("data", "tensor")),
@@ -118,14 +118,14 @@ def test_spec_by_path_end_of_path_or_name(c, name, spec):
     assert c.spec(name) == spec
 
 
-def test_end_of_a_path_that_is_ambiguous_is_an_error_that_lists_the_values():
+def test_ambiguous_end_of_a_path_is_an_error_that_lists_the_values():
     c = complete(
         lambda p: p["a"]["w"] + p["b"]["w"],
         {k: {"w": W} for k in "ab"},
         in_shardings=({"a": P("data"), "b": P("tensor")},),
     )
     with pytest.raises(
-        ShardingError, match=r"(?s)'w'.*split differently.*p/a/w: \[data, -\].*p/b/w: \[tensor, -\].*try"
+        ShardingError, match=r"(?s)'w'.*sharded differently.*p/a/w: \[data, -\].*p/b/w: \[tensor, -\].*fix"
     ):
         c.spec("w")
 
@@ -134,12 +134,12 @@ def test_end_of_a_path_that_is_ambiguous_is_an_error_that_lists_the_values():
     "name, near", [("hiden", "hidden#"), ("params/layers/0/w3", "params/layers/0/w"), ("hed", "params/head")]
 )
 def test_unknown_name_is_an_error_with_the_nearest(c, name, near):
-    for ask in (c.spec, c.why):
-        with pytest.raises(ShardingError, match=f"(?s)the value '{name}'.*try: .*{re.escape(near)}"):
-            ask(name)
+    for lookup in (c.spec, c.why):
+        with pytest.raises(ShardingError, match=f"(?s)the value '{name}'.*fix: .*{re.escape(near)}"):
+            lookup(name)
 
 
-def test_name_of_an_argument_is_not_taken_by_an_annotation():
+def test_annotation_does_not_shadow_the_name_of_an_argument():
     c = complete(lambda w: annotate(w.T, P(None, "data"), name="w"), W)
     assert c.spec("w") == P("data")
     assert c.spec("w#0") == P(None, "data")
@@ -155,7 +155,7 @@ def test_name_inside_a_loop_is_one_value():
 
 def test_why_ends_at_the_annotation_and_names_the_users_line(c):
     steps = list(c.why("x", dim=0))
-    assert steps[0] == "x dim 0 is split by data:"
+    assert steps[0] == "x dim 0 is sharded over data:"
     assert steps[1].startswith("  x dim 0 <- dot_general at test_completion.py:")
     assert steps[-1] == f"  hidden#0 dim 0 <- annotate at test_completion.py:{LINES['hidden']} (layer)"
 
@@ -163,7 +163,7 @@ def test_why_ends_at_the_annotation_and_names_the_users_line(c):
 def test_why_ends_at_in_shardings(c):
     assert list(c.why("layers/1/w2", dim=0))[-1] == "  params/layers/1/w1 dim 1 <- in_shardings"
     assert list(c.why("layers/1/w1", dim=1)) == [
-        "layers/1/w1 dim 1 is split by tensor:",
+        "layers/1/w1 dim 1 is sharded over tensor:",
         "  params/layers/1/w1 dim 1 <- in_shardings",
     ]
 
@@ -177,28 +177,28 @@ def test_why_ends_at_the_sharding_of_an_argument_or_a_constraint(mesh):
     assert str(c.why("x", 0)).endswith("<- out_shardings")
 
 
-def test_why_tells_all_dims_and_every_axis():
+def test_why_covers_all_dims_and_axes():
     c = complete(lambda x: x * 2, W, in_shardings=P(("data", "tensor"), None))
     assert list(c.why("x")) == [
-        "x dim 0 is split by data:",
+        "x dim 0 is sharded over data:",
         "  x dim 0 <- in_shardings",
-        "x dim 0 is split by tensor:",
+        "x dim 0 is sharded over tensor:",
         "  x dim 0 <- in_shardings",
-        "x dim 1 is whole: in_shardings closes it",
+        "x dim 1 is replicated: closed by in_shardings",
     ]
-    assert str(c.why("x", dim=-1)) == "x dim 1 is whole: in_shardings closes it"
+    assert str(c.why("x", dim=-1)) == "x dim 1 is replicated: closed by in_shardings"
 
 
-def test_why_of_a_whole_dim():
+def test_why_of_a_replicated_dim():
     c = complete(lambda a, b: (a @ b, b.sum()), W, W, in_shardings=(P("data", U), P(U, "data")))
-    assert str(c.why("a", 1)) == "a dim 1 is whole: no annotation reaches it"
+    assert str(c.why("a", 1)) == "a dim 1 is replicated: not reached by any annotation"
     assert str(c.why("out/0", 1)).startswith(
-        "out/0 dim 1 is whole: b dim 1: (data) from in_shardings was refused: the axis already"
+        "out/0 dim 1 is replicated: b dim 1: (data) from in_shardings was rejected: the axis already"
     )
     assert str(c.why("out/1")) == "out/1 is a scalar"
 
 
-def test_why_of_a_dim_that_is_not_there(c):
+def test_why_of_a_dim_out_of_range(c):
     for dim in (2, -3):
         with pytest.raises(ShardingError, match=rf"(?s)why\('x', dim={dim}\).*2 dims: \(8, 8\).*0 <= dim < 2"):
             c.why("x", dim=dim)
@@ -212,21 +212,21 @@ def test_one_more_annotation_gives_another_completion(c):
     assert more.in_shardings[0]["head"] == P(None, "tensor")
 
 
-def test_one_more_annotation_on_all_that_a_name_means(c):
+def test_one_more_annotation_on_all_values_of_a_name(c):
     more = c.annotate("w2", P(U, "data"), priority=1)
     assert {more.spec(f"layers/{i}/w2") for i in range(3)} == {P("tensor", "data")}
 
 
-def test_one_more_annotation_that_says_the_same_changes_nothing(c):
+def test_one_more_identical_annotation_changes_nothing(c):
     more = c.annotate("layers/0/w1", P(None, "tensor"))
     assert more.assignment.specs == c.assignment.specs
-    assert more.assignment.graph.pins == c.assignment.graph.pins
+    assert more.assignment.graph.annotations == c.assignment.graph.annotations
 
 
-def test_one_more_annotation_that_contradicts_one_is_an_error(c):
+def test_one_more_conflicting_annotation_is_an_error(c):
     with pytest.raises(ShardingError, match=r"(?s)layers/0/w1.*None, 'tensor'\) from in_shardings.*layers/1/w1"):
         c.annotate("w1", P("tensor", None))
-    with pytest.raises(ShardingError, match=r"(?s)'nobody', which is no axis of the mesh"):
+    with pytest.raises(ShardingError, match=r"(?s)'nobody', which is not a mesh axis"):
         c.annotate("head", P("nobody"))
     with pytest.raises(ShardingError, match=r"(?s)dim 0 of size 6 over tensor=4"):
         complete(lambda x: x, np.ones(6)).annotate("x", P("tensor"))
@@ -239,17 +239,17 @@ def test_one_more_annotation_under_axis_rules(c):
         assert c.annotate("head", P(None, "mlp")).spec("head") == P(None, "tensor")
 
 
-def test_without_completion_one_more_annotation_is_all_that_is_said():
+def test_one_more_annotation_with_engine_xla():
     bare = complete(lambda x: x * 2, W, engine="xla").annotate("x", P("data"))
     assert (bare.spec("x"), bare.spec("out")) == (P("data"), P())
 
 
-def test_xlas_own_pass_completes_with_one_more_annotation():
+def test_one_more_annotation_with_engine_shardy():
     more = complete(lambda x: x * 2, W, engine="shardy").annotate("x", P("data"))
     assert (more.spec("x"), more.spec("out")) == (P("data"), P("data"))
 
 
-def test_conflict_tells_both_claims_who_won_by_which_rule_and_the_bytes():
+def test_conflict_has_both_claims_the_rule_and_the_bytes():
     at = line() + 1
     c = complete(lambda a, b: a @ b, W, W, in_shardings=(P("data", None), P(None, "data")))
     (conflict,) = c.conflicts
@@ -257,13 +257,11 @@ def test_conflict_tells_both_claims_who_won_by_which_rule_and_the_bytes():
     assert conflict.source.startswith(f"test_completion.py:{at} ")
     assert (conflict.kept.dim, conflict.kept.axes, conflict.kept.origin) == (0, DATA, "in_shardings")
     assert (conflict.lost.value, conflict.lost.dim, conflict.lost.axes) == (c.value("b"), 1, DATA)
-    assert conflict.rule == "the axis already splits another dim"
-    assert (
-        conflict.bytes_lost == 8 * 8 * 4 // 2 - 8 * 8 * 4 // 4
-    )  # a half of the result stays where a quarter was asked
+    assert conflict.rule == "the axis already shards another dim"
+    assert conflict.bytes_lost == 8 * 8 * 4 // 2 - 8 * 8 * 4 // 4  # a half of the result instead of a quarter
     assert str(conflict.lost) == "b dim 1: (data) from in_shardings"
-    assert "is lost: the axis already splits another dim (64 bytes)" in str(conflict)
-    assert "1 conflicts, 64 bytes per device not split as asked" in str(c)
+    assert "rejected b dim 1: (data) from in_shardings: the axis already shards another dim (64 bytes)" in str(conflict)
+    assert "1 conflicts, 64 bytes per device more than requested" in str(c)
 
 
 def test_two_annotations_of_one_value_are_a_conflict():
@@ -275,7 +273,7 @@ def test_two_annotations_of_one_value_are_a_conflict():
     assert c.spec("out") == P("tensor")
 
 
-def test_program_without_contradictions_has_no_conflicts(c):
+def test_program_without_conflicts(c):
     assert c.conflicts == ()
     assert c.uneven == ()
     assert c.unknown == {}
@@ -287,7 +285,7 @@ def test_ops_without_a_rule_are_named():
     assert "no rule for pure_callback (x1)" in str(c)
 
 
-def test_uneven_splits_are_listed_and_cut_at_the_edges():
+def test_uneven_shardings_are_listed_and_limited_at_arguments():
     odd = np.ones((3, 6), np.float32)
     c = complete(lambda x: annotate(jnp.pad(x, ((0, 1), (0, 2))), P("data", "tensor"), name="padded"), odd)
     assert (c.spec("x"), c.spec("padded")) == (P(), P("data", "tensor"))
@@ -295,14 +293,14 @@ def test_uneven_splits_are_listed_and_cut_at_the_edges():
     assert "uneven: x: dim 1 of size 6 over tensor=4 = 4: 6 = 1 x 4 + 2" in str(c)
 
 
-def test_results_that_take_the_place_of_donated_arguments_are_counted_and_not_repeated():
+def test_outputs_that_reuse_donated_shardings_are_counted_and_not_repeated():
     c = complete(lambda s, x: ({"w": s["w"] + x}, x.sum()), {"w": W}, W, donate_argnums=0)
     assert c.num_tied == 1
-    assert "1 results are split as the donated arguments whose place they take" in str(c)
+    assert "1 outputs reuse donated inputs' shardings" in str(c)
     assert [row[0] for row in c.rows()] == ["s/w", "x", "out/1"]
 
 
-def test_bytes_of_a_value_on_one_device(c):
+def test_bytes_of_a_value_per_device(c):
     v = c.value("hidden#0")
     assert c.num_bytes(v, c.assignment.specs[v]) == 8 * 8 * 4 // 8
 

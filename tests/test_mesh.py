@@ -1,4 +1,4 @@
-"""Meshes over real and described devices: what is in force, what links it, what is refused."""
+"""Meshes over real and described devices: the current mesh, links, errors."""
 
 import math
 import threading
@@ -18,11 +18,11 @@ from sharding.mesh import current, described, mesh, topology
 
 
 def in_jax() -> dict[str, int]:
-    """The mesh that JAX itself has in force."""
+    """The axis sizes of JAX's current mesh."""
     return dict(jax.sharding.get_abstract_mesh().shape)
 
 
-def test_real_mesh_is_in_force_with_auto_axes():
+def test_real_mesh_is_current_with_auto_axes():
     with mesh(data=2, tensor=4) as m:
         assert isinstance(m, Mesh)
         assert dict(m.shape) == {"data": 2, "tensor": 4}
@@ -57,7 +57,7 @@ def test_program_lowers_for_described_devices():
     assert "256" in lowered.as_text()
 
 
-def test_number_of_devices_of_no_kind():
+def test_number_of_unspecified_devices():
     with mesh(data=-1, tensor=4, devices=96) as m:
         assert dict(m.shape) == {"data": 24, "tensor": 4}
         assert described() is None
@@ -66,13 +66,13 @@ def test_number_of_devices_of_no_kind():
 
 @settings(derandomize=True, deadline=None, max_examples=30)
 @given(st.permutations([1, 2, 4]), st.integers(0, 2), st.sampled_from([None, 8, "h100:2x4", parse("v5e:2x4")]))
-def test_minus_one_is_what_is_left(sizes, free, devices):
+def test_minus_one_is_inferred(sizes, free, devices):
     given_sizes = dict(zip("abc", sizes, strict=True)) | {"abc"[free]: -1}
     resolved = dict(mesh(devices=devices, **given_sizes).mesh.shape)
     assert resolved == dict(zip("abc", sizes, strict=True))
 
 
-def test_size_one_axes_stay():
+def test_size_one_axes_are_kept():
     assert dict(mesh(data=8, tensor=1).mesh.shape) == {"data": 8, "tensor": 1}
 
 
@@ -172,16 +172,16 @@ def test_current_inside_traced_code():
         jax.grad(traced)(1.0)
         jax.jit(jax.shard_map(traced, in_specs=P("data"), out_specs=P("data"), axis_names={"data"}))(jnp.ones(4))
     with jax.set_mesh(m):
-        jax.eval_shape(lambda x: traced(x), 1.0)  # a new function: JAX keeps the trace of the other
+        jax.eval_shape(lambda x: traced(x), 1.0)  # a new function: JAX caches the trace of the other
     assert seen[0] is seen[1] is seen[2] is m
     assert seen[3] == m.abstract_mesh
 
 
 @pytest.mark.parametrize("transform", [jax.jit, jax.grad, jax.vmap])
-def test_refused_inside_traced_code(transform):
+def test_rejected_inside_traced_code(transform):
     outside = mesh(data=8)
 
-    def makes(x):
+    def creates(x):
         mesh(data=8)
         return x
 
@@ -189,8 +189,8 @@ def test_refused_inside_traced_code(transform):
         with outside:
             return x
 
-    for traced in (makes, enters):
-        with pytest.raises(ShardingError, match="outside of traced code"):
+    for traced in (creates, enters):
+        with pytest.raises(ShardingError, match="required: a mesh context outside of traced code"):
             transform(traced)(jnp.ones(3) if transform is jax.vmap else 1.0)
 
 
@@ -211,7 +211,7 @@ def test_topology_of_real_cpus():
         ("cpu:2x4", {"data": 2, "tensor": 4}, {"data": "network", "tensor": "shared memory"}),
     ],
 )
-def test_topology_follows_the_order_of_axes(devices, sizes, links):
+def test_topology_depends_on_the_order_of_axes(devices, sizes, links):
     context = mesh(sizes, devices=devices)
     with context as m:
         assert topology(m) == links
@@ -219,7 +219,7 @@ def test_topology_follows_the_order_of_axes(devices, sizes, links):
     assert set(topology(context.mesh).values()) == {"unknown"}
 
 
-def test_topology_needs_as_many_devices():
+def test_topology_over_another_number_of_devices():
     with pytest.raises(ShardingError, match="h100:2x8 is 16 devices"):
         topology(mesh(data=8).mesh.abstract_mesh, devices="h100:2x8")
 
@@ -229,17 +229,17 @@ def test_topology_needs_as_many_devices():
     [
         (
             {"data": 3, "tensor": 4},
-            r"3 x 4 = 12(.|\n)*try: +sharding.mesh\(data=2, tensor=4\)\n +sharding.mesh\(data=4, t",
+            r"3 x 4 = 12(.|\n)*fix: +sharding.mesh\(data=2, tensor=4\)\n +sharding.mesh\(data=4, t",
         ),
-        ({"data": 2}, r"try: +sharding.mesh\(data=8\)\n +sharding.mesh\(data=2, devices=jax.devices\(\)\[:2\]\)"),
-        ({"data": 16}, r"multiply up to 8(.|\n)*jax_num_cpu_devices\", 16(.|\n)*sharding.mesh\(data=16, devices=16\)"),
-        ({"data": -1, "tensor": 3}, r"other than -1 divide 8(.|\n)*try: +sharding.mesh\(data=-1, tensor=4\)"),
-        ({"data": 3, "b c": 4}, r"try: +sharding.mesh\(\{'data': 2, 'b c': 4\}\)"),
+        ({"data": 2}, r"fix: +sharding.mesh\(data=8\)\n +sharding.mesh\(data=2, devices=jax.devices\(\)\[:2\]\)"),
+        ({"data": 16}, r"a product of 8(.|\n)*jax_num_cpu_devices\", 16(.|\n)*sharding.mesh\(data=16, devices=16\)"),
+        ({"data": -1, "tensor": 3}, r"a product that divides 8(.|\n)*fix: +sharding.mesh\(data=-1, tensor=4\)"),
+        ({"data": 3, "b c": 4}, r"fix: +sharding.mesh\(\{'data': 2, 'b c': 4\}\)"),
         ({"data": 0}, r"axis 'data' of size 0"),
         ({"data": -2, "tensor": 2.0}, r"2 failures\n +1. axis 'data' of size -2\n +2. axis 'tensor' of size 2.0"),
         ({"data": True}, r"axis 'data' of size True"),
-        ({"data": -1, "tensor": -1}, r"axes 'data', 'tensor' of size -1\n +must hold: at most one"),
-        ({"": 8}, r"an axis name is a text that is not empty"),
+        ({"data": -1, "tensor": -1}, r"axes 'data', 'tensor' of size -1\n +required: at most one size of -1"),
+        ({"": 8}, r"a non-empty string as axis name"),
         ({}, r"at least one axis"),
     ],
 )
@@ -251,11 +251,11 @@ def test_errors(sizes, message):
 @pytest.mark.parametrize(
     ("devices", "message"),
     [
-        ("h100:16x8", r"128(.|\n)*try: +sharding.mesh\(data=16, tensor=8, devices='h100:16x8'\)"),
-        (96, r"multiply up to 96"),
+        ("h100:16x8", r"128(.|\n)*fix: +sharding.mesh\(data=16, tensor=8, devices='h100:16x8'\)"),
+        (96, r"a product of 96"),
         (0, r"no devices"),
         ([], r"no devices"),
-        ("h10:16x8", r"try: +\"h100:16x8\""),
+        ("h10:16x8", r"fix: +\"h100:16x8\""),
     ],
 )
 def test_errors_over_given_devices(devices, message):
@@ -270,10 +270,10 @@ def test_axis_given_twice():
 
 @settings(derandomize=True, deadline=None, max_examples=40)
 @given(st.integers(1, 360), st.lists(st.integers(1, 20), min_size=1, max_size=4))
-def test_offered_sizes_fit(num_devices, sizes):
+def test_suggested_sizes_fit(num_devices, sizes):
     if math.prod(sizes) == num_devices:
         return
-    with pytest.raises(ShardingError, match="multiply up to") as caught:
+    with pytest.raises(ShardingError, match="a product of") as caught:
         mesh({f"a{i}": size for i, size in enumerate(sizes)}, devices=num_devices)
     for line in caught.value.fix:
         assert eval(line, {"sharding": type("face", (), {"mesh": staticmethod(mesh)})}).mesh.size == num_devices

@@ -1,4 +1,4 @@
-"""The manual runs top to bottom, and is kept without what running it left behind."""
+"""Every notebook runs top to bottom without stderr, and is stored without outputs."""
 
 import json
 from pathlib import Path
@@ -8,9 +8,9 @@ import nbformat
 import pytest
 
 NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
-LONG = ["04_pipelines", "05_axes"]
+LONG = ["04_pipelines", "05_axes", "07_command_line"]
 
-every = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+every_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
 
 @pytest.mark.parametrize(
@@ -18,17 +18,17 @@ every = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
     [pytest.param(path, marks=[pytest.mark.slow] * (path.stem in LONG), id=path.stem) for path in NOTEBOOKS],
 )
 def test_runs(path, tmp_path, monkeypatch):
-    # Nothing outside of the temporary folder is written, and no kernel but the one of this Python is found.
+    # Jupyter writes to the temporary folder only, and finds no kernel but this Python's.
     for variable in ("JUPYTER_RUNTIME_DIR", "JUPYTER_DATA_DIR", "JUPYTER_CONFIG_DIR", "IPYTHONDIR"):
         monkeypatch.setenv(variable, str(tmp_path / variable.lower()))
     notebook = nbformat.read(path, as_version=4)
     client = nbclient.NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(tmp_path)}})
     client.execute()
-    shown = [output for cell in notebook.cells for output in cell.get("outputs", ())]
-    assert not [output.text for output in shown if output.output_type == "stream" and output.name == "stderr"]
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
+    assert not [output.text for output in outputs if output.output_type == "stream" and output.name == "stderr"]
 
 
-@every
+@every_notebook
 def test_is_clean(path):
     text = path.read_text()
     notebook = json.loads(text)
@@ -38,7 +38,7 @@ def test_is_clean(path):
     assert text.isascii()
 
 
-@every
+@every_notebook
 def test_begins_with_what_the_reader_can_do(path):
     first = json.loads(path.read_text())["cells"][0]
     assert first["cell_type"] == "markdown"

@@ -1,4 +1,4 @@
-"""Names of arrays: paths of leaves, and finding one by an end of its path."""
+"""Array names: paths of leaves, and lookup by the end of a path."""
 
 import collections
 
@@ -20,16 +20,16 @@ NAMES = {
 SPECS = ["a", "a", "b", "c", "d", "e"]
 
 
-def find(wanted):
-    return paths.find(NAMES, wanted, SPECS.__getitem__)
+def find(name):
+    return paths.find(NAMES, name, SPECS.__getitem__)
 
 
-def test_path_goes_through_dicts_lists_tuples_and_named_tuples():
+def test_paths_of_dicts_lists_tuples_and_named_tuples():
     tree = {"b": [1, (2, 3)], "a": Moments(4, {"k": 5})}
     assert paths.of_tree(tree, "state") == ["state/a/mu", "state/a/nu/k", "state/b/0", "state/b/1/0", "state/b/1/1"]
 
 
-def test_a_leaf_alone_is_its_prefix():
+def test_path_of_a_single_leaf_is_its_prefix():
     assert paths.of_tree(1, "x") == ["x"]
     assert paths.of_tree(None, "x") == []
 
@@ -42,7 +42,7 @@ def test_value_of_an_nnx_variable_is_dropped():
 
 
 @pytest.mark.parametrize(
-    "wanted, value",
+    "name, value",
     [
         ("state/blocks/1/mlp/w1", 1),
         ("blocks/1/mlp/w1", 1),
@@ -50,42 +50,42 @@ def test_value_of_an_nnx_variable_is_dropped():
         ("w2", 2),
         ("hidden#1", 4),
         ("x", 5),
-        ("mlp/w1", 0),  # two that are split alike
+        ("mlp/w1", 0),  # two that are sharded identically
         ("w1", 0),
     ],
 )
-def test_found_by_name_path_or_end_of_path(wanted, value):
-    assert find(wanted) == value
+def test_found_by_name_path_or_end_of_path(name, value):
+    assert find(name) == value
 
 
-def test_the_end_of_a_path_is_whole_keys():
+def test_end_of_a_path_matches_full_keys():
     with pytest.raises(ShardingError, match="no argument, result or annotated value of that name among 6"):
         find("1")
 
 
-def test_several_that_differ_are_listed():
-    with pytest.raises(ShardingError, match=r"(?s)2 values of that name, split differently.*hidden#0: c.*hidden#1: d"):
+def test_ambiguous_matches_are_listed():
+    with pytest.raises(ShardingError, match=r"(?s)2 values of that name, sharded differently:.*#0: c.*#1: d"):
         find("hidden")
 
 
-def test_exact_name_wins_over_ends_of_paths():
+def test_exact_name_takes_precedence_over_ends_of_paths():
     names = {"a/w": 0, "w": 1}
     assert paths.find(names, "w", lambda v: v) == 1
 
 
-@pytest.mark.parametrize("wanted, near", [("hiden", "hidden#"), ("w3", "w2"), ("state/head/w", "state/head/w2")])
-def test_unknown_name_offers_the_nearest(wanted, near):
-    with pytest.raises(ShardingError, match=f"(?s)try: .*{near}"):
-        find(wanted)
+@pytest.mark.parametrize("name, near", [("hiden", "hidden#"), ("w3", "w2"), ("state/head/w", "state/head/w2")])
+def test_unknown_name_suggests_the_nearest(name, near):
+    with pytest.raises(ShardingError, match=f"(?s)fix: .*{near}"):
+        find(name)
 
 
-def test_unknown_name_that_is_near_none_offers_nothing():
+def test_unknown_name_without_a_near_one_suggests_nothing():
     with pytest.raises(ShardingError, match="no argument") as caught:
         find("qqqqqqqq")
     assert caught.value.fix == ()
 
 
-def test_only_indices_become_a_star():
+def test_only_indices_become_stars():
     assert paths.pattern("params/12/w1 dim 0 <- tanh at gpt.py:12 (f)") == "params/*/w1 dim 0 <- tanh at gpt.py:12 (f)"
     assert paths.pattern("hidden#3 dim 1") == "hidden#* dim 1" and paths.pattern("a/0: x") == "a/0: x"
-    assert paths.pattern("operand 1 of dot, hidden#12, goes from") == "operand 1 of dot, hidden#*, goes from"
+    assert paths.pattern("operand 1 of dot, hidden#12, resharded from") == "operand 1 of dot, hidden#*, resharded from"

@@ -1,4 +1,4 @@
-"""Specs: what a `PartitionSpec` says, and the arithmetic of splitting."""
+"""Specs: conversion from and to `PartitionSpec`, and divisibility."""
 
 import math
 
@@ -36,7 +36,7 @@ def dims(*axes):
 
 @st.composite
 def specs(draw):
-    """Specs of 0 to 4 dims over whole axes, each at most once, that are closed or open."""
+    """Specs of 0 to 4 dims, closed or open, over full axes, each at most once."""
     axes = draw(st.permutations(["data", "tensor", "odd"]))
     ndim = draw(st.integers(0, 4))
     cuts = sorted(draw(st.lists(st.integers(0, 3), min_size=ndim, max_size=ndim)))
@@ -62,7 +62,7 @@ def specs(draw):
         (P("one", ("data",)), "[-, data]"),
     ],
 )
-def test_every_form_of_a_partition_spec(pspec, text):
+def test_forms_of_a_partition_spec(pspec, text):
     assert str(spec_of(pspec)) == text
 
 
@@ -70,14 +70,14 @@ def test_missing_trailing_dims_are_closed():
     assert spec_of(P("data"), ndim=3) == Spec(dims=(Dim(axes=("data",)), CLOSED, CLOSED))
 
 
-def test_priority_is_that_of_every_dim():
+def test_priority_applies_to_every_dim():
     spec = from_partition_spec(P("data"), (4, 4), SIZES, asked="test", priority=3)
     assert [d.priority for d in spec.dims] == [3, 3]
 
 
 @settings(derandomize=True, deadline=None)
 @given(specs())
-def test_closed_specs_come_back_from_a_partition_spec(spec):
+def test_closed_specs_round_trip_through_a_partition_spec(spec):
     closed = dims(*spec.axes)
     assert spec_of(to_partition_spec(closed), len(spec.dims)) == closed
 
@@ -91,27 +91,27 @@ def test_keep_open_leaves_free_dims_to_xla(spec):
     assert [d.open for d in back.dims] == [d.open and not d.axes for d in spec.dims]
 
 
-def test_trailing_whole_dims_are_dropped():
+def test_trailing_replicated_dims_are_dropped():
     assert to_partition_spec(dims((), ("data",), (), ())) == P(None, "data")
     assert to_partition_spec(dims((), ())) == P()
     assert to_partition_spec(open_spec(2), keep_open=True) == P(U, U)
 
 
-def test_part_of_an_axis_is_cut_where_a_partition_spec_cannot_say_it():
+def test_sub_axes_are_dropped_in_a_partition_spec():
     spec = dims(("data", ("tensor", 1, 2)), (("tensor", 2, 2),))
-    assert spec.has_parts
+    assert spec.has_sub_axes
     assert to_partition_spec(spec) == P("data")
     assert to_partition_spec(spec, keep_open=True) == P(U, U)
     assert spec.num_shards(SIZES) == 2 * 2 * 2
     assert str(spec) == "[(data,tensor:(1)2), tensor:(2)2]"
 
 
-def test_name_and_size_of_whole_and_part():
+def test_name_and_size_of_axes_and_sub_axes():
     assert (axis_name("data"), axis_size("data", SIZES)) == ("data", 2)
     assert (axis_name(("tensor", 2, 2)), axis_size(("tensor", 2, 2), SIZES)) == ("tensor:(2)2", 2)
 
 
-def test_is_open_means_nothing_is_asked():
+def test_is_open_means_unconstrained():
     assert open_spec(2).is_open
     assert open_spec(0).is_open
     assert not Spec(dims=(OPEN, CLOSED)).is_open
@@ -123,7 +123,7 @@ shapes = st.lists(st.integers(0, 30), min_size=4, max_size=4).map(tuple)
 
 @settings(derandomize=True, deadline=None)
 @given(specs(), shapes)
-def test_divisible_keeps_the_longest_head_that_divides(spec, shape):
+def test_divisible_keeps_the_longest_prefix_that_divides(spec, shape):
     shape = shape[: len(spec.dims)]
     cut = divisible(spec, shape, SIZES)
     assert indivisible(cut, shape, SIZES) == []
@@ -136,7 +136,7 @@ def test_divisible_keeps_the_longest_head_that_divides(spec, shape):
 
 @settings(derandomize=True, deadline=None)
 @given(specs(), shapes)
-def test_indivisible_reports_each_dim_that_does_not_divide(spec, shape):
+def test_indivisible_reports_each_uneven_dim(spec, shape):
     shape = shape[: len(spec.dims)]
     pairs = zip(spec.dims, shape, strict=True)
     bad = [i for i, (d, size) in enumerate(pairs) if size % math.prod(SIZES[a] for a in d.axes)]
@@ -148,13 +148,13 @@ def test_indivisible_writes_the_arithmetic_out():
     assert line == "dim 0 of size 20 over data=2 x tensor=4 = 8: 20 = 2 x 8 + 4"
 
 
-def test_all_faults_of_a_spec_come_in_one_error():
+def test_one_error_lists_all_faults_of_a_spec():
     with pytest.raises(ShardingError, match=r"(?s)3 entries for 2 dims.*names 'tensr'.*axis 'data' is used twice") as e:
         spec_of(P("data", "tensr", "data"))
-    assert "'tensor' in place of 'tensr'" in e.value.fix
+    assert "'tensor' instead of 'tensr'" in e.value.fix
 
 
-def test_unknown_axis_that_is_near_none_lists_what_there_is():
+def test_unknown_axis_without_a_near_one_lists_all_axes():
     with pytest.raises(ShardingError, match=r"add the axis to sharding.mesh.*'data', 'tensor', 'one', 'odd'"):
         spec_of(P("zzzzzz"))
 

@@ -1,11 +1,9 @@
-"""Programs on several hosts: what starts their processes, watches them, and starts them again after a fault.
+"""Multi-process launch: start processes on many hosts, monitor them, and restart them after a failure.
 
-One head runs where `sharding launch` was called. On every host an agent starts that host's processes, passes on what
-they print and report, and kills them when the head says so or is no longer heard of. How the head reaches agents is all
-that a kind of cluster is about; a fault is met in the same way on each: all processes are killed and started again, and
-the program goes on from its newest checkpoint.
+One supervisor runs where `sharding launch` was called. On every host an agent starts that host's processes, forwards
+their output and heartbeats, and kills them on request or when it loses the supervisor. Clusters differ only in how the
+supervisor reaches the agents. After a failure, on every cluster, all processes are killed and restarted, and the
+program resumes from its newest checkpoint.
+
+In: launch options and a command. Out: the program's output and exit code.
 """
-
-from .run import run
-
-__all__ = ["run"]

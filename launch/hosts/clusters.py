@@ -1,4 +1,4 @@
-"""Where the agents of a program run, and by which commands: one function for each kind of cluster."""
+"""The hosts of a launch and the commands that start their agents, one function per kind of cluster."""
 
 import os
 import re
@@ -8,10 +8,11 @@ import socket
 import subprocess
 import sys
 
-from sharding import ShardingError, processes
+from sharding import ShardingError
+from sharding.distributed import processes
 
-from ..launch_config import Launch
-from .channel import Host
+from ..config.launch_config import Launch
+from .agent_channel import Host
 from .kubernetes import POD
 
 AGENT = (sys.executable, "-m", "sharding.launch.hosts.agent")
@@ -20,29 +21,29 @@ HERE = "this machine"
 
 
 def hosts(config: Launch) -> list[Host]:
-    """The hosts that `config` asks for.
+    """The hosts of `config`.
 
     Raises:
-        ShardingError: what starts processes there is not installed, or no such hosts.
+        ShardingError: the cluster's launcher is not installed, or the hosts don't exist.
     """
     if config.hosts is not None:
-        return over_ssh(config)
+        return ssh_hosts(config)
     if config.slurm:
-        return over_slurm(config)
+        return slurm_hosts(config)
     if config.mpi:
-        return over_mpi(config)
+        return mpi_hosts(config)
     if config.ray:
-        return over_ray(config)
+        return ray_hosts(config)
     if POD in os.environ:
         return [Host(name=HERE, address="", command=AGENT, processes=(int(os.environ[processes.PROCESS]),))]
     return [Host(name=HERE, address="127.0.0.1", command=AGENT, processes=tuple(range(config.processes or 2)))]
 
 
-def over_ssh(config: Launch) -> list[Host]:
+def ssh_hosts(config: Launch) -> list[Host]:
     """The hosts of --hosts."""
     prefix, names = shlex.split(config.ssh), config.host_names
-    shares = _shares(config, len(names))
-    need(prefix[0], "--hosts", "ssh")
+    shares = _process_numbers(config, len(names))
+    require_program(prefix[0], "--hosts", "ssh")
     remote = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(AGENT)}"
     return [
         Host(name=name, address=name.rpartition("@")[2], command=(*prefix, name, remote), processes=share)
@@ -50,29 +51,29 @@ def over_ssh(config: Launch) -> list[Host]:
     ]
 
 
-def over_slurm(config: Launch) -> list[Host]:
-    """The nodes of the allocation around."""
-    need("srun", "--slurm", "Slurm's srun")
-    names = expanded(os.environ["SLURM_JOB_NODELIST"])[: config.nodes]
-    # One process for all GPUs of a node, or each its own: either way all of them see all GPUs, as NCCL needs it.
+def slurm_hosts(config: Launch) -> list[Host]:
+    """The nodes of the current Slurm allocation."""
+    require_program("srun", "--slurm", "Slurm's srun")
+    names = expand_nodelist(os.environ["SLURM_JOB_NODELIST"])[: config.nodes]
+    # With one process per node or one per GPU, each sees all GPUs of the node, as NCCL requires.
     gpus = (f"--gres=gpu:{config.gpus_per_host}",) if config.gpus_per_host else ()
     command = ("srun", "--nodes=1", "--ntasks=1", "--overlap", "--quiet", "--unbuffered", "--kill-on-bad-exit=0", *gpus)
     return [
         Host(name=name, address=name, command=(*command, f"--nodelist={name}", *AGENT), processes=share)
-        for name, share in zip(names, _shares(config, len(names)), strict=True)
+        for name, share in zip(names, _process_numbers(config, len(names)), strict=True)
     ]
 
 
-def over_ray(config: Launch) -> list[Host]:
-    """The nodes of the Ray cluster that this machine is in."""
+def ray_hosts(config: Launch) -> list[Host]:
+    """The nodes of this machine's Ray cluster."""
     from . import ray
 
     found = ray.nodes()
     if config.nodes and len(found) < config.nodes:
         raise ShardingError(
             f"sharding launch --ray --nodes {config.nodes}",
-            there=f"a cluster of {len(found)} nodes",
-            must="the cluster has so many",
+            found=f"a cluster of {len(found)} nodes",
+            required=f"at most {len(found)} nodes",
             fix=f"--nodes {len(found)}",
         )
     found = found[: config.nodes]
@@ -83,16 +84,16 @@ def over_ray(config: Launch) -> list[Host]:
             command=(sys.executable, "-m", "sharding.launch.hosts.ray", node, str(config.gpus_per_host)),
             processes=share,
         )
-        for (node, address), share in zip(found, _shares(config, len(found)), strict=True)
+        for (node, address), share in zip(found, _process_numbers(config, len(found)), strict=True)
     ]
 
 
-def over_mpi(config: Launch) -> list[Host]:
-    """Whatever mpirun starts on: it says to each process which one it is, and JAX reads that."""
-    need("mpirun", "--mpi", "an MPI's mpirun")
+def mpi_hosts(config: Launch) -> list[Host]:
+    """The hosts of mpirun, which assigns each process its rank; JAX reads it."""
+    require_program("mpirun", "--mpi", "an MPI's mpirun")
     count, options = config.processes or 2, list[str]()
     if "Open" in subprocess.run(["mpirun", "--version"], capture_output=True, text=True).stdout:
-        # Open MPI refuses both unless it is told to: the superuser, and more processes than cores.
+        # By default Open MPI rejects root, and more processes than cores.
         options += ["--allow-run-as-root"] if os.geteuid() == 0 else []
         options += ["--oversubscribe"] if count > (os.cpu_count() or 1) else []
     return [
@@ -101,32 +102,32 @@ def over_mpi(config: Launch) -> list[Host]:
             address=socket.gethostname(),
             command=("mpirun", *options, "-n", str(count), *AGENT),
             processes=tuple(range(count)),
-            starts_itself=True,
+            command_in_args=True,
         )
     ]
 
 
-def _shares(config: Launch, num_hosts: int) -> list[tuple[int, ...]]:
-    """The numbers of each host's processes."""
+def _process_numbers(config: Launch, num_hosts: int) -> list[tuple[int, ...]]:
+    """The process numbers of each host."""
     count = config.gpus_per_host * num_hosts if config.per == "gpu" else config.processes or num_hosts
     if count % num_hosts:
         raise ShardingError(
             f"--processes {count}",
-            there=f"{num_hosts} hosts",
-            must="every host gets the same number of processes",
+            found=f"{num_hosts} hosts",
+            required="equally many processes per host",
             fix=f"--processes {num_hosts * max(1, count // num_hosts)}",
         )
     each = count // num_hosts
     return [tuple(range(first, first + each)) for first in range(0, count, each)]
 
 
-def expanded(nodes: str) -> list[str]:
-    """The names that Slurm writes as one: `n[1-3,7],login`."""
+def expand_nodelist(nodes: str) -> list[str]:
+    """The host names of a Slurm node list such as `n[1-3,7],login`."""
     found = []
     for part in re.findall(r"[^,\[]+(?:\[[^\]]*\][^,\[]*)?", nodes):
-        whole = re.fullmatch(r"([^\[]+)(?:\[([^\]]*)\])?(.*)", part)
-        assert whole is not None
-        head, ranges, tail = whole.groups()
+        match = re.fullmatch(r"([^\[]+)(?:\[([^\]]*)\])?(.*)", part)
+        assert match is not None
+        head, ranges, tail = match.groups()
         if ranges is None:
             found.append(part)
             continue
@@ -137,12 +138,12 @@ def expanded(nodes: str) -> list[str]:
     return found
 
 
-def need(program: str, option: str, what: str, *, fix: str = "") -> None:
+def require_program(program: str, option: str, what: str, *, fix: str = "") -> None:
     """Raise an error if a program is not installed."""
     if shutil.which(program) is None:
         raise ShardingError(
             f"sharding launch {option}",
-            there=f"no {program!r} on this machine's PATH",
-            must=f"{what} is installed where the launcher runs",
+            found=f"no {program!r} on this machine's PATH",
+            required=f"{what} on the machine of the launcher",
             fix=fix,
         )

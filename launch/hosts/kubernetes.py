@@ -1,4 +1,4 @@
-"""Kubernetes: the manifest of a JobSet, which starts a pod per host and all of them again when one fails.
+"""Kubernetes: the manifest of a JobSet, which runs a pod per host and restarts all of them if one fails.
 
 [JobSet's API reference, jobset.x-k8s.io/v1alpha2]
 """
@@ -7,24 +7,23 @@ from typing import Any
 
 import yaml
 
-from sharding import ShardingError, processes
+from sharding import ShardingError
+from sharding.distributed import processes
 
-from ..launch_config import Launch
+from ..config.launch_config import Launch
 
 PORT = 1234
 WORKERS = "workers"
 
 POD = "SHARDING_POD"
-"""Environment variable: whether this is a pod of a manifest of ours, whose environment says which process it is."""
+"""Environment variable: set in the pods of this manifest, whose environment has the process number."""
 
 
 def manifest(config: Launch) -> str:
     """The manifest as YAML, for `kubectl apply -f -`."""
     count = config.nodes or config.processes
     if count is None:
-        raise ShardingError(
-            "sharding launch --kubernetes", must="a manifest says how many pods there are", fix="--nodes 2"
-        )
+        raise ShardingError("sharding launch --kubernetes", required="the number of pods", fix="--nodes 2")
     return yaml.safe_dump(_job_set(config, count), sort_keys=False)
 
 
@@ -33,7 +32,7 @@ def _job_set(config: Launch, count: int) -> dict[str, Any]:
         "parallelism": count,
         "completions": count,
         "completionMode": "Indexed",
-        # One pod that fails fails the job, and the set then makes all pods anew.
+        # A failed pod fails the job, and the JobSet then recreates all pods.
         "backoffLimit": 0,
         "template": {"spec": _pod(config, count)},
     }
@@ -67,7 +66,7 @@ def _pod(config: Launch, count: int) -> dict[str, Any]:
 
 
 def _command(config: Launch) -> list[str]:
-    """In each pod a launcher without restarts watches one process: the set is what starts again."""
+    """Each pod runs a launcher without restarts for one process; the JobSet restarts."""
     names = ("step_timeout", "start_timeout", "grace")
     given = {name: getattr(config, name) for name in names if getattr(config, name) is not None}
     options = [f"--{name.replace('_', '-')}={value:g}" for name, value in given.items()]

@@ -1,4 +1,4 @@
-"""Ray: the head reaches a node's agent through an actor there, as it does elsewhere through ssh.
+"""Ray: the supervisor reaches a node's agent through an actor there, as through ssh elsewhere.
 
 python -m sharding.launch.hosts.ray NODE GPUS    # an agent on that node, its stdin and stdout being this process's
 """
@@ -17,10 +17,10 @@ READ_SECONDS = 1.0
 
 
 def nodes() -> list[tuple[str, str]]:
-    """Id and address of every node of the cluster that is alive, the one that this runs on first.
+    """Id and address of every live node of the cluster, this one first.
 
     Raises:
-        ShardingError: Ray is not installed, or no cluster runs here.
+        ShardingError: Ray is not installed, or this machine is not in a running cluster.
     """
     ray = _connected()
     here = ray.get_runtime_context().get_node_id()
@@ -30,11 +30,11 @@ def nodes() -> list[tuple[str, str]]:
 
 
 def main() -> None:
-    """Pass lines on between this process and the agent, until that has ended."""
+    """Forward lines between this process and the agent until the agent exits."""
     node, gpus = sys.argv[1], int(sys.argv[2])
     ray = _connected()
     where = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node_id=node, soft=False)
-    remote = ray.remote(num_cpus=0, num_gpus=gpus, max_concurrency=3)(Remote)
+    remote = ray.remote(num_cpus=0, num_gpus=gpus, max_concurrency=3)(RemoteAgent)
     agent = remote.options(scheduling_strategy=where).remote(
         [sys.executable, "-m", "sharding.launch.hosts.agent"], os.getcwd()
     )
@@ -50,16 +50,16 @@ def main() -> None:
 def _send(ray: Any, agent: Any) -> None:
     for line in sys.stdin.buffer:
         ray.get(agent.write.remote(line))
-    # Whoever read from this process is gone, and so the agent's processes are to be.
+    # The supervisor is gone: kill the agent and its processes.
     ray.kill(agent)
     os._exit(0)
 
 
-class Remote:
-    """An agent on its node, as an actor."""
+class RemoteAgent:
+    """An actor that runs an agent on its node."""
 
     def __init__(self, command: list[str], folder: str):
-        # Ray hides GPUs from actors that asked for none, and JAX from itself what it was told of the actor's.
+        # Ray sets CUDA_VISIBLE_DEVICES to the GPUs that the actor requested, and the agent's processes inherit it.
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=folder)
         self._lines: queue.Queue[bytes | None] = queue.Queue()
         threading.Thread(target=self._listen, daemon=True).start()
@@ -71,7 +71,7 @@ class Remote:
         self._lines.put(None)
 
     def write(self, line: bytes) -> None:
-        """Pass a line on to the agent."""
+        """Send a line to the agent."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(line)
@@ -80,7 +80,7 @@ class Remote:
             return
 
     def read(self) -> tuple[list[bytes], bool]:
-        """The lines that came since, after a second at most, and whether they were the last."""
+        """New lines of the agent, after a second at most, and whether they are the last."""
         lines = []
         try:
             line = self._lines.get(timeout=READ_SECONDS)
@@ -99,8 +99,8 @@ def _connected() -> Any:
     except ImportError:
         raise ShardingError(
             "sharding launch --ray",
-            there="Ray is not installed",
-            must="Ray runs here and on the other nodes",
+            found="Ray is not installed",
+            required="Ray on this machine and the other nodes",
             fix="pip install 'sharding-jax[ray]'",
         ) from None
     try:
@@ -108,8 +108,8 @@ def _connected() -> Any:
     except ConnectionError as error:
         raise ShardingError(
             "sharding launch --ray",
-            there=str(error).splitlines()[0][:200],
-            must="this machine is a node of a Ray cluster that runs",
+            found=str(error).splitlines()[0][:200],
+            required="a running Ray cluster with this machine as a node",
             fix="ray start --head",
         ) from None
     return ray

@@ -1,8 +1,11 @@
-"""A user's own text as tokens to train on: read and checked, tokenized once into files, served in a fixed order."""
+"""The user's own text as training data.
 
-from .cache import TokenizedText, prepare
+In: text files and a choice of tokenizer. Out: batches of tokens in a fixed order.
+"""
+
 from .documents import Documents, scan
-from .source import TextSource
-from .task import fitted, over, read
+from .text_batches import TextSource
+from .text_workload import read, resize_vocab, use_text
+from .token_cache import TokenizedText, prepare
 
-__all__ = ["Documents", "TextSource", "TokenizedText", "fitted", "over", "prepare", "read", "scan"]
+__all__ = ["Documents", "TextSource", "TokenizedText", "prepare", "read", "resize_vocab", "scan", "use_text"]

@@ -1,7 +1,7 @@
-"""Text files as documents, each of them either to train on or held out.
+"""Text files as documents, each in the training or the held-out split.
 
-A file is one document; a longer one is cut at line ends into documents of about 16 KiB, so that one large file has
-both sides too. The side goes by the document's content: equal documents are on the same side.
+A file is one document; a longer one is cut at line ends into documents of about 16 KiB, so that even a single large
+file has both splits. The split depends on a document's content: equal documents are in the same split.
 """
 
 import hashlib
@@ -19,34 +19,36 @@ HELDOUT_ONE_IN = 20
 
 @dataclass(frozen=True, kw_only=True)
 class Documents:
-    """Text files that were read once and are in order."""
+    """Text files, scanned and in order."""
 
     paths: tuple[Path, ...]
     num_documents: int
     num_bytes: int
     sha256: str
-    """Of the documents and their order; the names of the files are no part of it."""
-    lowest: int
-    """The least of the documents' numbers: the one that is held out if none is by its own right."""
+    """Checksum of the documents in order; file names are not part of it."""
+    fallback_heldout: int
+    """The smallest hash, whose document is held out if no other is; -1 if another is."""
 
-    def sides(self) -> Iterator[tuple[str, bool]]:
-        """Every document and whether it is held out, in order. Raises an error if the files have changed."""
+    def with_split(self) -> Iterator[tuple[str, bool]]:
+        """Every document in order, and whether it is held out. Raises an error if the files have changed."""
         digest = hashlib.sha256()
         for path in self.paths:
             for document in _read(path):
                 digest.update(_hash(document))
                 number = _number(document)
-                yield document.decode(), number % HELDOUT_ONE_IN == 0 or number == self.lowest
+                yield document.decode(), number % HELDOUT_ONE_IN == 0 or number == self.fallback_heldout
         if digest.hexdigest() != self.sha256:
-            raise ShardingError("--data", there="files that changed while they were read", must="the text must stay")
+            raise ShardingError(
+                "--data", found="files that changed since they were scanned", required="unchanged files"
+            )
 
 
 def scan(files: Sequence[Path]) -> Documents:
-    """The documents of text files and of all files in folders, hidden ones left out; every file is read.
+    """Read the documents of text files and of all files in folders, except hidden ones.
 
     Raises:
-        ShardingError: a path that is not there, cannot be read, is empty or is no UTF-8 text; all of them listed. Or
-            less text than two documents.
+        ShardingError: some paths are missing, unreadable, empty or not UTF-8 text; lists all of them. Or there are
+            fewer than two distinct documents.
     """
     paths, problems = _files(files)
     digest, numbers, num_bytes = hashlib.sha256(), [], 0
@@ -57,20 +59,20 @@ def scan(files: Sequence[Path]) -> Documents:
                 digest.update(_hash(document))
                 numbers.append(_number(document))
                 num_bytes += len(document)
-        except (OSError, _NoText) as error:
+        except (OSError, _NotText) as error:
             problems.append(f"{path}: {getattr(error, 'strerror', None) or error}")
     if problems:
         raise ShardingError(
             _asked(files),
-            there=[*problems[:20], *([f"and {len(problems) - 20} more"] if len(problems) > 20 else [])],
-            must="each must be a file of UTF-8 text, or a folder of such files",
-            fix="leave these out",
+            found=[*problems[:20], *([f"and {len(problems) - 20} more"] if len(problems) > 20 else [])],
+            required="files of UTF-8 text, or folders of such files",
+            fix="leave these files out",
         )
     if len(set(numbers)) < 2:
         raise ShardingError(
             _asked(files),
-            there=f"{num_bytes} bytes in {len(paths)} files, which is {len(set(numbers))} document without repetitions",
-            must=f"one document to train on and one to hold out: two files, or one longer than {DOCUMENT_BYTES} bytes",
+            found=f"{num_bytes} bytes in {len(paths)} files, {len(set(numbers))} distinct document",
+            required=f"two distinct documents (training, held-out): two files or one over {DOCUMENT_BYTES:,} bytes",
             fix="more text",
         )
     return Documents(
@@ -78,7 +80,7 @@ def scan(files: Sequence[Path]) -> Documents:
         num_documents=len(numbers),
         num_bytes=num_bytes,
         sha256=digest.hexdigest(),
-        lowest=min(numbers) if all(number % HELDOUT_ONE_IN for number in numbers) else -1,
+        fallback_heldout=min(numbers) if all(number % HELDOUT_ONE_IN for number in numbers) else -1,
     )
 
 
@@ -87,24 +89,24 @@ def _asked(files: Sequence[Path]) -> str:
     return " ".join(["--data", *map(str, files[:4]), *([f"and {more} more"] if more > 0 else [])])
 
 
-class _NoText(ValueError):
-    """Why a file is no text."""
+class _NotText(ValueError):
+    """A file is not UTF-8 text."""
 
 
 def _files(given: Sequence[Path]) -> tuple[list[Path], list[str]]:
-    """The files to read, those of a folder by name, and what is wrong with what was given."""
+    """The files to read, those of a folder sorted by name, and problems with the given paths."""
     paths: list[Path] = []
     problems: list[str] = []
     for path in given:
         if path.is_dir():
-            inside = _inside(path)
-            paths += inside
-            problems += [] if inside else [f"{path}: no file that holds anything"]
+            found = _files_in(path)
+            paths += found
+            problems += [] if found else [f"{path}: no non-empty file"]
         elif not os.path.exists(path):
-            problems.append(f"{path}: not there")
+            problems.append(f"{path}: not found")
         elif not path.is_file():
-            # Reading a pipe would wait.
-            problems.append(f"{path}: no file")
+            # Reading a pipe would block.
+            problems.append(f"{path}: not a regular file")
         elif path.stat().st_size == 0:
             problems.append(f"{path}: empty")
         else:
@@ -112,7 +114,7 @@ def _files(given: Sequence[Path]) -> tuple[list[Path], list[str]]:
     return paths, problems
 
 
-def _inside(folder: Path) -> list[Path]:
+def _files_in(folder: Path) -> list[Path]:
     found = [path for path in folder.rglob("*") if path.is_file() and path.stat().st_size]
     shown = [path for path in found if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
     return sorted(shown, key=lambda path: path.relative_to(folder).as_posix())
@@ -125,7 +127,7 @@ def _read(path: Path) -> Iterator[bytes]:
 
 
 def _rest_of_character(file: BinaryIO) -> bytes:
-    """What is left of a character after a cut inside a very long line: UTF-8's continuation bytes."""
+    """The UTF-8 continuation bytes left of a character that a cut inside a very long line has split."""
     rest = b""
     while (byte := file.read(1)) and 0x80 <= byte[0] < 0xC0:
         rest += byte
@@ -136,11 +138,11 @@ def _rest_of_character(file: BinaryIO) -> bytes:
 
 def _check(document: bytes) -> None:
     if b"\0" in document:
-        raise _NoText("binary: it holds a zero byte")
+        raise _NotText("binary: contains a zero byte")
     try:
         document.decode()
     except UnicodeDecodeError as error:
-        raise _NoText(f"no UTF-8 text: {error.reason}, the byte 0x{document[error.start]:02x}") from None
+        raise _NotText(f"not UTF-8 text: {error.reason}, byte 0x{document[error.start]:02x}") from None
 
 
 def _hash(document: bytes) -> bytes:

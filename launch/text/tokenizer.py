@@ -1,7 +1,7 @@
-"""Text to tokens and back: a byte a token, or byte pairs learnt from the text itself.
+"""Tokenizers: one token per byte, or byte-pair encoding (BPE) trained on the text itself.
 
-Token 0 ends a document. Every token stands for a known number of bytes, so figures per byte can be compared between
-tokenizers; the end of a document counts as one byte with each of them.
+Token 0 ends a document. Every token encodes a known number of bytes, so metrics per byte can be compared between
+tokenizers; the end of a document counts as one byte in all of them.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,22 +11,22 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from . import extra
+from . import optional_packages
 
 END = 0
 """The token that ends a document."""
 
 END_TEXT = "<|endoftext|>"
-LEARN_BYTES = 2**28
-"""Byte pairs are learnt from at most about so much text, spread over all of it."""
+TRAINING_BYTES = 2**28
+"""BPE is trained on at most about this many bytes, sampled evenly from the text."""
 
 
 class Tokenizer(Protocol):
-    """Text to tokens and back."""
+    """Encodes text as tokens and decodes it."""
 
     @property
     def num_bytes(self) -> np.ndarray:
-        """How many bytes each token stands for, [vocabulary]."""
+        """Bytes per token, [vocabulary]."""
         ...
 
     def encode(self, texts: Sequence[str]) -> list[Sequence[int] | np.ndarray]:
@@ -34,13 +34,13 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, tokens: np.ndarray) -> str:
-        """The text of tokens [N]; the end of a document is a new line, what is no text is marked."""
+        """The text of tokens [N]; the end of a document becomes a newline, invalid UTF-8 the replacement character."""
         ...
 
 
 @dataclass(frozen=True)
 class Bytes:
-    """A byte a token; the zero byte, which text does not hold, ends a document."""
+    """One token per byte; the zero byte, which text does not contain, ends a document."""
 
     num_bytes: np.ndarray = field(default_factory=lambda: np.ones(256, np.int64))
 
@@ -55,13 +55,13 @@ class Bytes:
 
 @dataclass(frozen=True)
 class Bpe:
-    """Byte pairs of the package `tokenizers`, which loses nothing: any text comes back as it was."""
+    """Byte-level BPE of the package `tokenizers`; lossless for any text."""
 
     inner: Any
     num_bytes: np.ndarray = field(init=False)
 
     def __post_init__(self) -> None:
-        # Text that reads like the end of a document is text.
+        # Text that spells the end-of-document token is encoded as text.
         self.inner.encode_special_tokens = True
         vocabulary = self.inner.get_vocab()
         lengths = np.zeros(len(vocabulary), np.int64)
@@ -75,19 +75,19 @@ class Bpe:
         return [found.ids for found in self.inner.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def decode(self, tokens: np.ndarray) -> str:
-        """The text of tokens [N]; numbers beyond the vocabulary, which a model may be rounded up to, are nothing."""
+        """The text of tokens [N]; ids beyond the vocabulary, from a rounded-up model vocabulary, are dropped."""
         known = tokens[tokens < len(self.num_bytes)]
         parts = np.split(known, np.flatnonzero(known == END))
         return "\n".join(self.inner.decode(part[part != END].tolist()) for part in parts)
 
 
 def version() -> str:
-    """The version of the package `tokenizers`; an error that says how to get it if it is not there."""
-    return extra.version("tokenizers", "--tokenizer bpe", "--tokenizer bytes")
+    """The version of the package `tokenizers`; raises an error with the install command if it is missing."""
+    return optional_packages.version("tokenizers", "--tokenizer bpe", "--tokenizer bytes")
 
 
-def learn(texts: Iterable[str], *, vocab: int, num_bytes: int) -> Bpe:
-    """Byte pairs learnt from `texts` of `num_bytes` in all: at most `vocab` tokens, fewer if the text has no more."""
+def train_bpe(texts: Iterable[str], *, vocab: int, num_bytes: int) -> Bpe:
+    """BPE trained on `texts` of `num_bytes` in total: at most `vocab` tokens, fewer if the text has fewer pairs."""
     from tokenizers import Tokenizer as Inner
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -100,22 +100,22 @@ def learn(texts: Iterable[str], *, vocab: int, num_bytes: int) -> Bpe:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    inner.train_from_iterator(_spread(texts, num_bytes), trainer)
+    inner.train_from_iterator(_sample(texts, num_bytes), trainer)
     return Bpe(inner)
 
 
-def _spread(texts: Iterable[str], num_bytes: int) -> Iterator[str]:
-    stride = -(-num_bytes // LEARN_BYTES)
+def _sample(texts: Iterable[str], num_bytes: int) -> Iterator[str]:
+    stride = -(-num_bytes // TRAINING_BYTES)
     return (text for number, text in enumerate(texts) if number % stride == 0)
 
 
 def save(tokenizer: Tokenizer, path: Path) -> None:
-    """Write what `load` needs."""
+    """Save a tokenizer for `load`."""
     path.write_text(tokenizer.inner.to_str() if isinstance(tokenizer, Bpe) else "bytes")
 
 
 def load(path: Path) -> Tokenizer:
-    """The tokenizer that was saved."""
+    """Load a saved tokenizer."""
     text = path.read_text()
     if text == "bytes":
         return Bytes()

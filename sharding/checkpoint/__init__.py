@@ -1,18 +1,48 @@
-"""Checkpoints: a pytree of arrays saved by name with Orbax, and read back onto any mesh.
+"""Checkpoints: a pytree of arrays saved by name with Orbax, and restored onto any mesh.
 
-Arrays are stored under the names of their paths (`params/blocks/0/w`), so what was saved does not depend on the mesh
-nor on the Python types around the arrays. Beside them lies a JSON document of whatever the caller wants to keep, and
-for every array its shape, dtype, spec and a checksum: Orbax itself would cast another dtype in silence, and a bit that
-flipped on disk would come back as a number. A checkpoint is listed once it is whole, and is no longer listed before the
-first of its files is removed. Unless a step is asked for, the newest that is still whole is restored.
+In: pytrees of arrays, and a directory. Out: checkpoints in it, pytrees restored from them, safetensors files.
+
+Arrays are stored under their paths (`params/blocks/0/w`), so a checkpoint does not depend on the mesh, nor on the
+Python types around the arrays. Beside them are a JSON document of the caller's, and the shape, dtype, spec and checksum
+of every array: Orbax itself would silently cast another dtype, and a bit that flipped on disk would be read as a
+number. A checkpoint is listed once it is complete, and unlisted before the first of its files is removed. By default
+the newest checkpoint that is not corrupted is restored.
+
+Example:
+    >>> import tempfile
+    >>> import jax.numpy as jnp
+    >>> from sharding import checkpoint
+    >>> folder = tempfile.mkdtemp()
+    >>> state = {"params": {"w": jnp.ones((4, 2))}, "step": jnp.array(0)}
+    >>> with checkpoint.Saver(folder, keep=2) as saver:
+    ...     saver.save(10, state, extra={"seed": 0}, figure=2.5)
+    ...     saver.save(20, state, extra={"seed": 0}, figure=2.7)
+    >>> checkpoint.save(folder, 30, state).wait()
+    >>> checkpoint.steps(folder), checkpoint.latest_step(folder), checkpoint.best_step(folder)
+    ([10, 20, 30], 30, 10)
+    >>> checkpoint.figures(folder), checkpoint.extra(folder, 20), checkpoint.verify(folder)
+    ({10: 2.5, 20: 2.7}, {'seed': 0}, {30: '', 20: '', 10: ''})
+    >>> [facts.name for facts in checkpoint.describe(folder).arrays]
+    ['params/w', 'step']
+    >>> list(checkpoint.named_leaves(checkpoint.restore(folder, state)))
+    ['params/w', 'step']
+    >>> list(checkpoint.restore_named(folder, prefix="params/"))
+    ['params/w']
+    >>> checkpoint.export_tensors(folder, f"{folder}/params.safetensors")
+    ['w']
+    >>> checkpoint.write_tensors(state["params"], f"{folder}/w.safetensors")
+    ['w']
+    >>> checkpoint.read_tensors(f"{folder}/w.safetensors")["w"].shape
+    (4, 2)
 """
 
-from .description import ArrayFacts, Description, describe
-from .folder import best_step, extra, figures, latest_step, steps
-from .names import named_leaves
-from .restore import Restored, restore, restore_named, restore_newest, verify
+from .array_names import named_leaves
+from .corruption import verify
+from .directory import latest_step, steps
+from .restore import Restored, restore, restore_named, restore_newest
+from .safetensors_file import export_tensors, read_tensors, write_tensors
 from .save import Saver, Saving, save
-from .tensors import export_tensors, read_tensors, write_tensors
+from .summary import ArrayFacts, Description, best_step, describe, extra, figures
 
 __all__ = [
     "ArrayFacts",

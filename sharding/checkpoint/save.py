@@ -1,9 +1,9 @@
-"""Writing checkpoints in the background, and choosing which of them stay."""
+"""Saving checkpoints asynchronously, and choosing which ones to keep."""
 
 import contextlib
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -12,37 +12,39 @@ from typing import Any, Self
 import jax
 
 from ..errors import ShardingError
-from .checksums import checksums
-from .folder import FIGURE, Directory, Json, figures, first_line, sealed, steps
-from .names import Tree, is_key, named_leaves, stored
-from .quiet import silence_orbax
+from .array_names import Tree, is_key, named_leaves, stored
+from .corruption import checksums, with_checksum
+from .directory import FIGURE, Directory, Json, first_line, steps
+from .orbax_logging import silence_orbax
+from .retention import Retention
+from .summary import figures
 
-# A checkpoint that has had its day is first moved in here: a listed one never misses a file, whenever a kill comes.
+# Checkpoints to delete are moved here first: a listed one is never missing a file, whenever the process is killed.
 _REMOVED = ".removed"
 
 
 class Saver:
-    """Writes the checkpoints of one run into one folder, one after the other.
+    """Saves the checkpoints of one run to one directory, one at a time.
 
-    Of the checkpoints in the folder the newest `keep` stay, and with `keep_best` the one of the lowest figure too. A
-    context manager: on the way out it waits for what is still being written.
+    Keeps the newest `keep` checkpoints, and with `keep_best` also the one with the lowest figure. A context manager: on
+    exit it waits for the save in progress.
     """
 
     def __init__(self, directory: Directory, *, keep: int = 3, keep_best: bool = True):
         if keep < 1:
-            raise ShardingError(f"keep={keep} checkpoints", must="at least the newest one stays", fix="keep=1")
+            raise ShardingError(f"keep={keep} checkpoints", required="keep >= 1", fix="keep=1")
         import orbax.checkpoint as ocp
 
         silence_orbax()
         self.directory = Path(directory).absolute()
         self._figures = figures(directory)
-        policy = _Keep(figures=self._figures, num_newest=keep, keep_best=keep_best)
+        policy = Retention(figures=self._figures, num_newest=keep, keep_best=keep_best)
         options = ocp.CheckpointManagerOptions(
             preservation_policy=policy,
             todelete_subdir=_REMOVED,
             cleanup_tmp_directories=True,
-            # In the background a folder that cannot be made leaves threads that wait for it five minutes long
-            # (Orbax 0.12.8), also when the process ends.
+            # If it fails to create a directory in the background, its threads wait for it for five minutes
+            # (Orbax 0.12.8), even at process exit.
             async_options=ocp.options.AsyncOptions(create_directories_asynchronously=False),
         )
         with _writing(self.directory, "open"):
@@ -51,20 +53,19 @@ class Saver:
         self._clear()
 
     def save(self, step: int, state: Tree, extra: Json = None, *, figure: float | None = None) -> None:
-        """Begin to save `state` and `extra` as the checkpoint of `step`.
+        """Starts saving `state` and `extra` as the checkpoint of `step`.
 
-        Comes back once the arrays are copied from the devices; the rest goes on in the background, and the state may be
-        donated at once. A save that is still under way is waited for first. A step that is there already is left as
-        it is.
+        Waits for the save in progress, if any. Returns once the arrays are copied from the devices, after which the
+        state may be donated; writing continues in the background. An existing step is left unchanged.
 
         Args:
-            step: the number of the checkpoint.
-            state: a pytree of arrays; typed random keys are arrays too.
-            extra: what the json module can write.
-            figure: how good the state is, lower is better; without one it is never the best.
+            step: the step of the checkpoint.
+            state: a pytree of arrays; typed random keys are allowed.
+            extra: a JSON-serializable value.
+            figure: a quality of the state, lower is better; a checkpoint without one is never the best.
 
         Raises:
-            ShardingError: a leaf of `state` is no array, or this or the save before could not be written.
+            ShardingError: a leaf of `state` is not an array, or this or the previous save failed.
         """
         import orbax.checkpoint as ocp
 
@@ -77,8 +78,8 @@ class Saver:
         sums = checksums(bits)
         items = ocp.args.Composite(
             arrays=ocp.args.StandardSave(bits),
-            facts=ocp.args.JsonSave(sealed({name: _facts(array, sums[name]) for name, array in arrays.items()})),
-            extra=ocp.args.JsonSave(sealed({"extra": extra, FIGURE: figure})),
+            facts=ocp.args.JsonSave(with_checksum({name: _facts(array, sums[name]) for name, array in arrays.items()})),
+            extra=ocp.args.JsonSave(with_checksum({"extra": extra, FIGURE: figure})),
         )
         if figure is not None:
             self._figures[step] = figure
@@ -87,7 +88,7 @@ class Saver:
         self._writing_step = step
 
     def wait(self) -> None:
-        """Wait until what was saved is whole on disk. Raises what went wrong while it was written."""
+        """Waits until the last save is complete on disk. Raises if it failed."""
         step, self._writing_step = self._writing_step, None
         if step is None:
             return
@@ -96,11 +97,11 @@ class Saver:
         self._clear()
 
     def close(self) -> None:
-        """Wait, and let go of the folder."""
+        """Waits for the save in progress and closes the Orbax manager."""
         try:
             self.wait()
         finally:
-            # What it has to say was said by `wait`.
+            # Errors of the save were raised by `wait`.
             with contextlib.suppress(Exception):
                 self._manager.close()
 
@@ -119,13 +120,13 @@ class Saver:
 
 @dataclass(frozen=True, kw_only=True)
 class Saving:
-    """A checkpoint on its way to disk; it counts once `wait` came back."""
+    """A checkpoint being saved; it is durable once `wait` returns."""
 
     step: int
     saver: Saver
 
     def wait(self) -> None:
-        """Wait until the checkpoint is whole on disk. Raises what went wrong while it was written."""
+        """Waits until the checkpoint is complete on disk. Raises if the save failed."""
         self.saver.close()
 
 
@@ -139,31 +140,14 @@ def save(
     figure: float | None = None,
     keep_best: bool = True,
 ) -> Saving:
-    """Begin to save one checkpoint; the arguments are those of `Saver` and `Saver.save`."""
+    """Starts saving one checkpoint; the arguments are those of `Saver` and `Saver.save`."""
     saver = Saver(directory, keep=keep, keep_best=keep_best)
     saver.save(step, state, extra, figure=figure)
     return Saving(step=step, saver=saver)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Keep:
-    """Which checkpoints Orbax preserves: its PreservationPolicy."""
-
-    figures: dict[int, float]
-    num_newest: int
-    keep_best: bool
-
-    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-        there = sorted(info.step for info in checkpoints)
-        kept = set(there[-self.num_newest :])
-        measured = [step for step in there if step in self.figures]
-        if self.keep_best and measured:
-            kept.add(min(measured, key=lambda step: (self.figures[step], -step)))
-        return [info.step in kept for info in checkpoints]
-
-
 def _facts(array: jax.Array, checksum: int) -> dict[str, Json]:
-    """What is written beside an array."""
+    """The facts stored beside an array."""
     spec = getattr(array.sharding, "spec", None)
     return {
         "shape": list(array.shape),
@@ -176,7 +160,7 @@ def _facts(array: jax.Array, checksum: int) -> dict[str, Json]:
 
 
 def _axes(entry: Any) -> list[str]:
-    """The axes that split one dim, of an entry of a PartitionSpec."""
+    """The mesh axes in one entry of a PartitionSpec."""
     if entry is None:
         return []
     return [str(axis) for axis in entry] if isinstance(entry, tuple) else [str(entry)]
@@ -187,18 +171,18 @@ def _check_arrays(directory: Path, step: int, leaves: dict[str, Any]) -> None:
     if others:
         raise ShardingError(
             f"save step {step} to {str(directory)!r}",
-            there=others,
-            must="every leaf of the state must be a jax.Array",
-            fix="jax.numpy.asarray, or the JSON document `extra`",
+            found=others,
+            required="jax.Array leaves",
+            fix="jax.numpy.asarray, or pass it in `extra`",
         )
 
 
 @contextlib.contextmanager
 def _writing(directory: Path, step: int | str) -> Iterator[None]:
-    """Whatever goes wrong with the folder inside is an error that says what is still good."""
+    """Turns failures to write into an error that lists the complete checkpoints."""
     try:
         yield
-    except (ShardingError, jax.errors.JaxRuntimeError):  # of the latter kind: another process is gone
+    except (ShardingError, jax.errors.JaxRuntimeError):  # JaxRuntimeError: another process died
         raise
     except Exception as error:
         reason = first_line(error)
@@ -206,15 +190,15 @@ def _writing(directory: Path, step: int | str) -> Iterator[None]:
         return
     asked = f"save step {step} to {str(directory)!r}" if isinstance(step, int) else f"{step} {os.fspath(directory)!r}"
     try:
-        good = steps(directory)
+        complete = steps(directory)
     except ShardingError:
-        good = []
+        complete = []
     raise ShardingError(
         asked,
-        there=[
+        found=[
             reason,
-            f"saved before and whole: steps {', '.join(map(str, good))}" if good else "nothing saved before",
+            f"complete checkpoints: steps {', '.join(map(str, complete))}" if complete else "no earlier checkpoint",
         ],
-        must="the folder must be one to write in, with room for a checkpoint",
-        fix="make room, or another folder",
+        required="a writable directory with space for a checkpoint",
+        fix="free space, or another directory",
     )

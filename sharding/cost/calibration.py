@@ -1,8 +1,8 @@
-"""What the devices that are there can do: rates, bandwidths and overheads, measured by small programs.
+"""Calibration: compute rates, bandwidths and overheads of attached devices, measured with micro-benchmarks.
 
-Every program runs on all devices of a mesh at once, each on data of its own, so that what devices share (the cores of
-a CPU, the memory of a host, a network card) is shared in the measurement too. Of repeated runs the quickest counts.
-What a call costs the host is left out: work is measured between a program and the same one with more of it.
+Every benchmark runs on all devices of a mesh at once, each on its own data, so that contention for shared resources
+(CPU cores, host memory, a network card) is included. The fastest of repeated runs counts. Dispatch overhead is excluded
+by timing a loop with more iterations against one with fewer.
 """
 
 from __future__ import annotations
@@ -23,37 +23,37 @@ from jax.sharding import PartitionSpec as P
 from .. import hardware
 from ..errors import ShardingError
 from ..hardware import Chip, MeasuredCollective, Rates
-from .collective import KINDS, Kind, wire_bytes
+from ..xla.collective_ops import KINDS, Kind, wire_bytes
 from .topology import Level, topology
 
 Say = Callable[[str], None]
-"""Told what was measured, a line at a time."""
+"""Called with one line per measurement."""
 
 
 MOST_STEPS = 10_000
-"""Of a loop that is measured."""
+"""Iterations of a measured loop beyond which it is not lengthened."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
-    """How large and how often things are measured."""
+    """Sizes and repetitions of the benchmarks."""
 
     matmul_size: int = 512
-    """Rows and columns of a matrix; doubled, up to 16 times that, until a product takes `least_seconds`."""
+    """Initial rows and columns of a matrix; doubled up to 16-fold until a product takes `least_seconds`."""
     copy_bytes: int = 16 << 20
-    """Of one device; more than caches hold."""
+    """Per device; exceeds the caches."""
     vector_elements: int = 1 << 16
-    """Of one device; what caches hold."""
+    """Per device; fits the caches."""
     message_bytes: tuple[int, ...] = (1 << 10, 1 << 14, 1 << 18, 1 << 22)
     """Of collectives, as `wire_bytes` counts them."""
     num_repeats: int = 5
-    """Runs, of which the quickest counts."""
+    """Runs, of which the fastest counts."""
     num_steps: int = 8
-    """Times that a program does again what is measured, to begin with; more until it takes long enough to tell."""
+    """Initial extra iterations of a benchmark loop; quadrupled until they take long enough."""
     least_seconds: float = 2e-3
-    """That more steps take longer than one, at least."""
+    """Least time of the extra iterations."""
     least_calls: float = 3
-    """The same, as a multiple of a call of one step."""
+    """The same, as a multiple of a call with one iteration."""
 
 
 QUICK = Effort(
@@ -66,7 +66,7 @@ QUICK = Effort(
     least_seconds=0,
     least_calls=0.5,
 )
-"""For a first look: seconds, and figures that are off by a factor."""
+"""A first impression within seconds; results may be off by a factor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,10 +75,10 @@ class Calibration:
 
     chip: Chip
     how: dict[str, Any]
-    """Machine, versions, mesh: what the numbers are worth knowing with."""
+    """Provenance: machine, versions, mesh."""
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the table that `sharding.hardware.load` reads."""
+        """Write the calibration file that `sharding.hardware.load` reads."""
         hardware.save(self.chip, os.fspath(path), how=self.how)
 
 
@@ -88,17 +88,22 @@ def calibrate(
     """Measure the devices of a mesh.
 
     Args:
-        m: over real devices. Collectives are measured along each of its axes, and along all of them together.
-        like: the name of the chip that the devices are to be taken for; default: what they say of themselves. Numbers
-            that aren't measured (int8, memory, ...) are that chip's.
-        effort: how large and how often.
-        say: told each result.
+        m: a mesh over attached devices. Collectives are measured over each of its axes, and over all of them together.
+        like: name of the chip that supplies the numbers that are not measured (int8, memory, ...); by default the one
+            recognised from the `device_kind`.
+        effort: sizes and repetitions.
+        say: called with each result.
 
     Raises:
-        ShardingError: the devices are only described, or no chip is known for them.
+        ShardingError: if the devices are only described, or their chip is not recognised.
+
+    Example:
+        with sharding.mesh(data=-1) as mesh:
+            measured = cost.calibrate(mesh, effort=cost.QUICK)
+        measured.save("machine.json")
     """
     if not isinstance(m, Mesh):
-        raise ShardingError("a calibration", there="described devices", must="only devices that are there are measured")
+        raise ShardingError("a calibration", found="described devices", required="attached devices")
     effort, say = effort or Effort(), say or (lambda line: None)
     known = _chip(m, like)
     rates = _rates(m, known.rates, effort, say)
@@ -121,8 +126,8 @@ def _chip(m: Mesh, like: str | None) -> Chip:
     if known is None:
         raise ShardingError(
             f"a calibration of {device.device_kind}",
-            there="no chip of that kind is listed",
-            must="a listed chip lends the numbers that are not measured",
+            found="no built-in chip of that kind",
+            required="a built-in chip, for the numbers that are not measured",
             fix=[f"like={name!r}" for name, one in hardware.CHIPS.items() if one.platform == device.platform][:3],
         )
     return known
@@ -187,7 +192,7 @@ def _copy_bytes_per_second(m: Mesh, effort: Effort, say: Say) -> float:
 
 
 def _op_seconds(m: Mesh, effort: Effort, say: Say) -> float:
-    """Of an op that does next to nothing: sorts of 8 numbers, which XLA fuses with nothing."""
+    """The overhead per op, by sorts of 8 numbers, which XLA does not fuse."""
     num_ops = 64
 
     def chain(x: jax.Array) -> jax.Array:
@@ -201,7 +206,7 @@ def _op_seconds(m: Mesh, effort: Effort, say: Say) -> float:
 
 
 def _collectives(m: Mesh, known: Chip, effort: Effort, say: Say) -> Iterator[MeasuredCollective]:
-    """Each kind along each axis; not along one that goes through levels of links, which are no one link's figures."""
+    """Each kind over each axis, except axes that span several levels of links."""
     on = topology(m, known)
     names = [str(name) for name, size in m.shape.items() if size > 1]
     groups = [(name,) for name in names] + ([tuple(names)] if len(names) > 1 else [])
@@ -224,11 +229,11 @@ def _collective(
     m: Mesh, kind: Kind, axes: tuple[str, ...], num_devices: int, level: Level, effort: Effort
 ) -> MeasuredCollective:
     points = []
-    for num_bytes in effort.message_bytes:
-        elements = max(num_bytes // 4 // num_devices, 1) * (1 if kind == "all-gather" else num_devices)
-        whole = 4 * elements * (num_devices if kind == "all-gather" else 1)
-        seconds = _step_seconds(m, _exchange(kind, axes, num_devices), (elements,), jnp.float32, effort)
-        points.append((wire_bytes(kind, whole, num_devices), seconds))
+    for message_bytes in effort.message_bytes:
+        elements = max(message_bytes // 4 // num_devices, 1) * (1 if kind == "all-gather" else num_devices)
+        num_bytes = 4 * elements * (num_devices if kind == "all-gather" else 1)
+        seconds = _step_seconds(m, _collective_op(kind, axes, num_devices), (elements,), jnp.float32, effort)
+        points.append((wire_bytes(kind, num_bytes, num_devices), seconds))
     start_seconds, bytes_per_second = fitted(points)
     return MeasuredCollective(
         kind=kind,
@@ -239,8 +244,8 @@ def _collective(
     )
 
 
-def _exchange(kind: Kind, axes: tuple[str, ...], num_devices: int) -> Callable[[jax.Array], jax.Array]:
-    """The collective on what one device holds."""
+def _collective_op(kind: Kind, axes: tuple[str, ...], num_devices: int) -> Callable[[jax.Array], jax.Array]:
+    """The collective as a function of one device's shard."""
     match kind:
         case "all-gather":
             return lambda x: jax.lax.all_gather(x, axes, tiled=True)
@@ -256,17 +261,16 @@ def _exchange(kind: Kind, axes: tuple[str, ...], num_devices: int) -> Callable[[
 
 
 def fitted(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """The line seconds = start + bytes / rate through (bytes, seconds), as (start seconds, bytes per second).
+    """Fit seconds = start + bytes / rate to (bytes, seconds) points; returns (start seconds, bytes per second).
 
-    Least squares of the relative errors, so that small messages count as much as large ones; the start is not below 0
-    and the rate more than 0.
+    Least squares of the relative errors, so that small messages count as much as large ones; start >= 0, rate > 0.
     """
     num_bytes, seconds = (np.array(column, float) for column in zip(*points, strict=True))
     weighted = np.stack([1 / seconds, num_bytes / seconds], axis=1)
     start, per_byte = np.linalg.lstsq(weighted, np.ones(len(points)), rcond=None)[0]
     if start < 0:
         start, per_byte = 0.0, float((num_bytes / seconds).sum() / ((num_bytes / seconds) ** 2).sum())
-    if per_byte <= 0:  # all as quick: no message was long enough to tell
+    if per_byte <= 0:  # no message was large enough to show a bandwidth
         start, per_byte = float(seconds.min()), float(seconds.min() / num_bytes.max())
     return float(start), float(1 / per_byte)
 
@@ -274,41 +278,39 @@ def fitted(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 def _step_seconds(
     m: Mesh, step: Callable[[jax.Array], jax.Array], shape: tuple[int, ...], dtype: Any, effort: Effort
 ) -> float:
-    """What a step takes on each of the devices at once: more steps of a loop against fewer.
+    """Seconds of a step while all devices run it, from loops with more and fewer iterations.
 
-    A step's result goes back into its operand by one element, so that each waits for the one before it.
+    One element of each result is written into the next operand, so that iterations can't overlap.
     """
-    everywhere = P(tuple(m.axis_names))
+    all_axes = P(tuple(m.axis_names))
 
     def loop(x: jax.Array, num_steps: jax.Array) -> jax.Array:
-        def again(i: Any, x: jax.Array) -> jax.Array:
+        def body(i: Any, x: jax.Array) -> jax.Array:
             result = jax.lax.optimization_barrier(step(x))
             one = result.reshape(-1)[:1].reshape((1,) * x.ndim)
             return jax.lax.dynamic_update_slice(x, one * jnp.asarray(1e-3, x.dtype), (0,) * x.ndim)
 
-        return jax.lax.fori_loop(0, num_steps, again, x)
+        return jax.lax.fori_loop(0, num_steps, body, x)
 
-    program = jax.jit(jax.shard_map(loop, mesh=m, in_specs=(everywhere, P()), out_specs=everywhere, check_vma=False))
-    whole = (m.size * shape[0], *shape[1:])
-    x = jax.device_put(np.full(whole, 0.5, jnp.dtype(dtype)), NamedSharding(m, everywhere))
-    one = _quickest(program, x, 1, effort.num_repeats)
+    program = jax.jit(jax.shard_map(loop, mesh=m, in_specs=(all_axes, P()), out_specs=all_axes, check_vma=False))
+    global_shape = (m.size * shape[0], *shape[1:])
+    x = jax.device_put(np.full(global_shape, 0.5, jnp.dtype(dtype)), NamedSharding(m, all_axes))
+    one = _fastest_seconds(program, x, 1, effort.num_repeats)
     num_steps = effort.num_steps
     while True:
-        more = _quickest(program, x, 1 + num_steps, effort.num_repeats) - one
-        if more > max(
-            effort.least_calls * one, effort.least_seconds
-        ):  # what the call itself takes, and its ups and downs, are little
+        more = _fastest_seconds(program, x, 1 + num_steps, effort.num_repeats) - one
+        if more > max(effort.least_calls * one, effort.least_seconds):  # dispatch and its jitter are negligible
             return more / num_steps
         if num_steps > MOST_STEPS:
-            return max(more, one) / num_steps  # no more than that: a step is next to nothing
+            return max(more, one) / num_steps  # an upper bound of a very short step
         num_steps *= 4
 
 
-def _quickest(program: Callable[..., jax.Array], x: jax.Array, num_steps: int, num_repeats: int) -> float:
+def _fastest_seconds(program: Callable[..., jax.Array], x: jax.Array, num_steps: int, num_repeats: int) -> float:
     jax.block_until_ready(program(x, num_steps))  # compiles
-    taken = []
+    seconds = []
     for _ in range(num_repeats):
-        begun = time.perf_counter()
+        start = time.perf_counter()
         jax.block_until_ready(program(x, num_steps))
-        taken.append(time.perf_counter() - begun)
-    return min(taken)
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)

@@ -1,8 +1,8 @@
-"""How many operations an op takes, by the shapes that one device has.
+"""FLOPs of each primitive on one device.
 
-A table of primitives. Matmuls and convolutions are 2 per multiply-add, an elementwise op 1 per element or what a
-polynomial of its kind takes, moving data 0, a Fourier transform 5 n log2 n (the convention of FFTW's benchmarks), a
-sort n log2 n comparisons, linear algebra the leading terms of Golub and Van Loan, Matrix Computations, 4th edition.
+Matmuls and convolutions count 2 per multiply-add, elementwise ops 1 per element or the length of their polynomial, data
+movement 0, a Fourier transform 5 n log2 n (the convention of FFTW's benchmarks), a sort n log2 n comparisons, linear
+algebra the leading terms of Golub and Van Loan, Matrix Computations, 4th edition.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from .traffic import SCATTERS, Array, Arrays, Count, Params, all_results, nothing
+from .bytes_accessed import SCATTERS, Array, Arrays, Count, Params, all_results, nothing
 
 
 def _elements(arrays: Arrays) -> int:
@@ -22,18 +22,18 @@ def _largest(arrays: Arrays) -> int:
 
 
 def per_element(flops: float) -> Count:
-    """So many operations for each element of the largest operand or result."""
+    """FLOPs per element of the largest operand or result."""
     return lambda operands, results, params: flops * _largest([*operands, *results])
 
 
 def _dot_general(operands: Arrays, results: Arrays, params: Params) -> float:
-    """2 b m n k: twice the result's elements times the sizes that are summed over."""
+    """2 b m n k: twice the result's elements times the contracting sizes."""
     (contracted, _), _ = params["dimension_numbers"]
     return 2 * _elements(results) * math.prod(operands[0].shape[dim] for dim in contracted)
 
 
 def _ragged_dot_general(operands: Arrays, results: Arrays, params: Params) -> float:
-    """Each row meets the matrix of its group alone; a ragged contraction sums over each row once."""
+    """Each row is multiplied with its own group's matrix; a ragged contraction sums over each row once."""
     numbers = params["ragged_dot_dimension_numbers"]
     (contracted, _), _ = numbers.dot_dimension_numbers
     if set(numbers.lhs_ragged_dimensions) & set(contracted):
@@ -46,12 +46,12 @@ def _dims(array: Array, dims: Sequence[int]) -> int:
 
 
 def _scaled_matmul(operands: Arrays, results: Arrays, params: Params) -> float:
-    """Batch, rows and the summed dim, which is last: `b m k, b n k -> b m n`."""
+    """`b m k, b n k -> b m n`: the contracting dim is last."""
     return 2 * _elements(results) * operands[0].shape[-1]
 
 
 def _conv(operands: Arrays, results: Arrays, params: Params) -> float:
-    """2 per result element, kernel position and channel of the kernel; positions over the padding count too."""
+    """2 per result element, kernel position and input channel; positions over the padding count too."""
     kernel = operands[1]
     out_channels = kernel.shape[params["dimension_numbers"].rhs_spec[0]]
     return 2 * _elements(results) * math.prod(kernel.shape) / max(out_channels, 1)
@@ -62,12 +62,12 @@ def _reduce(operands: Arrays, results: Arrays, params: Params) -> float:
 
 
 def _window(operands: Arrays, results: Arrays, params: Params) -> float:
-    """One per result element and position of the window."""
+    """One per result element and window position."""
     return _elements(results) * math.prod(params["window_dimensions"])
 
 
 def _window_backwards(operands: Arrays, results: Arrays, params: Params) -> float:
-    """One comparison per source element and position of the window, and one addition."""
+    """One comparison per source element and window position, and one addition."""
     return _elements(operands[:1]) * (math.prod(params["window_dimensions"]) + 1)
 
 
@@ -88,15 +88,15 @@ def _n_log_n(array: Array, n: int) -> float:
 def _fft(operands: Arrays, results: Arrays, params: Params) -> float:
     """5 n log2 n per transform of n complex points, half of that where one side is real."""
     lengths = params["fft_lengths"]
-    whole = max(operands[0], results[0], key=lambda array: math.prod(array.shape))
+    larger = max(operands[0], results[0], key=lambda array: math.prod(array.shape))
     points = math.prod(lengths)
-    batch = math.prod(whole.shape[: len(whole.shape) - len(lengths)])
+    batch = math.prod(larger.shape[: len(larger.shape) - len(lengths)])
     real = any(not str(array.dtype).startswith("complex") for array in (operands[0], results[0]))
     return 5 * batch * points * math.log2(max(points, 2)) / (2 if real else 1)
 
 
 def _matrix(flops: Callable[[int, int], float]) -> Count:
-    """For each matrix of the first operand, by its rows m and columns n."""
+    """Per matrix of the first operand, by its rows m and columns n."""
 
     def count(operands: Arrays, results: Arrays, params: Params) -> float:
         *batch, m, n = operands[0].shape
@@ -106,7 +106,7 @@ def _matrix(flops: Callable[[int, int], float]) -> Count:
 
 
 def _lu(m: int, n: int) -> float:
-    """Of Golub and Van Loan, section 3.4; 2/3 n^3 for a square one."""
+    """Golub and Van Loan, section 3.4; 2/3 n^3 for a square matrix."""
     k = min(m, n)
     return 2 * (m * n * k - (m + n) * k * k / 2 + k**3 / 3)
 
@@ -118,7 +118,7 @@ def _qr(m: int, n: int) -> float:
 
 
 def _svd(operands: Arrays, results: Arrays, params: Params) -> float:
-    """Section 8.6: values alone 4 m n^2 - 4/3 n^3, thin factors 14 m n^2 + 8 n^3."""
+    """Section 8.6: singular values only 4 m n^2 - 4/3 n^3, thin factors 14 m n^2 + 8 n^3."""
     *batch, rows, columns = operands[0].shape
     m, n = max(rows, columns), min(rows, columns)
     vectors = len(results) > 1
@@ -137,7 +137,7 @@ def _triangular_solve(operands: Arrays, results: Arrays, params: Params) -> floa
 
 
 def _householder_product(operands: Arrays, results: Arrays, params: Params) -> float:
-    """Section 5.1: 4 (m^2 r - m r^2 + r^3 / 3) for the square factor, here of the n columns that are asked for."""
+    """Section 5.1: 4 (m^2 r - m r^2 + r^3 / 3) for the square factor, here restricted to n columns."""
     *batch, m, n = operands[0].shape
     r = operands[1].shape[-1]
     return math.prod(batch) * 4 * (m * n * r - (m + n) * r * r / 2 + r**3 / 3)
@@ -158,7 +158,7 @@ def _scatter(operands: Arrays, results: Arrays, params: Params) -> float:
 
 
 def _bits(operands: Arrays, results: Arrays, params: Params) -> float:
-    """Threefry: 20 rounds of an add, a rotation (3) and an xor for two words of 32 bits (Salmon et al., SC 2011)."""
+    """Threefry: 20 rounds of an add, a rotation (3) and an xor per two words of 32 bits (Salmon et al., SC 2011)."""
     return 50 * all_results(operands, results, params) / 4
 
 
@@ -172,14 +172,14 @@ TRANSCENDENTAL: Mapping[str, float] = {
     "random_gamma": 500,
     **dict.fromkeys(("threefry2x32", "threefry4x32", "philox2x32", "philox4x32"), 100),
 }
-"""Operations per element where it is not 1: the lengths of the polynomials that math libraries use, roughly."""
+"""FLOPs per element where it is not 1: roughly the lengths of the polynomials in math libraries."""
 
 MATMULS = frozenset(
     "dot_general conv_general_dilated ragged_dot_general scaled_matmul scaled_matmul_wrapper scaled_dot".split()
 )
-"""What the matrix unit does."""
+"""Ops that run on the matrix unit."""
 
-MOVES_DATA = frozenset(
+DATA_MOVEMENT = frozenset(
     """
     all_gather all_gather_invariant all_gather_reduced all_to_all bitcast_convert_type broadcast_in_dim concatenate
     copy copy_p device_put dynamic_slice dynamic_update_slice from_edtype gather iota iota_2x32_shape layout_constraint
@@ -189,22 +189,22 @@ MOVES_DATA = frozenset(
     xla_metadata_value zeros_like
     """.split()
 )
-"""Ops that compute nothing."""
+"""Ops without arithmetic."""
 
-REDUCES = frozenset(
+REDUCTIONS = frozenset(
     """
     approx_top_k argmax argmin cumlogsumexp cummax cummin cumprod cumsum reduce reduce_and reduce_max reduce_min
     reduce_or reduce_precision reduce_prod reduce_scatter reduce_sum reduce_xor unreduced_reduce_scatter
     """.split()
 )
-"""One operation per element of the operand."""
+"""Ops with one FLOP per element of the operand."""
 
 _WINDOWS = ("reduce_window", "reduce_window_max", "reduce_window_min", "reduce_window_sum", "select_and_gather_add")
 _RANDOM = ("random_bits", "random_split", "random_fold_in", "rng_bit_generator", "rng_uniform")
 
 FLOPS: Mapping[str, Count] = {
-    **dict.fromkeys(MOVES_DATA, nothing),
-    **dict.fromkeys(REDUCES, _reduce),
+    **dict.fromkeys(DATA_MOVEMENT, nothing),
+    **dict.fromkeys(REDUCTIONS, _reduce),
     **dict.fromkeys(SCATTERS, _scatter),
     **dict.fromkeys(_WINDOWS, _window),
     **dict.fromkeys(_RANDOM, _bits),
@@ -236,4 +236,4 @@ FLOPS: Mapping[str, Count] = {
     "tridiagonal": _matrix(lambda m, n: 4 * n**3 / 3),
     "tridiagonal_solve": lambda operands, results, params: 8 * _elements(results),
 }
-"""Operations of every primitive that is not elementwise."""
+"""FLOPs of every primitive that is not elementwise."""

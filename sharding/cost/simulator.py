@@ -1,18 +1,18 @@
-"""When each task of a step begins and ends, with compute and communication at the same time.
+"""Discrete-event simulation of a step with overlapping compute and communication.
 
-A task runs on one stream: the compute of a device, a link, a copy engine. A stream runs one task at a time, in the
-order in which tasks become ready, first come first served; a task is ready when all that it comes after has ended.
-This is the simulator of Jia, Zaharia and Aiken, Beyond Data and Model Parallelism for Deep Neural Networks (MLSys
-2019), section 5: `simulate` is its full algorithm, `Timeline.with_seconds` its delta one, which times again only the
-tasks that a change of durations reaches.
+A task runs on one stream: the compute of a device, a link, a copy engine. A stream runs one task at a time, first come
+first served in the order in which tasks become ready; a task is ready when all its dependencies have ended. This is the
+simulator of Jia, Zaharia and Aiken, Beyond Data and Model Parallelism for Deep Neural Networks (MLSys 2019), section 5:
+`simulate` is its full algorithm, `Timeline.with_seconds` its delta algorithm, which re-times only the tasks affected by
+changed durations.
 
-Tasks that become ready at the same moment go in their order of dependence, then in the order in which they were given.
-With the pairs (moment, place in that order) as keys, a task has a larger key than all that it comes after and than the
-one before it on its stream; so one timeline, and only one, satisfies for every task
+Tasks that become ready at the same time run in topological order, ties broken by the order given. With the pairs
+(ready time, topological index) as keys, a task has a larger key than its dependencies and than its predecessor on its
+stream; so a unique timeline satisfies for every task
 
-    ready = latest end of what it comes after,   start = max(ready, end of the one before it),   end = start + seconds
+    ready = latest end of its dependencies,   start = max(ready, end of its predecessor),   end = start + seconds
 
-and both algorithms end in it, number for number.
+and both algorithms compute exactly that one.
 """
 
 from __future__ import annotations
@@ -26,111 +26,111 @@ from dataclasses import dataclass, field
 from ..errors import ShardingError
 
 Key = tuple[float, int]
-"""(the moment that a task is ready, its place in the order of dependence)."""
+"""(time at which a task is ready, its topological index)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """Something that takes time on a stream."""
+    """A unit of work on a stream."""
 
     name: str
     stream: str
     seconds: float
     after: tuple[str, ...] = ()
-    """Names of the tasks that must have ended."""
+    """Names of the tasks it depends on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """When a task runs."""
+    """Start and end of a task."""
 
     start_seconds: float
     end_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
-class _Program:
-    """The tasks that do not change: numbered in their order of dependence."""
+class _TaskGraph:
+    """The tasks in topological order, and their dependencies by index."""
 
     tasks: tuple[Task, ...]
     numbers: Mapping[str, int]
-    before: tuple[tuple[int, ...], ...]
-    behind: tuple[tuple[int, ...], ...]
+    dependencies: tuple[tuple[int, ...], ...]
+    dependents: tuple[tuple[int, ...], ...]
 
 
 @dataclass(slots=True, eq=False)
 class Timeline:
     """A simulated step."""
 
-    _program: _Program
+    _graph: _TaskGraph
     _seconds: list[float]
     _ready: list[float]
     _ends: list[float]
     _queues: dict[str, list[Key]]
-    """Per stream its tasks in the order in which they run."""
+    """Per stream its tasks in execution order."""
     num_timed: int = field(default=0)
-    """How often a task was timed to get here: all of them once by the full algorithm."""
+    """Task timings that the simulation took; the full algorithm times each task once."""
 
     @property
     def makespan_seconds(self) -> float:
-        """When the last task ends."""
+        """End of the last task."""
         return max(self._ends, default=0.0)
 
     def __getitem__(self, name: str) -> Span:
-        number = self._program.numbers[name]
+        number = self._graph.numbers[name]
         return Span(start_seconds=self._start(number), end_seconds=self._ends[number])
 
     @property
     def spans(self) -> dict[str, Span]:
-        """When each task runs, by its name, in the order of dependence."""
-        return {task.name: self[task.name] for task in self._program.tasks}
+        """Task name -> its span, in topological order."""
+        return {task.name: self[task.name] for task in self._graph.tasks}
 
     @property
     def streams(self) -> dict[str, tuple[str, ...]]:
-        """The tasks of each stream in the order in which they run."""
-        tasks = self._program.tasks
+        """Stream -> its tasks in execution order."""
+        tasks = self._graph.tasks
         return {name: tuple(tasks[number].name for _, number in queue) for name, queue in self._queues.items()}
 
     def busy_seconds(self, stream: str) -> float:
-        """How long a stream runs tasks."""
+        """Total task time of a stream."""
         return sum(self._seconds[number] for _, number in self._queues[stream])
 
     def idle_seconds(self, stream: str) -> float:
-        """How long a stream waits, from the first to the last moment of the step."""
+        """Time of the step in which a stream runs no task."""
         return self.makespan_seconds - self.busy_seconds(stream)
 
     def critical_path(self) -> tuple[str, ...]:
-        """Tasks that follow each other without a gap from the start to the last end: what the step waits for.
+        """Tasks that run back to back from the start to the end of the step.
 
-        Each begins when the one before it ends, which it comes after or which ran before it on its stream.
+        Each starts when the previous one ends, which is a dependency or its predecessor on its stream.
         """
         if not self._ends:
             return ()
         path = [max(range(len(self._ends)), key=lambda number: (self._ends[number], -number))]
         while (cause := self._cause(path[-1])) is not None:
             path.append(cause)
-        return tuple(self._program.tasks[number].name for number in reversed(path))
+        return tuple(self._graph.tasks[number].name for number in reversed(path))
 
     def with_seconds(self, changes: Mapping[str, float]) -> Timeline:
-        """The timeline when some tasks take another time; only what that reaches is timed again.
+        """The timeline with changed durations; re-times only affected tasks.
 
         Args:
-            changes: new seconds by the names of tasks.
+            changes: task name -> new seconds.
 
         Raises:
-            ShardingError: no such task, or a time that is none.
+            ShardingError: if a task is unknown or a duration is not a finite number >= 0.
         """
-        _check_changes(changes, self._program.numbers)
+        _check_changes(changes, self._graph.numbers)
         seconds = list(self._seconds)
-        changed = {self._program.numbers[name]: value for name, value in changes.items()}
+        changed = {self._graph.numbers[name]: value for name, value in changes.items()}
         for number, value in changed.items():
             seconds[number] = value
         dirty = [number for number in changed if seconds[number] != self._seconds[number]]
         queues = dict(self._queues)
-        new = Timeline(self._program, seconds, list(self._ready), list(self._ends), queues)
-        if _settle(new, dirty):
+        new = Timeline(self._graph, seconds, list(self._ready), list(self._ends), queues)
+        if _retime(new, dirty):
             return new
-        again = _full(self._program, seconds)
+        again = _simulate_all(self._graph, seconds)
         again.num_timed += new.num_timed
         return again
 
@@ -138,66 +138,66 @@ class Timeline:
         return max(self._ready[number], self._end_before(number))
 
     def _end_before(self, number: int) -> float:
-        """When the task before it on its stream ends."""
-        queue = self._queues[self._program.tasks[number].stream]
-        place = bisect.bisect_left(queue, (self._ready[number], number))
-        return self._ends[queue[place - 1][1]] if place else 0.0
+        """End of the task's predecessor on its stream; 0 if it is the first."""
+        queue = self._queues[self._graph.tasks[number].stream]
+        index = bisect.bisect_left(queue, (self._ready[number], number))
+        return self._ends[queue[index - 1][1]] if index else 0.0
 
     def _cause(self, number: int) -> int | None:
-        """A task whose end lets this one begin."""
+        """A task whose end determines this one's start; None if it starts the step."""
         start = self._start(number)
-        if start == 0.0 and not self._program.before[number]:
-            queue = self._queues[self._program.tasks[number].stream]
-            place = bisect.bisect_left(queue, (self._ready[number], number))
-            return queue[place - 1][1] if place else None
-        for other in self._program.before[number]:
+        if start == 0.0 and not self._graph.dependencies[number]:
+            queue = self._queues[self._graph.tasks[number].stream]
+            index = bisect.bisect_left(queue, (self._ready[number], number))
+            return queue[index - 1][1] if index else None
+        for other in self._graph.dependencies[number]:
             if self._ends[other] == start:
                 return other
-        queue = self._queues[self._program.tasks[number].stream]
+        queue = self._queues[self._graph.tasks[number].stream]
         return queue[bisect.bisect_left(queue, (self._ready[number], number)) - 1][1]
 
 
 def simulate(tasks: Iterable[Task]) -> Timeline:
-    """The timeline of all tasks, each begun as early as its stream and its dependences let it.
+    """The timeline of tasks, each started as early as its stream and dependencies allow.
 
     Raises:
-        ShardingError: two tasks of one name, a dependence on no task or in a circle, a time that is none.
+        ShardingError: for duplicate names, unknown or cyclic dependencies, or durations that are not finite and >= 0.
     """
-    program = _program(tuple(tasks))
-    return _full(program, [task.seconds for task in program.tasks])
+    graph = _graph(tuple(tasks))
+    return _simulate_all(graph, [task.seconds for task in graph.tasks])
 
 
-def _full(program: _Program, seconds: list[float]) -> Timeline:
-    """Every task once, in the order of the keys."""
-    count = len(program.tasks)
-    ready, ends, waiting = [0.0] * count, [0.0] * count, [len(before) for before in program.before]
-    queues: dict[str, list[Key]] = {task.stream: [] for task in program.tasks}
+def _simulate_all(graph: _TaskGraph, seconds: list[float]) -> Timeline:
+    """Time every task once, in the order of the keys."""
+    count = len(graph.tasks)
+    ready, ends, waiting = [0.0] * count, [0.0] * count, [len(dependencies) for dependencies in graph.dependencies]
+    queues: dict[str, list[Key]] = {task.stream: [] for task in graph.tasks}
     heap: list[Key] = [(0.0, number) for number in range(count) if not waiting[number]]
     while heap:
         key = heapq.heappop(heap)
         ready[key[1]], number = key
-        queue = queues[program.tasks[number].stream]
+        queue = queues[graph.tasks[number].stream]
         ends[number] = max(key[0], ends[queue[-1][1]] if queue else 0.0) + seconds[number]
         queue.append(key)
-        for follower in program.behind[number]:
-            waiting[follower] -= 1
-            if not waiting[follower]:
-                heapq.heappush(heap, (max(ends[other] for other in program.before[follower]), follower))
-    return Timeline(program, seconds, ready, ends, queues, num_timed=count)
+        for dependent in graph.dependents[number]:
+            waiting[dependent] -= 1
+            if not waiting[dependent]:
+                heapq.heappush(heap, (max(ends[other] for other in graph.dependencies[dependent]), dependent))
+    return Timeline(graph, seconds, ready, ends, queues, num_timed=count)
 
 
 MOST_ROUNDS = 4
-"""After so many timings per task a change is simulated in full: it reaches nearly everything."""
+"""Timings per task after which a change is simulated in full, as it affects nearly everything."""
 
 
-def _settle(timeline: Timeline, dirty: Sequence[int]) -> bool:
-    """Time tasks again until each satisfies its equations; False if that takes longer than a full simulation.
+def _retime(timeline: Timeline, dirty: Sequence[int]) -> bool:
+    """Re-time tasks until each satisfies its equations; False if that takes longer than a full simulation.
 
-    Tasks are taken in the order of their keys, so most are timed once; one that was timed before what it comes after is
-    timed again.
+    Tasks are processed in the order of their keys, so most are timed once; a task timed before one of its dependencies
+    is timed again.
     """
-    program, ready, ends, queues = timeline._program, timeline._ready, timeline._ends, timeline._queues
-    own: set[str] = set()
+    graph, ready, ends, queues = timeline._graph, timeline._ready, timeline._ends, timeline._queues
+    copied: set[str] = set()
     heap: list[Key] = [(ready[number], number) for number in dirty]
     heapq.heapify(heap)
     waiting = set(dirty)
@@ -211,84 +211,86 @@ def _settle(timeline: Timeline, dirty: Sequence[int]) -> bool:
         _, number = heapq.heappop(heap)
         waiting.discard(number)
         timeline.num_timed += 1
-        if timeline.num_timed > MOST_ROUNDS * len(program.tasks):
+        if timeline.num_timed > MOST_ROUNDS * len(graph.tasks):
             return False
-        stream = program.tasks[number].stream
-        if stream not in own:  # the queues are shared with the timeline that this one comes from
-            own.add(stream)
+        stream = graph.tasks[number].stream
+        if stream not in copied:  # queues are shared with the original timeline
+            copied.add(stream)
             queues[stream] = list(queues[stream])
         queue = queues[stream]
-        moment, key = _ready(timeline, number), (ready[number], number)
-        place = bisect.bisect_left(queue, key)
-        if moment != ready[number]:
-            del queue[place]
-            if place < len(queue):
-                push(queue[place][1])  # whatever came behind it there
-            ready[number] = moment
-            place = bisect.bisect_left(queue, (moment, number))
-            queue.insert(place, (moment, number))
-            if place + 1 < len(queue):
-                push(queue[place + 1][1])
-        end = max(moment, ends[queue[place - 1][1]] if place else 0.0) + timeline._seconds[number]
+        ready_seconds, key = _ready(timeline, number), (ready[number], number)
+        index = bisect.bisect_left(queue, key)
+        if ready_seconds != ready[number]:
+            del queue[index]
+            if index < len(queue):
+                push(queue[index][1])  # its former successor
+            ready[number] = ready_seconds
+            index = bisect.bisect_left(queue, (ready_seconds, number))
+            queue.insert(index, (ready_seconds, number))
+            if index + 1 < len(queue):
+                push(queue[index + 1][1])
+        end = max(ready_seconds, ends[queue[index - 1][1]] if index else 0.0) + timeline._seconds[number]
         if end != ends[number]:
             ends[number] = end
-            for follower in program.behind[number]:
-                push(follower)
-            if place + 1 < len(queue):
-                push(queue[place + 1][1])
+            for dependent in graph.dependents[number]:
+                push(dependent)
+            if index + 1 < len(queue):
+                push(queue[index + 1][1])
     return True
 
 
 def _ready(timeline: Timeline, number: int) -> float:
-    return max((timeline._ends[other] for other in timeline._program.before[number]), default=0.0)
+    return max((timeline._ends[other] for other in timeline._graph.dependencies[number]), default=0.0)
 
 
-def _program(tasks: tuple[Task, ...]) -> _Program:
-    given = {task.name: place for place, task in enumerate(tasks)}
-    _check(tasks, given)
-    behind: list[list[int]] = [[] for _ in tasks]
+def _graph(tasks: tuple[Task, ...]) -> _TaskGraph:
+    index_of = {task.name: index for index, task in enumerate(tasks)}
+    _check(tasks, index_of)
+    dependents: list[list[int]] = [[] for _ in tasks]
     waiting = [len(set(task.after)) for task in tasks]
-    for place, task in enumerate(tasks):
+    for index, task in enumerate(tasks):
         for name in dict.fromkeys(task.after):
-            behind[given[name]].append(place)
-    order, heap = [], [place for place, count in enumerate(waiting) if not count]
+            dependents[index_of[name]].append(index)
+    order, heap = [], [index for index, count in enumerate(waiting) if not count]
     while heap:
-        place = heapq.heappop(heap)
-        order.append(place)
-        for follower in behind[place]:
-            waiting[follower] -= 1
-            if not waiting[follower]:
-                heapq.heappush(heap, follower)
+        index = heapq.heappop(heap)
+        order.append(index)
+        for dependent in dependents[index]:
+            waiting[dependent] -= 1
+            if not waiting[dependent]:
+                heapq.heappush(heap, dependent)
     if len(order) < len(tasks):
-        circle = [tasks[place].name for place, count in enumerate(waiting) if count]
+        cyclic = [tasks[index].name for index, count in enumerate(waiting) if count]
         raise ShardingError(
-            "a simulation", there=f"tasks in a circle: {', '.join(circle[:8])}", must="no task waits for itself"
+            "a simulation", found=f"cyclic dependencies: {', '.join(cyclic[:8])}", required="an acyclic task graph"
         )
-    numbers = {tasks[place].name: number for number, place in enumerate(order)}
-    return _Program(
-        tasks=tuple(tasks[place] for place in order),
+    numbers = {tasks[index].name: number for number, index in enumerate(order)}
+    return _TaskGraph(
+        tasks=tuple(tasks[index] for index in order),
         numbers=numbers,
-        before=tuple(tuple(numbers[name] for name in dict.fromkeys(tasks[place].after)) for place in order),
-        behind=tuple(tuple(sorted(numbers[tasks[other].name] for other in behind[place])) for place in order),
+        dependencies=tuple(tuple(numbers[name] for name in dict.fromkeys(tasks[index].after)) for index in order),
+        dependents=tuple(tuple(sorted(numbers[tasks[other].name] for other in dependents[index])) for index in order),
     )
 
 
-def _check(tasks: Sequence[Task], given: Mapping[str, int]) -> None:
-    faults = [f"two tasks {task.name!r}" for place, task in enumerate(tasks) if given[task.name] != place]
+def _check(tasks: Sequence[Task], index_of: Mapping[str, int]) -> None:
+    faults = [f"duplicate task {task.name!r}" for index, task in enumerate(tasks) if index_of[task.name] != index]
     faults += [
-        f"{task.name!r} after {name!r}, which is no task" for task in tasks for name in task.after if name not in given
+        f"{task.name!r} after unknown task {name!r}" for task in tasks for name in task.after if name not in index_of
     ]
-    faults += [f"{task.name!r} of {task.seconds!r} seconds" for task in tasks if not _is_time(task.seconds)]
+    faults += [f"{task.name!r} of {task.seconds!r} seconds" for task in tasks if not _is_duration(task.seconds)]
     if faults:
-        raise ShardingError("a simulation", there=faults[:8], must="names are unique and known, seconds are 0 or more")
+        raise ShardingError(
+            "a simulation", found=faults[:8], required="unique names, known dependencies, finite seconds >= 0"
+        )
 
 
 def _check_changes(changes: Mapping[str, float], numbers: Mapping[str, int]) -> None:
-    faults = [f"no task {name!r}" for name in changes if name not in numbers]
-    faults += [f"{name!r} of {value!r} seconds" for name, value in changes.items() if not _is_time(value)]
+    faults = [f"unknown task {name!r}" for name in changes if name not in numbers]
+    faults += [f"{name!r} of {value!r} seconds" for name, value in changes.items() if not _is_duration(value)]
     if faults:
-        raise ShardingError("a changed simulation", there=faults[:8], must="names are known, seconds are 0 or more")
+        raise ShardingError("a changed simulation", found=faults[:8], required="known tasks, finite seconds >= 0")
 
 
-def _is_time(seconds: float) -> bool:
+def _is_duration(seconds: float) -> bool:
     return math.isfinite(seconds) and seconds >= 0

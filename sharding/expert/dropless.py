@@ -1,6 +1,6 @@
-"""Experts that take whatever comes: rows sorted by expert, and one product of all their matrices.
+"""Dropless experts (as MegaBlocks): rows sorted by expert, and grouped matmuls over all experts.
 
-Each device runs this on its own tokens (`shard_map`): how many rows go where is known only when they do.
+Each device runs this on its own tokens in a `shard_map`, since the number of rows per expert is known only at run time.
 """
 
 from __future__ import annotations
@@ -13,57 +13,59 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from ..errors import ShardingError
-from . import exchange
-from .axes import Axes, platform
+from . import token_exchange
+from .expert_axes import MeshAxes, platform
 from .ffn import Experts
 from .routing import Routing
 
 
-def run(x_GSM: jax.Array, routing: Routing, experts: Experts, *, axes: Axes | None) -> jax.Array:
-    """What the experts make of the tokens, [G, S, M]; every wanted choice counts.
+def run(x_GSM: jax.Array, routing: Routing, experts: Experts, *, axes: MeshAxes | None) -> jax.Array:
+    """Output of the experts [G, S, M]; no choice is dropped.
 
     Raises:
-        ShardingError: the axis that splits the experts doesn't divide the tokens.
+        ShardingError: the expert axis does not divide the tokens.
 
     References:
-        Gale et al., MegaBlocks, MLSys 2023 (2211.15841), section 3.1, for products without places.
+        Gale et al., MegaBlocks, MLSys 2023 (2211.15841), section 3.1, for dropless expert computation.
     """
     groups, length, features = x_GSM.shape
     num_experts, tokens = experts.up.shape[0], groups * length
     x_NM = x_GSM.reshape(tokens, features)
-    # Not wanted: a number behind all experts, whose rows nobody computes.
+    # Choices not dispatched get an index after all experts, whose rows no device computes.
     chosen_NK = jnp.where(routing.wanted_GSK, routing.experts_GSK, num_experts).reshape(tokens, -1)
     weights_NK = jnp.where(routing.wanted_GSK, routing.weights_GSK, 0).reshape(tokens, -1)
     if axes is None:
-        return _computed(x_NM, chosen_NK, weights_NK, experts.up, experts.down, experts.activation).reshape(x_GSM.shape)
-    split = axes.of_tokens(tokens)
-    if axes.num_expert_parts > 1 and axes.expert not in split:
+        return _local(x_NM, chosen_NK, weights_NK, experts.up, experts.down, experts.activation).reshape(x_GSM.shape)
+    axes_of_tokens = axes.token_axes(tokens)
+    if axes.expert_axis_size > 1 and axes.expert not in axes_of_tokens:
         raise ShardingError(
-            f"expert.MoE without places for {groups} x {length} tokens",
-            there=f"axes {', '.join((*axes.batch, str(axes.expert)))} of sizes {dict(axes.sizes)}",
-            must="the axes divide the tokens",
+            f"expert.MoE(capacity_factor=None) for {groups} x {length} tokens",
+            found=f"axes {', '.join((*axes.batch, str(axes.expert)))} of sizes {dict(axes.sizes)}",
+            required="axis sizes that divide the tokens",
             fix="capacity_factor=math.inf",
         )
     up, down = P(axes.expert, None, axes.hidden), P(axes.expert, axes.hidden)
-    rows = P(split or None)
-    local = functools.partial(_computed, activation=experts.activation, axes=axes, ragged=platform() in exchange.RAGGED)
+    rows = P(axes_of_tokens or None)
+    local = functools.partial(
+        _local, activation=experts.activation, axes=axes, ragged=platform() in token_exchange.RAGGED
+    )
     run = jax.shard_map(local, in_specs=(rows, rows, rows, up, down), out_specs=rows)
     return run(x_NM, chosen_NK, weights_NK, experts.up, experts.down).reshape(x_GSM.shape)
 
 
-def _computed(
+def _local(
     x_NM: jax.Array,
     chosen_NK: jax.Array,
     weights_NK: jax.Array,
     up_EMF: jax.Array,
     down_EFM: jax.Array,
     activation: Any,
-    axes: Axes | None = None,
+    axes: MeshAxes | None = None,
     ragged: bool = False,
 ) -> jax.Array:
-    """Of a device's tokens, [N, M]; R = N K rows, one for each choice."""
+    """Output [N, M] for the local tokens; R = N K rows, one per choice."""
     tokens, top_k = chosen_NK.shape
-    parts = 1 if axes is None else axes.num_expert_parts
+    parts = 1 if axes is None else axes.expert_axis_size
     num_experts = parts * up_EMF.shape[0]
     order_R = jnp.argsort(chosen_NK.reshape(-1), stable=True)
     rows_RM = x_NM[order_R // top_k]
@@ -72,14 +74,16 @@ def _computed(
     def ffn(rows_RM: jax.Array, count_E: jax.Array) -> jax.Array:
         hidden_RF = activation(jax.lax.ragged_dot(rows_RM, up_EMF, count_E))
         out_RM = jax.lax.ragged_dot(hidden_RF, down_EFM, count_E)
-        # What a grouped product leaves behind its last group is not defined.
+        # Rows of a ragged dot after the last group are undefined.
         return jnp.where((jnp.arange(len(out_RM)) < jnp.sum(count_E))[:, None], out_RM, 0)
 
     if axes is None or axes.expert is None or parts == 1:
         out_RM = ffn(rows_RM, count_E)
     else:
-        out_RM = exchange.at_experts(rows_RM, count_E, ffn, axis=axes.expert, parts=parts, ragged=ragged)
+        out_RM = token_exchange.run_on_expert_devices(
+            rows_RM, count_E, ffn, axis=axes.expert, parts=parts, ragged=ragged
+        )
     out_NKM = out_RM[jnp.argsort(order_R)].reshape(tokens, top_k, -1)
     y_NM = jnp.einsum("NKM,NK->NM", out_NKM, weights_NK.astype(out_NKM.dtype))
-    # A sum of hidden features, put off to where there are the fewest numbers.
+    # The sum over hidden features, delayed to where the array is smallest.
     return y_NM if axes is None or axes.hidden is None else jax.lax.psum(y_NM, axes.hidden)

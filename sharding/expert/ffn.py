@@ -1,4 +1,4 @@
-"""The experts: two matrices each, and what is between them."""
+"""Expert feed-forward weights: two matrices per expert and the activation between them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jax
 
 
 class Experts(NamedTuple):
-    """x_M -> activation(x_M up_MF) down_FM of each expert, stacked."""
+    """Stacked experts x_M -> activation(x_M up_MF) down_FM."""
 
     up: jax.Array
     """[E, M, F]."""

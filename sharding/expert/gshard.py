@@ -1,4 +1,4 @@
-"""GShard's router: the best expert of each token, and the second best by chance."""
+"""GShard's top-2 router: the second expert is dispatched at random."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from .balance import BALANCE_WEIGHT, balance_loss
-from .routing import Routing, check_top_k, gate, highest, logits
+from .load_balancing import BALANCE_WEIGHT, balance_loss
+from .routing import Routing, check_top_k, logits, router_weights, top_k_experts
 
 
 class GShard(nnx.Module):
-    """Two experts of each token by the softmax of a linear map.
+    """Top-2 routing by the softmax of a linear map.
 
     Args:
         features: M.
         num_experts: E.
         top_k: 2.
-        rngs: its `params` stream gives the initial values.
-        loss_weight: of E^2 times the loss of balance.
+        rngs: initialises parameters from its `params` stream.
+        loss_weight: weight of E^2 times the load-balancing loss.
 
     References:
-        Lepikhin et al., GShard, ICLR 2021 (2006.16668), section 2.2 and algorithm 1. The paper leaves the loss's weight
-        open.
+        Lepikhin et al., GShard, ICLR 2021 (2006.16668), section 2.2 and algorithm 1. The paper does not give the
+        loss weight.
     """
 
     def __init__(
@@ -36,19 +36,19 @@ class GShard(nnx.Module):
     ):
         check_top_k("expert.GShard", top_k, 2)
         self.loss_weight = loss_weight
-        self.gate = gate(rngs, features, num_experts)
+        self.gate = router_weights(rngs, features, num_experts)
 
     def __call__(self, x_GSM: jax.Array, key: jax.Array | None = None) -> Routing:
         return top_2(jax.nn.softmax(logits(x_GSM, self.gate[...])), key, loss_weight=self.loss_weight)
 
 
 def top_2(gates_GSE: jax.Array, key: jax.Array | None, *, loss_weight: float = BALANCE_WEIGHT) -> Routing:
-    """The two best experts of each token by its gates, which sum to 1.
+    """Top-2 routing by gates that sum to 1.
 
-    Their weights are g1 / (g1 + g2) and g2 / (g1 + g2). A token goes to the second where twice its weight is more than
-    a number drawn from [0, 1), so always from a half on; without a key always.
+    The weights are g1 / (g1 + g2) and g2 / (g1 + g2). The second expert is dispatched if twice its weight exceeds a
+    uniform sample from [0, 1), so always from 0.5 on; without a key always.
     """
-    gate_GSK, experts_GSK = highest(gates_GSE, 2)
+    gate_GSK, experts_GSK = top_k_experts(gates_GSE, 2)
     weights_GSK = gate_GSK / jnp.sum(gate_GSK, axis=-1, keepdims=True)
     first_GS, second_GS = jnp.ones(gates_GSE.shape[:2], bool), jnp.ones(gates_GSE.shape[:2], bool)
     if key is not None:

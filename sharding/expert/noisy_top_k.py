@@ -1,4 +1,4 @@
-"""Shazeer's router: the k best experts of each token by a linear map with noise of learnt strength."""
+"""Noisy top-k router (Shazeer et al.): a linear map with learned noise."""
 
 from __future__ import annotations
 
@@ -7,25 +7,26 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.scipy.stats import norm
 
-from .balance import cv_squared
-from .routing import Routing, highest, logits
+from .load_balancing import cv_squared
+from .routing import Routing, logits, top_k_experts
 
 LOSS_WEIGHT = 0.1
-"""Of each loss; the paper's choice, appendix A."""
+"""Weight of each loss; the paper's choice, appendix A."""
 
 
 class NoisyTopK(nnx.Module):
-    """The k best experts of each token, by the softmax of their noisy values.
+    """Top-k routing by noisy logits, weighted by their softmax.
 
-    Both maps begin at 0, so that at first noise alone chooses; a call without a key has none, and takes the first k.
+    Both maps are initialised to 0, so that only noise decides at first; without a key there is no noise, and ties go to
+    the first k experts.
 
     Args:
         features: M.
         num_experts: E.
-        top_k: experts of each token.
-        rngs: unused; routers are made alike.
-        importance_weight: of the loss of importance.
-        load_weight: of the loss of load.
+        top_k: experts per token.
+        rngs: unused, for the signature of `RouterFactory`.
+        importance_weight: weight of the importance loss.
+        load_weight: weight of the load loss.
 
     References:
         Shazeer et al., Outrageously Large Neural Networks, ICLR 2017 (1701.06538), sections 2.1 and 4, appendix A.
@@ -58,26 +59,26 @@ class NoisyTopK(nnx.Module):
 
 def noisy_top_k(
     clean_GSE: jax.Array,
-    spread_GSE: jax.Array,
+    stddev_GSE: jax.Array,
     k: int,
     key: jax.Array | None,
     *,
     importance_weight: float = LOSS_WEIGHT,
     load_weight: float = LOSS_WEIGHT,
 ) -> Routing:
-    """The k best of H = clean + spread * noise, weighted by their softmax.
+    """Top k of H = clean + stddev * noise, weighted by their softmax.
 
-    The losses are CV^2 of Importance_i = sum_x G(x)_i, the weights that an expert gets, and of Load_i = sum_x P(x, i),
-    the chances to be chosen; CV^2 is variance over squared mean, the sums are over all tokens of the call.
+    The losses are CV^2 of Importance_i = sum_x G(x)_i, the weights of an expert, and of Load_i = sum_x P(x, i), its
+    selection probabilities; CV^2 is variance over squared mean, and the sums are over all tokens of the call.
     """
     noise = 0.0 if key is None else jax.random.normal(key, clean_GSE.shape)
-    noisy_GSE = clean_GSE + spread_GSE * noise
-    value_GSK, experts_GSK = highest(noisy_GSE, k)
+    noisy_GSE = clean_GSE + stddev_GSE * noise
+    value_GSK, experts_GSK = top_k_experts(noisy_GSE, k)
     weights_GSK = jax.nn.softmax(value_GSK)
     hit_GSKE = jax.nn.one_hot(experts_GSK, clean_GSE.shape[-1], dtype=jnp.float32)
     losses = {
         "importance": cv_squared(jnp.einsum("GSK,GSKE->E", weights_GSK, hit_GSKE)),
-        "load": cv_squared(jnp.sum(chance(clean_GSE, spread_GSE, noisy_GSE, k), axis=(0, 1))),
+        "load": cv_squared(jnp.sum(load_probability(clean_GSE, stddev_GSE, noisy_GSE, k), axis=(0, 1))),
     }
     return Routing(
         experts_GSK=experts_GSK,
@@ -88,10 +89,10 @@ def noisy_top_k(
     )
 
 
-def chance(clean_GSE: jax.Array, spread_GSE: jax.Array, noisy_GSE: jax.Array, k: int) -> jax.Array:
-    """P(x, i), [G, S, E]: of being among the k best if the noise of this expert alone were drawn again.
+def load_probability(clean_GSE: jax.Array, stddev_GSE: jax.Array, noisy_GSE: jax.Array, k: int) -> jax.Array:
+    """P(x, i), [G, S, E]: the probability that expert i is in the top k if only its own noise is resampled.
 
-    It is Phi((clean_i - t_i) / spread_i), where t_i is the k-th highest of the others' noisy values.
+    It is Phi((clean_i - t_i) / stddev_i), where t_i is the k-th highest noisy logit of the other experts.
 
     References:
         Shazeer et al., 2017, appendix A, equations 8 and 9.
@@ -99,7 +100,7 @@ def chance(clean_GSE: jax.Array, spread_GSE: jax.Array, noisy_GSE: jax.Array, k:
     num_experts = clean_GSE.shape[-1]
     if k == num_experts:
         return jnp.ones_like(clean_GSE)
-    value_GSK, experts_GSK = highest(noisy_GSE, k + 1)
+    value_GSK, experts_GSK = top_k_experts(noisy_GSE, k + 1)
     best_GSE = jnp.sum(jax.nn.one_hot(experts_GSK[..., :k], num_experts, dtype=jnp.float32), axis=2) > 0
     kth_GSE = jnp.where(best_GSE, value_GSK[..., k, None], value_GSK[..., k - 1, None])
-    return norm.cdf((clean_GSE - kth_GSE) / spread_GSE)
+    return norm.cdf((clean_GSE - kth_GSE) / stddev_GSE)

@@ -1,4 +1,4 @@
-"""The Switch transformer's router: one expert of each token."""
+"""Switch Transformer's top-1 router."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from .balance import BALANCE_WEIGHT, balance_loss
-from .routing import Routing, check_top_k, gate, highest, logits
+from .load_balancing import BALANCE_WEIGHT, balance_loss
+from .routing import Routing, check_top_k, logits, router_weights, top_k_experts
 
 
 class Switch(nnx.Module):
-    """The best expert of each token by the softmax of a linear map, whose output counts for its gate.
+    """Top-1 routing by the softmax of a linear map; the gate weights the expert's output.
 
     Args:
         features: M.
         num_experts: E.
         top_k: 1.
-        rngs: its `params` stream gives the initial values.
-        loss_weight: of E^2 times the loss of balance, which is the paper's E sum_e f_e P_e.
+        rngs: initialises parameters from its `params` stream.
+        loss_weight: weight of E^2 times the load-balancing loss, the paper's E sum_e f_e P_e.
 
     References:
         Fedus et al., Switch Transformers, JMLR 2022 (2101.03961), sections 2.1 and 2.2.
@@ -35,16 +35,16 @@ class Switch(nnx.Module):
     ):
         check_top_k("expert.Switch", top_k, 1)
         self.loss_weight = loss_weight
-        self.gate = gate(rngs, features, num_experts)
+        self.gate = router_weights(rngs, features, num_experts)
 
     def __call__(self, x_GSM: jax.Array, key: jax.Array | None = None) -> Routing:
-        """Nothing in it is random."""
+        """The routing; `key` is unused, it is deterministic."""
         return top_1(jax.nn.softmax(logits(x_GSM, self.gate[...])), loss_weight=self.loss_weight)
 
 
 def top_1(gates_GSE: jax.Array, *, loss_weight: float = BALANCE_WEIGHT) -> Routing:
-    """The best expert of each token by its gates, which sum to 1."""
-    weights_GSK, experts_GSK = highest(gates_GSE, 1)
+    """Top-1 routing by gates that sum to 1."""
+    weights_GSK, experts_GSK = top_k_experts(gates_GSE, 1)
     loss = balance_loss(gates_GSE, experts_GSK[..., 0])
     return Routing(
         experts_GSK=experts_GSK,

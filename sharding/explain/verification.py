@@ -1,14 +1,14 @@
-"""What was predicted of a program beside what its compiled form does."""
+"""Predicted collectives and peak memory compared with the compiled program."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from ..columns import aligned
 from ..cost import KINDS, Kind, read_compiled
-from .ledger import Ledger
-from .memory import MemoryReport
+from ..text_table import aligned
+from .collective_ledger import Ledger
+from .memory_report import MemoryReport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,19 +16,19 @@ class Verification:
     """Predicted and compiled figures of one program; prints as a table."""
 
     predicted: dict[Kind, tuple[int, int]]
-    """Kind -> (how many run per call of the program, their bytes)."""
+    """Kind -> (number per call of the program, their bytes)."""
     compiled: dict[Kind, tuple[int, int]]
     predicted_peak_bytes: int
     compiled_peak_bytes: int
 
     @property
     def agrees(self) -> bool:
-        """Whether kinds, counts and bytes of the collectives are the same; of the peak nothing is said."""
+        """Whether kinds, counts and bytes of the collectives are equal; peak memory is not compared."""
         return self.predicted == self.compiled
 
     @property
     def peak_ratio(self) -> float:
-        """Predicted over compiled peak."""
+        """Predicted over compiled peak memory."""
         return self.predicted_peak_bytes / max(1, self.compiled_peak_bytes)
 
     def __str__(self) -> str:
@@ -37,12 +37,12 @@ class Verification:
             found = self.predicted.get(kind), self.compiled.get(kind)
             if any(found):
                 table.append((kind, _text(found[0]), _text(found[1])))
-        table.append(("peak", f"{self.predicted_peak_bytes} bytes", f"{self.compiled_peak_bytes} bytes"))
+        table.append(("peak memory", f"{self.predicted_peak_bytes} bytes", f"{self.compiled_peak_bytes} bytes"))
         return "\n".join(aligned(table))
 
 
 def verify(ledger: Ledger, report: MemoryReport, compiled: Any) -> Verification:
-    """Holds a ledger, as the compiler at hand writes it, and a memory report against a compiled program."""
+    """Compares a ledger, lowered for the backend, and a memory report with a compiled program."""
     facts = read_compiled(compiled)
     return Verification(
         predicted=ledger.by_kind(),
@@ -53,4 +53,4 @@ def verify(ledger: Ledger, report: MemoryReport, compiled: Any) -> Verification:
 
 
 def _text(found: tuple[int, int] | None) -> str:
-    return "none" if found is None else f"{found[0]} of {found[1]} bytes"
+    return "none" if found is None else f"{found[0]} ({found[1]} bytes)"

@@ -1,8 +1,11 @@
-"""A program as the pass sees it: values and ops, flattened from a jaxpr."""
+"""The program graph that propagation runs on: values and ops of a flattened jaxpr.
+
+In: a closed jaxpr and the annotations of its arguments and results. Out: a `Graph`.
+"""
 
 from .build import build
-from .graph import CALLS, Atom, Graph, Group, Op, Pin, Scope, Site, joined, line, merged
-from .groups import all_pins, pinned
+from .graph import CALLS, Annotation, Atom, Graph, Group, Op, Scope, Site, joined, line, merged
+from .sharding_groups import group_annotations, value_annotations
 
 __all__ = [
     "CALLS",
@@ -10,13 +13,13 @@ __all__ = [
     "Graph",
     "Group",
     "Op",
-    "Pin",
+    "Annotation",
     "Scope",
     "Site",
-    "all_pins",
+    "value_annotations",
     "build",
     "joined",
     "line",
     "merged",
-    "pinned",
+    "group_annotations",
 ]

@@ -1,4 +1,4 @@
-"""`build`: from a closed jaxpr and what is asked of its arguments and results to a graph."""
+"""`build`: the graph of a closed jaxpr with annotated arguments and results."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .. import compat
-from . import calls, loops
-from .builder import Builder, Handler
-from .graph import Graph, Pin
-from .groups import pinned
+from . import call_bodies, loops
+from .from_jaxpr import Builder, Handler
+from .graph import Annotation, Graph
+from .sharding_groups import group_annotations
 
 HANDLERS: dict[str, Handler] = {
     "cond": loops.cond,
-    "custom_linear_solve": calls.linear_solve,
+    "custom_linear_solve": call_bodies.linear_solve,
     "scan": loops.scan,
-    "shard_map": calls.shard_map,
+    "shard_map": call_bodies.shard_map,
     "while": loops.while_,
 }
 
@@ -26,42 +26,42 @@ def build(
     sizes: Mapping[str, int],
     in_names: Sequence[str],
     out_names: Sequence[str],
-    in_pins: Sequence[Pin | None],
-    out_pins: Sequence[Pin | None],
+    in_annotations: Sequence[Annotation | None],
+    out_annotations: Sequence[Annotation | None],
     ties: Mapping[int, int] | None = None,
 ) -> Graph:
-    """The graph of a closed jaxpr.
+    """Builds the graph of a closed jaxpr.
 
     Args:
         closed_jaxpr: the traced program.
         sizes: mesh axis sizes.
         in_names: the path of each argument.
         out_names: the path of each result.
-        in_pins: what is asked of each argument, if anything.
-        out_pins: what is asked of each result, if anything.
-        ties: result -> argument pairs that always share one spec (state that comes round again).
+        in_annotations: the annotation of each argument, or None.
+        out_annotations: the annotation of each result, or None.
+        ties: result -> argument pairs that must share one spec, such as the state of a training loop.
 
     Raises:
-        ShardingError: members of a group (`sharding.same`) with annotations that contradict each other.
+        ShardingError: conflicting annotations of the members of a group (`sharding.same`).
     """
     b, ties = Builder(sizes, HANDLERS), ties or {}
     g, jaxpr = b.graph, compat.open_jaxpr(closed_jaxpr)
-    for var, name, pin in zip(jaxpr.invars, in_names, in_pins, strict=True):
+    for var, name, annotation in zip(jaxpr.invars, in_names, in_annotations, strict=True):
         v = b.value(var.aval, None)
         g.inputs.append(v)
         g.names[name] = v
-        if pin is not None:
-            g.pins[v] = pin
+        if annotation is not None:
+            g.annotations[v] = annotation
     g.scope = b.scope(jaxpr, g.inputs, 1)
-    for i, (atom, name, pin) in enumerate(zip(jaxpr.outvars, out_names, out_pins, strict=True)):
+    for i, (atom, name, annotation) in enumerate(zip(jaxpr.outvars, out_names, out_annotations, strict=True)):
         source = b.use(b.read(g.scope, atom), atom.aval)
         out = g.inputs[ties[i]] if i in ties else b.value(atom.aval, None)
         g.outputs.append(out)
         g.names[name] = out
-        if pin is not None:
-            b.pin(out, pin)
+        if annotation is not None:
+            b.add_annotation(out, annotation)
         b.edge([source], out, None, 1)
     g.scope.exits = list(g.outputs)
     b.name_repeated()
-    pinned(g)  # members of a group that contradict each other are an error here, before anything is completed
+    group_annotations(g)  # raises on conflicting annotations in a group, before propagation
     return g

@@ -1,4 +1,4 @@
-"""Loops and branches: bodies appear once, tied by edges to what enters and leaves them."""
+"""Graph of `scan`, `while` and `cond`: bodies appear once, tied by edges to the values outside."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from .. import compat
-from ..divergence import rounds_of
+from ..annotations.divergent_control_flow import declared_trip_count
 from ..rules import Flow, Rule, rule_for
-from .builder import Builder
+from .from_jaxpr import Builder
 from .graph import Scope
 
 
 def scan(b: Builder, scope: Scope, i: int, eqn: Any, times: int) -> None:
-    """The body once; constants, carried values and stacks by edges, slices of stacks by ops of the body.
+    """Adds a `scan`: edges for constants, carry and stacked arrays; slice and update ops in the body for `xs` and `ys`.
 
-    The edges come behind the body, stacks that are read first and those that are made last: Shardy has them so, and
-    where claims meet the order decides.
+    The edges follow the body, those of `xs` first and those of `ys` last, as in Shardy: the order decides conflicts.
     """
     n_consts, n_carry = compat.scan_parts(eqn.params)
     length, body = eqn.params["length"], compat.open_jaxpr(eqn.params["jaxpr"])
@@ -45,13 +44,13 @@ def scan(b: Builder, scope: Scope, i: int, eqn: Any, times: int) -> None:
         b.edge([one], y, eqn, times)
     scope.entries[i] = [*consts, *carry, *[None] * len(xs)]
     child.exits = [*carry, *[None] * len(ys)]
-    child.read = [*[None] * (n_consts + n_carry), *stacks]
-    child.added = [*[None] * n_carry, *made]
+    child.stacked_inputs = [*[None] * (n_consts + n_carry), *stacks]
+    child.stacked_outputs = [*[None] * n_carry, *made]
     b.bind(scope, eqn, [*carry, *ys])
 
 
 def _slice(b: Builder, stack: int, var: Any, eqn: Any, times: int) -> int:
-    """What one step reads of a stack."""
+    """Adds the slice of a stacked array that one iteration reads."""
     x, shape = b.value(var.aval, eqn), b.graph.shapes[stack]
     rule = rule_for("dynamic_slice", [shape], [(1, *var.aval.shape)], {})
     b.op("scan xs", [stack], [x], _drop_lead(rule, operand=False), eqn, times)
@@ -59,7 +58,7 @@ def _slice(b: Builder, stack: int, var: Any, eqn: Any, times: int) -> int:
 
 
 def _update(b: Builder, out: int, var: Any, eqn: Any, times: int) -> int:
-    """The stack after one step has added to it."""
+    """Adds the update of a stacked array with the output of one iteration."""
     stack, shape = b.value(var.aval, eqn), var.aval.shape
     rule = rule_for("dynamic_update_slice", [shape, (1, *b.graph.shapes[out])], [shape], {})
     b.op("scan ys", [out], [stack], _drop_lead(rule, operand=True), eqn, times)
@@ -67,9 +66,9 @@ def _update(b: Builder, out: int, var: Any, eqn: Any, times: int) -> int:
 
 
 def while_(b: Builder, scope: Scope, i: int, eqn: Any, times: int) -> None:
-    """Condition and body once; constants and carried values by edges.
+    """Adds the condition and the body of a `while` once, with edges for constants and carry.
 
-    The body counts as often as the program says that it runs (``divergence.rounds``), else as if it ran once.
+    The body counts as often as ``divergence.declare_trip_count`` states, otherwise once.
     """
     p = eqn.params
     n_cond, n_body = p["cond_nconsts"], p["body_nconsts"]
@@ -77,7 +76,7 @@ def while_(b: Builder, scope: Scope, i: int, eqn: Any, times: int) -> None:
     inits = eqn.invars[n_cond + n_body :]
     carry = _carry(b, inits, eqn)
     scope.children[i, "cond_jaxpr", 0] = b.scope(p["cond_jaxpr"], [*consts[:n_cond], *carry], times)
-    rounds = math.ceil(times * (rounds_of(compat.name_stack(eqn)) or 1))
+    rounds = math.ceil(times * (declared_trip_count(compat.name_stack(eqn)) or 1))
     child = b.scope(p["body_jaxpr"], [*consts[n_cond:], *carry], rounds)
     scope.children[i, "body_jaxpr", 0] = child
     _enter(b, eqn.invars[: n_cond + n_body], consts, scope, eqn, times)
@@ -90,7 +89,7 @@ def while_(b: Builder, scope: Scope, i: int, eqn: Any, times: int) -> None:
 
 
 def cond(b: Builder, scope: Scope, i: int, eqn: Any, times: int) -> None:
-    """Every branch once; a result is tied to what each branch returns."""
+    """Adds every branch of a `cond` once; edges tie a result to that of each branch."""
     inputs = [b.read(scope, a) for a in eqn.invars[1:]]
     results = _carry(b, eqn.outvars, eqn)
     sources: list[list[int]] = [[] for _ in results]
@@ -106,7 +105,7 @@ def cond(b: Builder, scope: Scope, i: int, eqn: Any, times: int) -> None:
 
 
 def _enter(b: Builder, atoms: Sequence[Any], targets: Sequence[int], scope: Scope, eqn: Any, times: int) -> None:
-    """Ties a loop's own copies of values from outside to those; behind the body, where Shardy has its edges."""
+    """Adds the edges from outside values to their copies in a loop; after the body, as in Shardy."""
     for atom, target in zip(atoms, targets, strict=True):
         b.edge([b.use(b.read(scope, atom), atom.aval)], target, eqn, times)
 
@@ -118,7 +117,7 @@ def _carry(b: Builder, atoms: Sequence[Any], eqn: Any) -> list[int]:
 
 
 def _drop_lead(rule: Rule | None, *, operand: bool) -> Rule:
-    """The rule of a loop's slice: a dynamic slice or update of one step, without the leading dim of size 1."""
+    """Returns the rule of a dynamic slice or update of one iteration without the leading dim of size 1."""
     assert rule is not None
     if operand:  # (stack, update) -> stack becomes update -> stack
         operands, results, flow = (rule.operands[1][1:],), rule.results, Flow.BROADCAST

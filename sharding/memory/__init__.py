@@ -1,4 +1,7 @@
-"""What a device holds while a completed program runs: the program as one device runs it, fused, ordered and stored."""
+"""Prediction of the per-device memory of a completed program, from XLA's fusion, scheduling and buffer assignment.
+
+In: an `Assignment` and the donated inputs. Out: arguments, outputs, temporaries, aliased buffers and their lifetimes.
+"""
 
 from .usage import POINTER_BYTES, Usage, usage
 

@@ -1,12 +1,11 @@
-"""Which instructions are stored: the others are computed inside the ones that read them.
+"""Instruction fusion: which instructions are stored, and which are computed inside their consumers.
 
 After XLA:CPU's instruction fusion (openxla/xla, `service/instruction_fusion.cc`,
-`service/cpu/cpu_instruction_fusion.cc`), last instruction first: a consumer takes in a producer that is computed
-element by element
+`service/cpu/cpu_instruction_fusion.cc`), last instruction first: a consumer fuses a fusible producer
 
-- unless it is dear and has another consumer, or the consumer reads its elements several times;
-- unless it reads more than one array as large as its result, more in all than it makes, and some consumer can't take
-  it in: then it is stored for all of them.
+- unless the producer is expensive and has another consumer, or the consumer reads its elements several times;
+- unless the producer reads more than one array as large as its result, more elements in all than it produces, and some
+  consumer can't fuse it: then it is stored for all of them.
 """
 
 from __future__ import annotations
@@ -14,30 +13,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from . import library
+from . import cpu_library_reductions
 from .instruction import Instruction, users
 
-CONCATENATED = 8
-"""Arrays; a concatenation of more is stored, and so are its operands."""
+MOST_CONCATENATED = 8
+"""A concatenation of more arrays is stored, and so are its operands."""
 
 
 @dataclass(slots=True, eq=False)
 class Kernel:
-    """One stored instruction, with those that are computed inside it."""
+    """A fused computation: one stored instruction and those computed inside it."""
 
     root: Instruction
     members: list[Instruction] = field(default_factory=list)
     """In order, the root last."""
     operands: list[Instruction] = field(default_factory=list)
-    """What is read from memory: roots of other kernels, arguments, and parts."""
+    """Reads from memory: roots of other kernels, arguments and tuple elements."""
 
 
 def fuse(instructions: Sequence[Instruction], results: Sequence[Instruction]) -> list[Kernel]:
     """The kernels of a body in the order of their roots.
 
     Args:
-        instructions: in an order in which operands come first.
-        results: stored whatever reads them.
+        instructions: operands before their users.
+        results: always stored.
     """
     return _Fusion(instructions, results).kernels()
 
@@ -48,42 +47,41 @@ class _Fusion:
         self.results = set(results)
         self.place = {one: k for k, one in enumerate(instructions)}
         self.users = users(instructions)
-        self.kept: set[Instruction] = set()
-        self.groups = library.groups(instructions, self.users, self.results)
+        self.stored: set[Instruction] = set()
+        self.groups = cpu_library_reductions.groups(instructions, self.users, self.results)
         self.grouped = {m for members in self.groups.values() for m in members}
         self.paths: dict[tuple[Instruction, Instruction], bool] = {}
 
     def kernels(self) -> list[Kernel]:
         for one in reversed(self.instructions):
-            if self.is_taken(one) and not _nearly_unary(one) and _reads_more(one):
+            if self.is_fusible(one) and not _nearly_unary(one) and _reads_more(one):
                 if not all(self.on_all_paths(one, user) for user in self.users[one]):
-                    self.kept.add(one)
-        stored: dict[Instruction, Kernel] = {}
-        readers: dict[Instruction, set[Instruction]] = {}  # producer -> kernels (by root) that read it as things stand
-        for one, their in self.users.items():
-            readers[one] = set(their)
+                    self.stored.add(one)
+        readers: dict[Instruction, set[Instruction]] = {}  # producer -> kernels (by root) that read it so far
+        for one, its_users in self.users.items():
+            readers[one] = set(its_users)
         found = []
         for one in reversed(self.instructions):
             if one in self.groups:
                 kernel = self.kernel_of_group(one, readers)
-            elif one in self.grouped or (one.role in ("loop", "view") and one not in self.results and not readers[one]):
-                continue  # all consumers compute it themselves
+            elif one in self.grouped or (
+                one.role in ("fusible", "bitcast") and one not in self.results and not readers[one]
+            ):
+                continue  # fused into all consumers
             else:
-                kernel = self.grown(one, readers)
-            stored[one] = kernel
+                kernel = self.kernel_of(one, readers)
             found.append(kernel)
         return found[::-1]
 
-    def grown(self, root: Instruction, readers: dict[Instruction, set[Instruction]]) -> Kernel:
-        """The kernel of a root; what only it reads is gone from elsewhere, of the rest it has copies."""
+    def kernel_of(self, root: Instruction, readers: dict[Instruction, set[Instruction]]) -> Kernel:
+        """The kernel of a root: producers with no other reader move into it, others are duplicated."""
         members, inside, gone = [root], {root}, {root}
-        takes = root.role in ("loop", "view")
-        waiting = list(dict.fromkeys(root.operands)) if takes else []
+        waiting = list(dict.fromkeys(root.operands)) if root.role in ("fusible", "bitcast") else []
         while waiting:
             waiting.sort(key=self.place.__getitem__)
             producer = waiting.pop()
             others = readers[producer] - gone
-            if not self.takes([m for m in members if producer in m.operands], producer, others):
+            if not self.fuses([m for m in members if producer in m.operands], producer, others):
                 continue
             members.append(producer)
             inside.add(producer)
@@ -101,7 +99,7 @@ class _Fusion:
         return Kernel(root, members, list(operands))
 
     def kernel_of_group(self, root: Instruction, readers: dict[Instruction, set[Instruction]]) -> Kernel:
-        """The kernel of a reduction with its neighbours."""
+        """The kernel of a library reduction with its neighbours."""
         inside = self.groups[root]
         members = sorted(inside, key=self.place.__getitem__)
         operands = dict.fromkeys(p for m in members for p in m.operands if p not in inside)
@@ -109,38 +107,38 @@ class _Fusion:
             readers[operand] = (readers[operand] - inside) | {root}
         return Kernel(root, members, list(operands))
 
-    def takes(self, takers: Sequence[Instruction], producer: Instruction, others: set[Instruction]) -> bool:
-        """Whether a kernel takes in a producer that some of its members read."""
-        if not self.is_taken(producer) or producer in self.kept or producer in self.results:
+    def fuses(self, consumers: Sequence[Instruction], producer: Instruction, others: set[Instruction]) -> bool:
+        """Whether a kernel fuses a producer that these of its members read."""
+        if not self.is_fusible(producer) or producer in self.stored or producer in self.results:
             return False
-        if producer.expensive and (others or any(_repeats(t, producer) for t in takers)):
+        if producer.expensive and (others or any(_reuses(c, producer) for c in consumers)):
             return False
-        return not any(_is_long(t) for t in takers)
+        return not any(_is_long_concatenation(c) for c in consumers)
 
-    def is_taken(self, one: Instruction) -> bool:
-        return one.role in ("loop", "view") and one not in self.grouped and not _is_long(one)
+    def is_fusible(self, one: Instruction) -> bool:
+        return one.role in ("fusible", "bitcast") and one not in self.grouped and not _is_long_concatenation(one)
 
     def on_all_paths(self, producer: Instruction, consumer: Instruction) -> bool:
-        """Whether a consumer can take in a producer along every way from one to the other."""
+        """Whether a consumer can fuse a producer along every path between them."""
         if consumer is producer:
             return True
         key = (producer, consumer)
         if key not in self.paths:
             self.paths[key] = (
-                consumer.role in ("loop", "view")
+                consumer.role in ("fusible", "bitcast")
                 and consumer not in self.grouped
                 and all(
-                    self.could_take(consumer, operand) and self.on_all_paths(producer, operand)
+                    self.can_fuse(consumer, operand) and self.on_all_paths(producer, operand)
                     for operand in consumer.operands
                     if self.reaches(producer, operand)
                 )
             )
         return self.paths[key]
 
-    def could_take(self, consumer: Instruction, operand: Instruction) -> bool:
-        if not self.is_taken(operand) or operand in self.kept or _is_long(consumer):
+    def can_fuse(self, consumer: Instruction, operand: Instruction) -> bool:
+        if not self.is_fusible(operand) or operand in self.stored or _is_long_concatenation(consumer):
             return False
-        return not (operand.expensive and (len(self.users[operand]) > 1 or _repeats(consumer, operand)))
+        return not (operand.expensive and (len(self.users[operand]) > 1 or _reuses(consumer, operand)))
 
     def reaches(self, a: Instruction, b: Instruction) -> bool:
         """Whether b is a or depends on it."""
@@ -159,9 +157,9 @@ class _Fusion:
 
 def _nearly_unary(one: Instruction) -> bool:
     """Whether at most one operand has as many dims as the result."""
-    rank = sum(n > 1 for n in one.shape)
+    ndim = sum(n > 1 for n in one.shape)
     large = [
-        x for x in one.operands if sum(n > 1 for n in x.shape) >= rank and x.name not in ("broadcast_in_dim", "iota")
+        x for x in one.operands if sum(n > 1 for n in x.shape) >= ndim and x.name not in ("broadcast_in_dim", "iota")
     ]
     return len(large) <= 1
 
@@ -170,17 +168,17 @@ def _reads_more(one: Instruction) -> bool:
     return sum(x.num_elements for x in dict.fromkeys(one.operands)) > one.num_elements
 
 
-def _repeats(consumer: Instruction, producer: Instruction) -> bool:
+def _reuses(consumer: Instruction, producer: Instruction) -> bool:
     """Whether a consumer reads elements of a producer several times."""
-    return consumer.reuses and bool(consumer.operands) and consumer.operands[0] is producer
+    return consumer.reuses_operand and bool(consumer.operands) and consumer.operands[0] is producer
 
 
-def _is_long(one: Instruction) -> bool:
-    """Whether it is a concatenation that is not computed element by element."""
+def _is_long_concatenation(one: Instruction) -> bool:
+    """Whether it is a concatenation that XLA:CPU does not fuse: of many arrays, or along a long minor dim."""
     if one.name not in ("concatenate", "stack"):
         return False
     minor = one.eqn is not None and one.eqn.params.get("dimension", one.eqn.params.get("axis")) == len(one.shape) - 1
-    width = one.num_bytes // max(1, one.num_elements)
-    return len(one.operands) > CONCATENATED or (
-        minor and len(one.shape) > 1 and one.shape[-1] * width >= 64 and one.num_bytes >= 2048
+    itemsize = one.num_bytes // max(1, one.num_elements)
+    return len(one.operands) > MOST_CONCATENATED or (
+        minor and len(one.shape) > 1 and one.shape[-1] * itemsize >= 64 and one.num_bytes >= 2048
     )

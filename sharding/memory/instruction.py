@@ -1,4 +1,4 @@
-"""What one device runs: instructions on the arrays that it holds, before it is known which of them are ever stored."""
+"""Instructions of the per-device program, before fusion decides which of their results are stored."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Phase = Literal["", "forward", "backward"]
-"""What of a gradient an op is part of: what is differentiated, its transpose, or neither."""
+"""The pass of a gradient that an op belongs to: what is differentiated, its transpose, or neither."""
 
-Role = Literal["argument", "loop", "library", "view", "part"]
-"""`argument` is there from the start; `loop` is computed element by element, so that a consumer may compute it itself;
-`library` is stored, and so is what it reads (dots, sorts, collectives, loops of the program); `view` is its operand
-under another shape; `part` is one of several results, made when its operand is."""
+Role = Literal["argument", "fusible", "unfusible", "bitcast", "tuple-element"]
+"""`argument`: live from the start. `fusible`: computed element by element, so a consumer may compute it inside its own
+kernel. `unfusible`: stored, and so are its operands (dots, sorts, collectives, loops). `bitcast`: its operand under
+another shape. `tuple-element`: one of several results of its operand, produced with it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -20,41 +20,41 @@ class Instruction:
     """One op on one device."""
 
     name: str
-    """The primitive, or the collective."""
+    """The primitive or collective."""
     role: Role
     operands: list[Instruction]
     shape: tuple[int, ...]
-    """On one device."""
+    """Local shape."""
     num_bytes: int
-    """On one device."""
+    """Per device."""
     elementwise: bool = False
     expensive: bool = False
-    """Whether it is not computed twice."""
-    reuses: bool = False
+    """Whether fusion must not duplicate it."""
+    reuses_operand: bool = False
     """Whether it reads elements of its first operand several times."""
-    by_library: bool = False
-    """Whether it is a reduction that a library runs, together with its neighbours."""
+    is_library_reduction: bool = False
+    """Whether it is a reduction that XLA:CPU hands to its library, together with its neighbours."""
     in_place: tuple[tuple[int, int], ...] = ()
-    """(operand, part) that are one buffer; part 0 is the instruction itself where it has no parts."""
+    """(operand, result) pairs that share a buffer; result 0 is the instruction itself unless it has tuple elements."""
     bodies: tuple[Body, ...] = ()
     value: int | None = None
-    """The value of the graph that it makes or moves."""
+    """The graph's value that it computes or moves."""
     eqn: Any = None
     group: Any = None
-    """Collectives of one group may be combined."""
+    """All-reduces with an equal group may be combined."""
     phase: Phase = ""
 
     def __repr__(self) -> str:
         return f"{self.name}{list(self.shape)}"
 
     @property
-    def width(self) -> int:
-        """Bytes of an element."""
+    def itemsize(self) -> int:
+        """Bytes per element."""
         return self.num_bytes // max(1, self.num_elements)
 
     @property
     def num_elements(self) -> int:
-        """On one device."""
+        """Elements of the local shape."""
         count = 1
         for n in self.shape:
             count *= n
@@ -63,14 +63,14 @@ class Instruction:
 
 @dataclass(slots=True, eq=False)
 class Body:
-    """The instructions of a program, or of what a loop or a branch runs."""
+    """The instructions of a program, a loop body or a branch."""
 
     instructions: list[Instruction] = field(default_factory=list)
     arguments: list[Instruction] = field(default_factory=list)
     results: list[Instruction] = field(default_factory=list)
 
-    def needed(self) -> list[Instruction]:
-        """The instructions that some result depends on, in order; parts of one that is needed are too."""
+    def live_instructions(self) -> list[Instruction]:
+        """The instructions that some result depends on, in order, with all tuple elements of each."""
         alive: set[Instruction] = set()
         waiting: list[Instruction] = list(self.results)
         while waiting:
@@ -78,11 +78,11 @@ class Body:
             if one not in alive:
                 alive.add(one)
                 waiting += one.operands
-        return [i for i in self.instructions if i in alive or (i.role == "part" and i.operands[0] in alive)]
+        return [i for i in self.instructions if i in alive or (i.role == "tuple-element" and i.operands[0] in alive)]
 
 
 def users(instructions: Sequence[Instruction]) -> dict[Instruction, list[Instruction]]:
-    """Instruction -> those that read it, in order and each once."""
+    """Instruction -> its users, in order, each once."""
     found: dict[Instruction, list[Instruction]] = {i: [] for i in instructions}
     for i in instructions:
         for operand in dict.fromkeys(i.operands):
@@ -90,9 +90,9 @@ def users(instructions: Sequence[Instruction]) -> dict[Instruction, list[Instruc
     return found
 
 
-def everywhere(body: Body) -> Iterator[Instruction]:
-    """The instructions of a body and of all bodies inside it."""
+def all_instructions(body: Body) -> Iterator[Instruction]:
+    """The instructions of a body and of its nested bodies."""
     for i in body.instructions:
         yield i
         for inner in i.bodies:
-            yield from everywhere(inner)
+            yield from all_instructions(inner)

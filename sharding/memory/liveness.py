@@ -1,8 +1,8 @@
-"""Peak memory by liveness: which arrays are there at each step, and how many bytes they are.
+"""Buffer lifetimes and the live bytes of each step.
 
-An array is there from the step that makes it to the last one that reads it; arguments throughout, results from when
-they are made to the end. An array takes its operand's place where XLA lets it: a view, an update in place, an
-elementwise kernel whose operand nobody reads any more.
+A buffer is live from the step that produces its value to the last one that reads it; arguments always, results until
+the end. A value reuses its operand's buffer where XLA lets it: a bitcast, an in-place update, or an elementwise kernel
+that is the operand's last reader.
 """
 
 from __future__ import annotations
@@ -10,28 +10,28 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from .device_program import DeviceProgram
 from .fusion import Kernel, fuse
+from .heap_simulator import Interval, fit_into
 from .instruction import Body, Instruction
-from .lowering import DeviceProgram
-from .packing import Interval, placed
-from .primitives import BARRIER
-from .schedule import Order, Step
+from .kernel_order import Order, Step
+from .primitive_traits import BARRIER
 
 ALIGNMENT = 64
-"""Bytes; XLA:CPU begins every array at a multiple."""
+"""Bytes; XLA:CPU aligns every buffer to this."""
 
 
 @dataclass(slots=True, eq=False)
 class Buffer:
-    """Memory that one array after another takes, from one step to another."""
+    """A buffer that one or more arrays occupy in turn, and the steps from which and until which it is live."""
 
     num_bytes: int
     born: int
     dies: int
     makers: list[tuple[int, Instruction]] = field(default_factory=list)
-    """The arrays that it holds, each with the step that makes it, in order."""
-    is_own: bool = True
-    """Whether it is memory of this body: not an argument's or a result's."""
+    """The instructions that write it, each with its step, in order."""
+    is_temporary: bool = True
+    """Whether it is a temporary of this body: neither an argument nor in a result's buffer."""
 
 
 @dataclass(slots=True, eq=False)
@@ -40,189 +40,189 @@ class Lifetimes:
 
     steps: list[Step]
     buffers: list[Buffer]
-    inside: dict[int, list[Lifetimes]]
-    """Step -> the bodies of the loops and branches that it runs."""
+    nested: dict[int, list[Lifetimes]]
+    """Step -> the lifetimes in the bodies of its loops and branches."""
 
-    def inner(self, step: int) -> int:
-        """The peak of the loops and branches that a step runs, in bytes."""
-        return max((body.peak_bytes() for body in self.inside.get(step, ())), default=0)
+    def nested_peak_bytes(self, step: int) -> int:
+        """Peak bytes inside the loops and branches of a step."""
+        return max((body.peak_bytes() for body in self.nested.get(step, ())), default=0)
 
     def timeline(self) -> list[int]:
-        """Bytes that are there at each step, what runs inside it included."""
+        """Live temporary bytes at each step, those of nested bodies included."""
         change = [0] * (len(self.steps) + 1)
         for b in self.buffers:
-            if b.is_own:
+            if b.is_temporary:
                 change[b.born] += b.num_bytes
                 change[b.dies + 1] -= b.num_bytes
         found, now = [], 0
         for k in range(len(self.steps)):
             now += change[k]
-            found.append(now + self.inner(k))
+            found.append(now + self.nested_peak_bytes(k))
         return found
 
     def peak_bytes(self) -> int:
-        """The most at any step."""
+        """The maximum of the timeline."""
         return max(self.timeline(), default=0)
 
-    def places(self, results: Collection[Instruction]) -> list[Interval]:
-        """The memory of these results, each with the moments in which it holds one."""
-        moments = self._moments(0)
+    def result_intervals(self, results: Collection[Instruction]) -> list[Interval]:
+        """The buffers of these results as intervals."""
+        instants = self._instants(0)
         return [
-            (b.num_bytes, moments[b.born][0], moments[b.dies][1])
+            (b.num_bytes, instants[b.born][0], instants[b.dies][1])
             for b in self.buffers
-            if not b.is_own and b.makers[-1][1] in results
+            if not b.is_temporary and b.makers[-1][1] in results
         ]
 
-    def _moments(self, start: int) -> list[tuple[int, int]]:
-        """The first and the last moment of each step."""
+    def _instants(self, start: int) -> list[tuple[int, int]]:
+        """The first and last instant of each step."""
         found, now = [], start
         for k in range(len(self.steps)):
             begun = now
-            for body in self.inside.get(k, ()):
-                now = body._moments(now)[-1][1] + 1
+            for body in self.nested.get(k, ()):
+                now = body._instants(now)[-1][1] + 1
             found.append((begun, now))
             now += 1
         return found
 
-    def held(self, start: int = 0) -> list[tuple[Buffer, Interval]]:
-        """Every buffer of its own with its first and last moment, those of loops and branches too.
+    def buffer_intervals(self, start: int = 0) -> list[tuple[Buffer, Interval]]:
+        """Every temporary buffer with its interval, those of nested bodies included.
 
-        A moment is a step; the steps of what runs inside a step come before it.
+        Each step is an instant, preceded by the instants of its nested bodies.
         """
         found: list[tuple[Buffer, Interval]] = []
-        moments = self._moments(start)
-        for k, bodies in self.inside.items():
-            now = moments[k][0]
+        instants = self._instants(start)
+        for k, bodies in self.nested.items():
+            now = instants[k][0]
             for body in bodies:
-                found += body.held(now)
-                now = body._moments(now)[-1][1] + 1
-        own = [b for b in self.buffers if b.is_own and b.num_bytes]
-        return found + [(b, (b.num_bytes, moments[b.born][0], moments[b.dies][1])) for b in own]
+                found += body.buffer_intervals(now)
+                now = body._instants(now)[-1][1] + 1
+        own = [b for b in self.buffers if b.is_temporary and b.num_bytes]
+        return found + [(b, (b.num_bytes, instants[b.born][0], instants[b.dies][1])) for b in own]
 
     def intervals(self) -> list[Interval]:
-        """The same without the buffers."""
-        return [interval for _, interval in self.held()]
+        """The intervals of `buffer_intervals`."""
+        return [interval for _, interval in self.buffer_intervals()]
 
-    def use(self, results: Collection[Instruction]) -> None:
-        """Puts buffers where these results will be, as long as those are not there."""
-        held = self.held()
-        for k in placed([interval for _, interval in held], self.places(results)):
-            held[k][0].is_own = False
+    def place_in_results(self, results: Collection[Instruction]) -> None:
+        """Place temporaries in the buffers of these results while those are unused."""
+        temporaries = self.buffer_intervals()
+        for k in fit_into([interval for _, interval in temporaries], self.result_intervals(results)):
+            temporaries[k][0].is_temporary = False
 
 
 def program_lifetimes(program: DeviceProgram, donated: Mapping[int, int], order: Order) -> Lifetimes:
-    """The buffers of a whole program; those of arguments and results are not its own.
+    """The buffers of a program; those of arguments and results are not temporaries.
 
     Args:
-        program: what one device runs.
-        donated: result -> the argument whose memory it takes.
-        order: in which kernels run.
+        program: the per-device program.
+        donated: result -> the argument it aliases.
+        order: of the kernels.
     """
     pairs = [(program.inputs[a], k) for k, a in donated.items()]
     found = lifetimes(program.body, pairs, {*program.outputs}, order)
-    found.use({x for k, x in enumerate(program.outputs) if k not in donated})
+    found.place_in_results({x for k, x in enumerate(program.outputs) if k not in donated})
     return found
 
 
 def lifetimes(
-    body: Body, carried: Sequence[tuple[Instruction, int]], outside: set[Instruction], order: Order
+    body: Body, carried: Sequence[tuple[Instruction, int]], not_temporary: set[Instruction], order: Order
 ) -> Lifetimes:
     """The buffers of one body.
 
     Args:
         body: the instructions.
-        carried: (argument, result) pairs of one place in memory.
-        outside: results whose memory is counted elsewhere.
-        order: in which kernels run.
+        carried: (argument, result) pairs that share a buffer.
+        not_temporary: results whose buffers are counted elsewhere.
+        order: of the kernels.
     """
-    steps = order(fuse(body.needed(), body.results), body.results)
-    return _Walk(steps, body, carried, outside, order).lifetimes()
+    steps = order(fuse(body.live_instructions(), body.results), body.results)
+    return _BufferAssignment(steps, body, carried, not_temporary, order).lifetimes()
 
 
-class _Walk:
+class _BufferAssignment:
     def __init__(
         self,
         steps: list[Step],
         body: Body,
         carried: Sequence[tuple[Instruction, int]],
-        outside: set[Instruction],
+        not_temporary: set[Instruction],
         order: Order,
     ):
-        self.steps, self.body, self.carried, self.outside, self.order = steps, body, carried, outside, order
-        self.at: dict[Instruction, int] = {}
-        self.last: dict[Instruction, int] = {}
+        self.steps, self.body, self.carried, self.not_temporary, self.order = steps, body, carried, not_temporary, order
+        self.step_of: dict[Instruction, int] = {}
+        self.last_read: dict[Instruction, int] = {}
         for k, step in enumerate(steps):
             for kernel in step.kernels:
                 root = kernel.root
-                self.at[root] = self.at[root.operands[0]] if root.role == "part" else k
+                self.step_of[root] = self.step_of[root.operands[0]] if root.role == "tuple-element" else k
             for operand in step.operands:
-                self.last[operand] = k
+                self.last_read[operand] = k
         self.results = set(body.results)
         self.end = len(steps) - 1
-        self.holder: dict[Instruction, Buffer] = {}
+        self.buffer_of: dict[Instruction, Buffer] = {}
         self.buffers: list[Buffer] = []
-        self._parts: dict[Instruction, list[Instruction]] = {}
+        self._tuple_elements: dict[Instruction, list[Instruction]] = {}
 
     def lifetimes(self) -> Lifetimes:
-        inside: dict[int, list[Lifetimes]] = {}
+        nested: dict[int, list[Lifetimes]] = {}
         for k, step in enumerate(self.steps):
             for kernel in step.kernels:
-                self.place(kernel, k)
+                self.assign(kernel)
                 for body in kernel.root.bodies:
-                    inside.setdefault(k, []).append(self.inside(kernel.root, body))
-        self.share_carried()
-        return Lifetimes(self.steps, self.buffers, inside)
+                    nested.setdefault(k, []).append(self.nested(kernel.root, body))
+        self.alias_carried()
+        return Lifetimes(self.steps, self.buffers, nested)
 
-    def inside(self, whole: Instruction, body: Body) -> Lifetimes:
-        """The buffers of a loop's or a branch's body."""
-        if whole.name == "cond":
+    def nested(self, source: Instruction, body: Body) -> Lifetimes:
+        """The buffers of a loop body or branch."""
+        if source.name == "cond":
             return lifetimes(body, [], set(body.results), self.order)
-        shift = len(whole.operands) - len(body.arguments)
-        return lifetimes(body, [(body.arguments[at - shift], k) for at, k in whole.in_place], set(), self.order)
+        shift = len(source.operands) - len(body.arguments)
+        return lifetimes(body, [(body.arguments[at - shift], k) for at, k in source.in_place], set(), self.order)
 
-    def place(self, kernel: Kernel, k: int) -> None:
-        """Gives a kernel's result a buffer: an operand's, or one of its own."""
+    def assign(self, kernel: Kernel) -> None:
+        """Assign a buffer to a kernel's result: an operand's or a new one."""
         root = kernel.root
         if root.bodies or root.num_bytes == 0:
             return
-        born = self.at[root]
-        dies = self.end if root in self.results else max(self.last.get(root, born), born)
-        taken = self.taken(kernel, born)
-        if taken is not None:
-            taken.dies = max(taken.dies, dies)
-            taken.makers.append((born, root))
-            taken.is_own = taken.is_own and root not in self.outside
-            self.holder[root] = taken
+        born = self.step_of[root]
+        dies = self.end if root in self.results else max(self.last_read.get(root, born), born)
+        reused = self.reused_buffer(kernel, born)
+        if reused is not None:
+            reused.dies = max(reused.dies, dies)
+            reused.makers.append((born, root))
+            reused.is_temporary = reused.is_temporary and root not in self.not_temporary
+            self.buffer_of[root] = reused
             return
-        size = -(-root.num_bytes // ALIGNMENT) * ALIGNMENT
-        own = root.role != "argument" and root not in self.outside
+        num_bytes = -(-root.num_bytes // ALIGNMENT) * ALIGNMENT
+        is_argument = root.role == "argument"
         buffer = Buffer(
-            size,
-            0 if root.role == "argument" else born,
-            self.end if root.role == "argument" else dies,
+            num_bytes,
+            0 if is_argument else born,
+            self.end if is_argument else dies,
             [(born, root)],
-            own,
+            is_temporary=not is_argument and root not in self.not_temporary,
         )
         self.buffers.append(buffer)
-        self.holder[root] = buffer
+        self.buffer_of[root] = buffer
 
-    def taken(self, kernel: Kernel, born: int) -> Buffer | None:
-        """The buffer of an operand that the result takes."""
+    def reused_buffer(self, kernel: Kernel, born: int) -> Buffer | None:
+        """The operand's buffer that a kernel's result reuses, if any."""
         root = kernel.root
-        if root.role == "view" and len(kernel.members) == 1:
-            return self.holder.get(root.operands[0])
-        if root.role == "part":
-            whole = root.operands[0]
-            number = self.parts(whole).index(root)
-            for at, part in whole.in_place:
-                if part == number and whole.name == BARRIER:
-                    return self.holder.get(whole.operands[at])
-                if part == number:
-                    return self.free(whole.operands[at], born)
+        if root.role == "bitcast" and len(kernel.members) == 1:
+            return self.buffer_of.get(root.operands[0])
+        if root.role == "tuple-element":
+            source = root.operands[0]
+            number = self.tuple_elements(source).index(root)
+            for at, element in source.in_place:
+                if element == number and source.name == BARRIER:
+                    return self.buffer_of.get(source.operands[at])
+                if element == number:
+                    return self.freed_buffer(source.operands[at], born)
             return None
         for at, _ in root.in_place:
-            return self.free(root.operands[at], born)
-        if not root.elementwise or root in self.outside:
+            return self.freed_buffer(root.operands[at], born)
+        if not root.elementwise or root in self.not_temporary:
             return None
         for operand in kernel.operands:
             if (
@@ -230,43 +230,47 @@ class _Walk:
                 and operand.shape == root.shape
                 and self.is_elementwise(kernel, operand)
             ):
-                found = self.free(operand, born)
+                found = self.freed_buffer(operand, born)
                 if found is not None:
                     return found
         return None
 
-    def parts(self, whole: Instruction) -> list[Instruction]:
-        if whole not in self._parts:
-            self._parts[whole] = [x for x in self.body.instructions if x.role == "part" and x.operands[0] is whole]
-        return self._parts[whole]
+    def tuple_elements(self, source: Instruction) -> list[Instruction]:
+        if source not in self._tuple_elements:
+            self._tuple_elements[source] = [
+                x for x in self.body.instructions if x.role == "tuple-element" and x.operands[0] is source
+            ]
+        return self._tuple_elements[source]
 
-    def free(self, operand: Instruction, step: int) -> Buffer | None:
-        """The buffer of an operand that nothing reads after a step."""
-        buffer = self.holder.get(operand)
-        if buffer is None or operand.role == "argument" or not buffer.is_own:
+    def freed_buffer(self, operand: Instruction, step: int) -> Buffer | None:
+        """The buffer of an operand that is not read after a step."""
+        buffer = self.buffer_of.get(operand)
+        if buffer is None or operand.role == "argument" or not buffer.is_temporary:
             return None
-        return buffer if buffer.dies <= step and all(self.last.get(m, 0) <= step for _, m in buffer.makers) else None
+        return (
+            buffer if buffer.dies <= step and all(self.last_read.get(m, 0) <= step for _, m in buffer.makers) else None
+        )
 
     def is_elementwise(self, kernel: Kernel, operand: Instruction) -> bool:
-        """Whether all ways from an operand to the result are elementwise."""
-        inside = {operand}
+        """Whether every path in a kernel from an operand to the result is elementwise."""
+        reached = {operand}
         for m in kernel.members:
-            if any(x in inside for x in m.operands):
+            if any(x in reached for x in m.operands):
                 if not m.elementwise:
                     return False
-                inside.add(m)
+                reached.add(m)
         return True
 
-    def share_carried(self) -> None:
-        """What a loop carries takes the place of what it carried before, once that is not read any more."""
+    def alias_carried(self) -> None:
+        """Alias each new loop carry to the old one where the old one is no longer read."""
         kernels = {kernel.root: kernel for step in self.steps for kernel in step.kernels}
         for argument, number in self.carried:
             result = self.body.results[number]
-            new, old = self.holder.get(result), self.holder.get(argument)
+            new, old = self.buffer_of.get(result), self.buffer_of.get(argument)
             if new is None or old is None or new is old:
                 continue
-            made, read = new.born, self.last.get(argument, 0)
+            made, read = new.born, self.last_read.get(argument, 0)
             first = kernels[new.makers[0][1]]
             updated = any(first.root.operands[at] is argument for at, _ in first.root.in_place)
             if made > read or (made == read and (updated or self.is_elementwise(first, argument))):
-                new.is_own = False
+                new.is_temporary = False

@@ -1,4 +1,4 @@
-"""The memory that one device needs for a completed program, predicted before anything compiles."""
+"""Predicted memory of a completed program on one device, before compilation."""
 
 from __future__ import annotations
 
@@ -8,49 +8,48 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ..propagation import Assignment
-from .device import lower
+from .device_program import DeviceProgram, lower
+from .heap_simulator import block_bytes
+from .kernel_order import program_order, xla_cpu_order
 from .liveness import Lifetimes, program_lifetimes
-from .lowering import DeviceProgram
-from .packing import block_bytes
-from .schedule import as_ready, as_written
 
 POINTER_BYTES = 8
-"""Of each result that is one of several: XLA:CPU returns a table of them."""
+"""Per result of a program with several: XLA:CPU returns a table of pointers."""
 
 
 @dataclass(frozen=True, eq=False)
 class Usage:
-    """What a device holds over one call of a program, in bytes per device."""
+    """Memory of one call of a program, in bytes per device."""
 
     program: DeviceProgram
     lifetimes: Lifetimes
     aliases: Mapping[int, int]
-    """Result -> the donated argument whose memory it takes."""
+    """Result -> the donated argument whose buffer it reuses."""
 
     @cached_property
     def argument_bytes(self) -> int:
-        """Arguments that the program reads; `jax.jit` drops the others."""
-        return sum(x.num_bytes for x in self.program.inputs if x in self.read)
+        """Arguments that the program reads; `jax.jit` drops unused ones."""
+        return sum(x.num_bytes for x in self.program.inputs if x in self.live_instructions)
 
     @cached_property
-    def read(self) -> frozenset:
+    def live_instructions(self) -> frozenset:
         """The instructions that some result depends on."""
-        return frozenset(self.program.body.needed())
+        return frozenset(self.program.body.live_instructions())
 
     @cached_property
     def result_bytes(self) -> int:
-        """Results that take no argument's place."""
+        """Results that do not alias an argument, and the table of pointers."""
         own = sum(x.num_bytes for k, x in enumerate(self.program.outputs) if k not in self.aliases)
         return own + (POINTER_BYTES * len(self.program.outputs) if len(self.program.outputs) > 1 else 0)
 
     @cached_property
     def temporary_bytes(self) -> int:
-        """The block of memory for what is between arguments and results, and has no room where results will be."""
+        """The heap of temporaries, without those placed in the buffers of results."""
         return block_bytes(self.lifetimes.intervals())
 
     @property
     def peak_bytes(self) -> int:
-        """What `memory_analysis()` calls argument + temp + output - alias."""
+        """Argument + temp + output - alias, as `memory_analysis()` counts them."""
         return self.argument_bytes + self.result_bytes + self.temporary_bytes
 
 
@@ -59,27 +58,26 @@ def usage(assignment: Assignment, donated: Collection[int] = (), *, platform: st
 
     Args:
         assignment: a spec per value.
-        donated: which of the graph's inputs are donated.
-        platform: whose compiler orders the kernels. `"cpu"` runs what is ready first, and some dots of 16-bit floats
-            in 32 bits; of the others, which aim at little memory, it is taken that they keep to the order of the
-            program.
+        donated: indices of the graph's donated inputs.
+        platform: whose scheduler orders the kernels. `"cpu"` schedules breadth first and runs some dots of 16-bit
+            floats in 32 bits; other platforms, whose schedulers minimise memory, are taken to keep program order.
     """
     program = lower(assignment, platform)
     aliases = donations(assignment, program, donated)
-    order = as_ready if platform == "cpu" else as_written
+    order = xla_cpu_order if platform == "cpu" else program_order
     return Usage(program, program_lifetimes(program, aliases, order), aliases)
 
 
 def donations(assignment: Assignment, program: DeviceProgram, donated: Collection[int]) -> dict[int, int]:
-    """Result -> the donated argument whose memory it takes: its own, or the first alike, as `jax.jit` pairs them."""
+    """Result -> the donated argument it aliases: itself, or the first of equal shape and dtype, as `jax.jit` pairs."""
     g = assignment.graph
-    place = {v: k for k, v in enumerate(g.inputs) if k in donated}
-    found = {k: place[v] for k, v in enumerate(g.outputs) if v in place}
+    index = {v: k for k, v in enumerate(g.inputs) if k in donated}
+    found = {k: index[v] for k, v in enumerate(g.outputs) if v in index}
     free: defaultdict[object, deque[int]] = defaultdict(deque)
     for k in sorted({*donated} - {*found.values()}):
         free[g.shapes[g.inputs[k]], g.dtypes[g.inputs[k]], program.inputs[k].shape].append(k)
     for k, v in enumerate(g.outputs):
-        alike = free.get((g.shapes[v], g.dtypes[v], program.outputs[k].shape))
-        if k not in found and alike:
-            found[k] = alike.popleft()
+        matching = free.get((g.shapes[v], g.dtypes[v], program.outputs[k].shape))
+        if k not in found and matching:
+            found[k] = matching.popleft()
     return found

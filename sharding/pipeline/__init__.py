@@ -1,4 +1,6 @@
-"""Pipelines: a schedule is a table of who does what when, to be checked, timed and drawn before anything runs.
+"""Pipeline parallelism: schedules to validate, simulate, plot and execute, and planners of stages.
+
+In: stages or an NNX model, a schedule, a mesh with a pipeline axis. Out: loss and gradients, or trained parameters.
 
 Example:
     >>> from sharding import pipeline
@@ -15,18 +17,30 @@ Example:
     13.0
     >>> pipeline.cut([1, 1, 1, 1, 2, 2], stages=4).sizes
     (2, 2, 1, 1)
+    >>> from jax import numpy as jnp
+    >>> zb_v = pipeline.schedules.zb_v(stages=2, microbatches=4)
+    >>> pipeline.place(jnp.arange(zb_v.stages), zb_v).tolist()
+    [0, 3, 1, 2]
+    >>> pipeline.token_slices(tokens=8, stages=2, duration=lambda length, before: 1 + length * (1 + 0.1 * before))
+    TokenSlices(lengths=(5, 3), makespan=17.5)
+    >>> def duration(size, length, before):
+    ...     return 1 + size * length
+    >>> pipeline.joint_slices(batch=2, tokens=8, stages=2, duration=duration).microbatches
+    ((1, (4, 4)), (1, (4, 4)))
+    >>> [(part.shape, start.tolist()) for part, start in pipeline.sliced(jnp.zeros((2, 3, 8), int), (5, 3))]
+    [((2, 3, 5), [0, 0]), ((2, 3, 3), [5, 5])]
 """
 
 from . import cutting, schedules
-from .asynchronous import train_async
-from .chart import Chart
+from .asynchronous_training import train_async
 from .cutting import Cut, cut
+from .gantt_chart import Chart
 from .gradient import Executor, ValueAndGrad, place, value_and_grad
 from .schedule import Schedule
 from .simulation import Duration, Simulation
-from .slicing import JointSlices, TokenSlices, joint_slices, sliced, token_slices
-from .split import Split, split
-from .table import KINDS, Kind, Task
+from .split_model import Split, split
+from .task_table import KINDS, Kind, Task
+from .token_slicing import JointSlices, TokenSlices, joint_slices, sliced, token_slices
 from .wave_training import train_waves
 from .waves import Push, Waves, WaveSimulation
 

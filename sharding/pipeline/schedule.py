@@ -1,4 +1,4 @@
-"""A pipeline schedule: a table of tasks that can be checked, timed, drawn and kept in a file."""
+"""Pipeline schedules: tables of tasks to validate, simulate, plot and save."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 
-from ..columns import aligned
-from .file import read_csv, write_csv
-from .simulation import Duration, Simulation, simulate, ticks
-from .table import Table, Task
+from ..text_table import aligned
+from .schedule_csv import read_csv, write_csv
+from .simulation import Duration, Simulation, earliest_ticks, simulate
+from .task_table import Task, TaskTable
 from .validity import check
 
 
 @dataclass(frozen=True, kw_only=True)
-class Schedule(Table):
-    """Which device does which task in which order. Plain data: compare it, change it, write your own.
+class Schedule(TaskTable):
+    """The ordered tasks of each device. Plain data: compare schedules, edit them, write your own.
 
     Example:
         >>> order = [Task("forward", 0, 0), Task("backward", 0, 0)]
@@ -26,12 +26,12 @@ class Schedule(Table):
     """
 
     def check(self) -> None:
-        """Returns None where every task can be done.
+        """Returns None for a schedule that can run.
 
         Raises:
-            ShardingError: a task that is not one of this schedule, is missing or is there twice; a microbatch whose
-                tasks at a stage are on several devices or use several versions of the weights; a version that is not
-                there yet, and other tasks that wait for each other. Each is named with its device and its place there.
+            ShardingError: tasks that are out of range, missing or repeated; a microbatch whose tasks at a stage are on
+                several devices or use several weight versions; a deadlock, including a wait for a weight version that
+                is never ready. Each task is named with its device and its position there.
         """
         check(self)
 
@@ -44,63 +44,64 @@ class Schedule(Table):
         send: float = 0.0,
         lockstep: bool = False,
     ) -> Simulation:
-        """When each task runs, if each runs as early as it can in this order.
+        """The start and end of each task, each starting as early as this order allows.
 
         Args:
-            forward: of one microbatch, in any unit. A number is for one device's part of the model, of which a chunk
-                and a slice take their share; a sequence has the time of each stage; a function gives that of a task.
-            backward: the whole of it, for the same. Its parts together take as long.
-            weight: the part of ``backward`` that is for the weights; half of it where it is not given.
-            send: from the end of a task to the arrival of its result on another device, which computes meanwhile.
-            lockstep: whether all devices begin every task together, as in one program that exchanges results after
-                each; such a tick takes as long as its longest task, and ``send``.
+            forward: time of one microbatch, in any unit. A number is the time of one device's part of the model, of
+                which a chunk or a slice takes its fraction; a sequence gives each stage's time; a function gives a
+                task's time.
+            backward: time of the full backward, likewise. Its two parts together take as long.
+            weight: the part of ``backward`` spent on weight gradients; half of it by default.
+            send: latency from the end of a task to the arrival of its result on another device; overlaps compute.
+            lockstep: whether all devices start each task together, as in a single program with an exchange after every
+                tick; a tick takes as long as its longest task plus ``send``.
 
         Raises:
-            ShardingError: see ``check``; times that are negative or not one per stage; ``weight`` over ``backward``.
+            ShardingError: see ``check``; negative times; not one time per stage; ``weight`` above ``backward``.
         """
         return simulate(self, forward=forward, backward=backward, weight=weight, send=send, lockstep=lockstep)
 
     def ticks(self) -> tuple[tuple[Task | None, ...], ...]:
-        """Per tick and device the task that it does then, or None: what a program in lockstep reads.
+        """Per tick and device, the task to run or None: the table of a lockstep program.
 
-        In a tick a device does at most one task; results arrive before the next.
+        A device runs at most one task per tick; results arrive before the next tick.
 
         Raises:
             ShardingError: see ``check``.
         """
         found = check(self)
-        tick = ticks(found)
+        tick = earliest_ticks(found)
         rows: list[list[Task | None]] = [[None] * self.devices for _ in range(max(tick) + 1)]
         for one, number in zip(found.located, tick, strict=True):
             rows[number][one.device] = one.task
         return tuple(map(tuple, rows))
 
     def split_backward(self) -> Schedule:
-        """The same with each whole backward as its two parts, one right after the other.
+        """This schedule with each backward as backward-input followed directly by backward-weight.
 
-        In lockstep all tasks then take about as long, so that no device waits in a tick for another's whole backward.
+        In lockstep all tasks then take about the same time, so that no device waits in a tick for another's backward.
         """
         return replace(self, orders=[[part for task in order for part in task.parts()] for order in self.orders])
 
     def __str__(self) -> str:
-        """A line per device with its tasks' labels in their order: F forward, B backward, or its parts I and W."""
+        """One line per device with the labels of its tasks: F forward, B backward, or its parts I and W."""
         labels = [[task.label for task in order] for order in self.orders]
         rows = list(zip(*zip_longest(*labels, fillvalue=""), strict=True))
         return "\n".join(aligned([[f"device {device}:", *row] for device, row in enumerate(rows)]))
 
     def to_csv(self, path: str | Path) -> None:
-        """Writes a line per task, device by device in their order, under a line with the numbers of the whole."""
+        """Writes one line per task, device by device in order, below a header line with the schedule's sizes."""
         write_csv(path, self)
 
     @classmethod
     def from_csv(cls, path: str | Path) -> Schedule:
-        """The schedule in a file: ``to_csv``'s, or your own.
+        """Reads a schedule written by ``to_csv`` or by hand.
 
-        Columns are ``device``, ``kind``, ``stage``, ``microbatch``, and where they matter ``slice`` and ``version``;
-        the lines of a device are in its order. A first line ``# {"chunks": 2, ...}`` can have the numbers of the whole;
-        stages, microbatches and slices are otherwise those that occur. Whether the schedule can run, ``check`` says.
+        Columns are ``device``, ``kind``, ``stage``, ``microbatch``, and optionally ``slice`` and ``version``; the lines
+        of a device are in its order. An optional first line ``# {"chunks": 2, ...}`` gives the schedule's sizes; by
+        default stages, microbatches and slices are those that occur. ``check`` tells whether the schedule can run.
 
         Raises:
-            ShardingError: columns, kinds or numbers that aren't, with their line.
+            ShardingError: invalid columns, kinds or numbers, with their line.
         """
         return cls(**read_csv(path))

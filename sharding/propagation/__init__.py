@@ -1,8 +1,21 @@
-"""The pass: from a few annotations to a spec for every value."""
+"""Sharding propagation: infers a spec for every value from a few annotations.
 
-from . import pending, shardy
+In: a `Graph` and mesh axis sizes. Out: an `Assignment` of specs, with reasons and conflicts.
+"""
+
+from . import partial_sums, shardy
 from .assignment import Assignment, Claim, Conflict, Reason
-from .complete import complete, unannotated
-from .pending import PendingSum
+from .partial_sums import PendingSum
+from .propagate import complete, unannotated
 
-__all__ = ["Assignment", "Claim", "Conflict", "PendingSum", "Reason", "complete", "pending", "shardy", "unannotated"]
+__all__ = [
+    "Assignment",
+    "Claim",
+    "Conflict",
+    "PendingSum",
+    "Reason",
+    "complete",
+    "partial_sums",
+    "shardy",
+    "unannotated",
+]

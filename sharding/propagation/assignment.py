@@ -1,4 +1,4 @@
-"""What the pass decided: a spec for every value, a reason for every axis of every dim, the conflicts."""
+"""The result of propagation: a spec for every value, a reason for every axis of every dim, and the conflicts."""
 
 from __future__ import annotations
 
@@ -6,55 +6,55 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from ..graph import Graph, Op, Pin, Site, line
+from ..graph import Annotation, Graph, Op, Site, line
 from ..spec import Axis, Spec, axis_name, indivisible
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reason:
-    """One step of the way that an axis came: from (value, dim) through an op."""
+    """One propagation step of an axis: from (value, dim) through an op."""
 
     word: str
     """`annotated`, or the name of the op."""
     origin: str = ""
-    """Who annotated; empty for an op."""
+    """Origin of the annotation; empty for an op."""
     site: Site = ()
-    """Where the op comes from."""
+    """Site of the op."""
     value: int | None = None
-    """The value that brought the axis; None for an annotation."""
+    """The value that the axis came from; None for an annotation."""
     dim: int | None = None
     array: str = ""
-    """Which array of the op brought it, where that is not its only operand: `operand 1`, `its result`."""
+    """The op's array that the axis came from, unless it is the only operand: `operand 1`, `its result`."""
 
     @staticmethod
     def of(op: Op, value: int, dim: int) -> Reason:
-        """An op as a reason, and its array that brought the axis."""
+        """Returns the reason for an axis that came from a dim of `value` through an op."""
         return Reason(word=_word(op), site=op.site, value=value, dim=dim, array=_array(op, value))
 
     @property
     def source(self) -> str:
-        """The annotation's origin, or the user's line of the op."""
+        """The origin of the annotation, or the user's line of the op."""
         return self.origin or line(self.site)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """One side of a conflict: a value's dim, the axes it is split by there, and the annotation they came from."""
+    """One side of a conflict: a dim, the axes it is sharded over, and the annotation they came from."""
 
     name: str
-    """The value's name; of one that has none its type."""
+    """The value's name, or its type if it has none."""
     value: int
     dim: int
     axes: tuple[Axis, ...]
     origin: str
 
     def __str__(self) -> str:
-        return f"{self.name} dim {self.dim}: ({','.join(map(axis_name, self.axes)) or 'whole'}) from {self.origin}"
+        return f"{self.name} dim {self.dim}: ({','.join(map(axis_name, self.axes)) or 'replicated'}) from {self.origin}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conflict:
-    """Two claims that one op can't have both; the value `kept.value` stays as it is and data has to move."""
+    """Two incompatible claims at one op; `kept` wins, so the op's data must be resharded."""
 
     op: str
     source: str
@@ -62,21 +62,21 @@ class Conflict:
     kept: Claim
     lost: Claim
     rule: str
-    """By which rule the kept claim won."""
+    """Why the kept claim won."""
     bytes_lost: int
-    """How many bytes more each device holds, or has to gather, because the lost claim is not met."""
+    """Extra bytes that each device holds, or has to gather, because the other claim was rejected."""
 
     def __str__(self) -> str:
         where = f"{self.op} at {self.source}" if self.source else self.op
-        return f"{where}: {self.kept} stays, {self.lost} is lost: {self.rule} ({self.bytes_lost} bytes)"
+        return f"{where}: kept {self.kept}, rejected {self.lost}: {self.rule} ({self.bytes_lost} bytes)"
 
 
 FindReason = Callable[[int, int, Axis], Reason]
-"""(value, dim, axis that it is split by) -> why."""
+"""(value, dim, axis) -> why the dim is sharded over the axis."""
 
 
 class Reasons(Mapping[tuple[int, int, Axis], Reason]):
-    """(value, dim, axis) -> why the dim is split by it, each worked out when it is asked for."""
+    """(value, dim, axis) -> why the dim is sharded over the axis, each computed on access."""
 
     def __init__(self, specs: Sequence[Spec], find: FindReason):
         self._specs, self._find = specs, find
@@ -98,29 +98,29 @@ class Reasons(Mapping[tuple[int, int, Axis], Reason]):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Assignment:
-    """A spec per value of a graph; reasons and conflicts are worked out when they are first asked for."""
+    """A spec for every value of a graph; reasons and conflicts are computed on first access."""
 
     graph: Graph
     sizes: Mapping[str, int]
     specs: tuple[Spec, ...]
     find_reason: FindReason
-    with_pins: Callable[[Mapping[int, Pin]], Assignment]
-    """What comes of other annotations on some values; what does not depend on them is not worked out again."""
+    with_annotations: Callable[[Mapping[int, Annotation]], Assignment]
+    """Propagates again with the given annotations added or replaced, reusing cached visits."""
     find_conflicts: Callable[[], tuple[Conflict, ...]] = tuple
 
     @cached_property
     def reasons(self) -> Reasons:
-        """Why each dim of each value is split as it is."""
+        """Why each dim of each value is sharded over each of its axes."""
         return Reasons(self.specs, self.find_reason)
 
     @cached_property
     def conflicts(self) -> tuple[Conflict, ...]:
-        """Where two claims met that one op can't have both, in program order."""
+        """The conflicts, in program order."""
         return self.find_conflicts()
 
     @cached_property
     def uneven(self) -> tuple[str, ...]:
-        """Named values whose split doesn't divide them, a line for each dim."""
+        """Named values with dims that their axes do not divide, one line per dim."""
         graph = self.graph
         return tuple(
             f"{name}: {line}"
@@ -129,7 +129,7 @@ class Assignment:
         )
 
     def chain(self, value: int, dim: int, axis: Axis) -> list[tuple[int, int, Reason]]:
-        """The steps by which an axis reached a dim, back to the annotation: (value, dim, reason) each."""
+        """Returns the steps by which an axis reached a dim, back to its annotation, as (value, dim, reason)."""
         steps: list[tuple[int, int, Reason]] = []
         seen: set[tuple[int, int]] = set()
         at: tuple[int | None, int | None] = (value, dim)
@@ -143,20 +143,20 @@ class Assignment:
         return steps
 
     def reason(self, value: int, dim: int, axis: Axis) -> Reason | None:
-        """Why a dim is split by an axis (the whole or a part of it); None if it is not."""
+        """Returns why a dim is sharded over an axis or a sub-axis of it; None if it is not."""
         name = axis if isinstance(axis, str) else axis[0]
-        alike = [a for a in self.specs[value].dims[dim].axes if name in (a, a[0])]
-        found = (self.reasons.get((value, dim, a)) for a in (axis, *alike))
+        same_axis = [a for a in self.specs[value].dims[dim].axes if name in (a, a[0])]
+        found = (self.reasons.get((value, dim, a)) for a in (axis, *same_axis))
         return next((reason for reason in found if reason is not None), None)
 
     def origin(self, value: int, dim: int, axis: Axis) -> str:
-        """The annotation that an axis came from."""
+        """Returns the origin of the annotation that an axis came from."""
         steps = self.chain(value, dim, axis)
         return steps[-1][2].source if steps else "unknown"
 
 
 def _word(op: Op) -> str:
-    """The name of an op; of an edge the loop or branch whose value it ties, if not a result of the program."""
+    """Returns the name of an op; for an edge, that of its loop or branch, or `returned`."""
     if op.name != "edge":
         return op.name
     return op.site[0].primitive.name if op.site else "returned"

@@ -1,9 +1,9 @@
-"""Shardy, XLA's own pass, behind the interface of ours: the same graph in, an `Assignment` of the same form out.
+"""Propagation by Shardy, XLA's own pass, with the interface of `complete`: a graph in, an `Assignment` out.
 
-The program is traced once more with a mark on every value (`marked.py`), lowered, and a copy of the module goes through
-the part of `sdy-propagation-pipeline` that propagates; nothing compiles and no device is needed. The marks say how
-every value is split, the recorded edges (`recorded.py`) where each axis came from. A constant that each use makes anew
-is no value to Shardy: ours completes those from what is around them.
+The program is traced again with a mark on every value (`shardy_marks.py`) and lowered, and a copy of the module runs
+through the propagating part of `sdy-propagation-pipeline`; nothing compiles and no device is needed. The marks give the
+sharding of every value, the recorded edges (`shardy_results.py`) the source of each axis. Constant expressions, which
+have no value in Shardy, are completed by the library's own engine.
 
 References: openxla/shardy, `docs/propagation.md`.
 """
@@ -21,19 +21,19 @@ from jax.sharding import AbstractMesh
 
 from .. import compat
 from ..errors import ShardingError
-from ..graph import Graph, Op, Pin, all_pins
+from ..graph import Annotation, Graph, Op, value_annotations
 from ..spec import Axis, Dim, Spec
-from . import conflicts, recorded
+from . import conflict_report, shardy_results
 from .assignment import Assignment, Reason
-from .atoms import AtomTable
-from .complete import specs_of
-from .engine import Engine
-from .marked import Mark, Marked, place
-from .recorded import Flow, Recorded
-from .splits import Split
+from .axis_atoms import AtomTable
+from .fixed_point import Engine
+from .interned_shardings import ValueSharding
+from .propagate import specs_of
+from .shardy_marks import Mark, MarkedProgram, mark_number
+from .shardy_results import PropagationEdge, PropagationRecord
 
 Axes = tuple[tuple[Axis, ...], ...]
-"""Per dim of one value its axes."""
+"""The axes of each dim of one value."""
 
 _PIPELINE = "builtin.module(sdy-propagation-pipeline)"
 _LAST = "sdy-user-priority-propagate"
@@ -41,66 +41,69 @@ _RELEASES = "JAX 0.10.2 to 0.12.0"
 
 
 def complete(graph: Graph, sizes: Mapping[str, int], *, program: Any, mesh: AbstractMesh, platform: str) -> Assignment:
-    """A spec for every value of `graph` as Shardy finds it, with the reasons that it records.
+    """Returns a spec for every value of `graph` as inferred by Shardy, with the reasons that it records.
 
     Args:
-        graph: of the program, with its annotations.
-        sizes: of the mesh's axes.
+        graph: the annotated graph of the program.
+        sizes: the mesh axis sizes.
         program: the closed jaxpr that the graph was built from.
-        mesh: what the specs' axes are axes of.
-        platform: what to lower for.
+        mesh: the mesh of the specs.
+        platform: the platform to lower for.
 
     Raises:
-        ShardingError: this JAX does not let Python run the pass.
+        ShardingError: this JAX does not expose the pass to Python.
     """
 
-    def with_pins(pins: Mapping[int, Pin]) -> Assignment:
-        return complete(graph.with_pins(pins), sizes, program=program, mesh=mesh, platform=platform)
+    def with_annotations(annotations: Mapping[int, Annotation]) -> Assignment:
+        return complete(graph.with_annotations(annotations), sizes, program=program, mesh=mesh, platform=platform)
 
-    return _assignment(graph, sizes, _found(graph, program, mesh, platform), with_pins)
-
-
-def splits(graph: Graph, program: Any, mesh: AbstractMesh, platform: str = "cpu") -> dict[int, Axes]:
-    """The split of every value that Shardy sees, arguments and results of the program included."""
-    return _found(graph, program, mesh, platform).splits
+    return _assignment(graph, sizes, _run_shardy(graph, program, mesh, platform), with_annotations)
 
 
-def _found(graph: Graph, program: Any, mesh: AbstractMesh, platform: str) -> _Found:
+def shardings(graph: Graph, program: Any, mesh: AbstractMesh, platform: str = "cpu") -> dict[int, Axes]:
+    """Returns the sharding of every value that Shardy sees, including arguments and results of the program."""
+    return _run_shardy(graph, program, mesh, platform).shardings
+
+
+def _run_shardy(graph: Graph, program: Any, mesh: AbstractMesh, platform: str) -> _ShardyResult:
     module, marks = _propagated(graph, program, mesh, platform)
-    return _Found(graph, marks, recorded.read(module), module)
+    return _ShardyResult(graph, marks, shardy_results.read(module), module)
 
 
 def _assignment(
-    graph: Graph, sizes: Mapping[str, int], found: _Found, with_pins: Callable[[Mapping[int, Pin]], Assignment]
+    graph: Graph,
+    sizes: Mapping[str, int],
+    found: _ShardyResult,
+    with_annotations: Callable[[Mapping[int, Annotation]], Assignment],
 ) -> Assignment:
-    engine = _adopted(graph, sizes, found.splits)
+    engine = _engine_with(graph, sizes, found.shardings)
     specs = specs_of(engine)
 
     def origin(value: int, dim: int, atom: int) -> str:
-        return assignment.origin(value, dim, engine.table.homes[atom][0])
+        return assignment.origin(value, dim, engine.table.positions[atom][0])
 
     assignment = Assignment(
         graph=graph,
         sizes=dict(sizes),
         specs=specs,
-        with_pins=with_pins,
+        with_annotations=with_annotations,
         find_reason=lambda v, d, axis: found.reason(specs, engine, v, d, axis),
-        find_conflicts=lambda: conflicts.find(engine, specs, origin),
+        find_conflicts=lambda: conflict_report.find(engine, specs, origin),
     )
     return assignment
 
 
-def _adopted(graph: Graph, sizes: Mapping[str, int], splits: Mapping[int, Axes]) -> Engine:
-    """Our engine, in which the given splits hold and every other value follows from them."""
+def _engine_with(graph: Graph, sizes: Mapping[str, int], given: Mapping[int, Axes]) -> Engine:
+    """Returns an engine with the given shardings, from which those of all other values are propagated."""
     engine = Engine(graph, AtomTable.of(sizes))
     engine.start()
-    asked = {v: engine.split(v).closed for v in splits}
-    for v, split in splits.items():
-        atoms = tuple(map(engine.table.split, split))
-        engine.set(v, Split(axes=atoms, closed=(True,) * len(atoms)))
-    engine.settle()
-    for v, closed in asked.items():
-        engine.set(v, engine.split(v)._replace(closed=closed))
+    closed_dims = {v: engine.sharding(v).closed for v in given}
+    for v, axes in given.items():
+        atoms = tuple(map(engine.table.atoms_of, axes))
+        engine.set(v, ValueSharding(axes=atoms, closed=(True,) * len(atoms)))
+    engine.propagate()
+    for v, closed in closed_dims.items():
+        engine.set(v, engine.sharding(v)._replace(closed=closed))
     return engine
 
 
@@ -108,64 +111,64 @@ def _adopted(graph: Graph, sizes: Mapping[str, int], splits: Mapping[int, Axes])
 
 
 def _propagated(graph: Graph, program: Any, mesh: AbstractMesh, platform: str) -> tuple[Any, list[Mark]]:
-    """The marked program's module after propagation, and what each mark stands for."""
-    marked = Marked(graph, program, mesh)
+    """Returns the module of the marked program after propagation, and its marks."""
+    marked = MarkedProgram(graph, program, mesh)
     traced = jax.jit(marked.run, in_shardings=marked.in_shardings).trace(*marked.avals)
     lowered = traced.lower(lowering_platforms=(platform,))
     return run(lowered, graph, marked.marks), marked.marks
 
 
 def run(lowered: Any, graph: Graph, marks: Sequence[Mark]) -> Any:
-    """A copy of a lowered program's module after propagation; the original is what JAX caches."""
+    """Returns a copy of a lowered program's module after propagation; JAX caches the original."""
     try:
         ir, passmanager = compat.mlir_passes()
         module = lowered.compiler_ir()
         with module.context:
-            passes = passmanager.PassManager.parse(_recording(str(passmanager.PassManager.parse(_PIPELINE))))
-            passes.enable_verifier(False)  # an edge op of a loop that has recorded edges doesn't verify
+            passes = passmanager.PassManager.parse(_recording_pipeline(str(passmanager.PassManager.parse(_PIPELINE))))
+            passes.enable_verifier(False)  # recorded edges on a loop's edge op fail verification
     except (ImportError, AttributeError, ValueError) as error:
-        raise _missing(error) from error
+        raise _unsupported(error) from error
     with module.context:
         copy = ir.Module.parse(module.operation.get_asm(enable_debug_info=True))
-        _write(ir, copy, graph, marks)
+        _write_annotations(ir, copy, graph, marks)
         passes.run(copy.operation)
     return copy
 
 
-def _recording(pipeline: str) -> str:
-    """The pipeline up to the pass that propagates, which is to record what it does."""
+def _recording_pipeline(pipeline: str) -> str:
+    """Returns the pipeline up to the propagation pass, with recording switched on."""
     before, last, rest = pipeline.partition(_LAST)
     if not last:
         raise ValueError(f"the pipeline has no {_LAST}")
     text = before + last + rest[: rest.index("}") + 1]
-    # What only dumps modules is no registered pass.
+    # The module-dumping pass is not registered.
     text = text.replace("sdy-save-module,", "")
-    # Not its debug-sharding-origins, which nothing reads: it crashes on a group in a loop.
+    # Not debug-sharding-origins, which is unused and crashes on a group in a loop.
     return re.sub(r"(debug-propagation[\w-]+)=false", r"\1=true", text) + ")"
 
 
-def _missing(error: Exception) -> ShardingError:
+def _unsupported(error: Exception) -> ShardingError:
     return ShardingError(
         "engine='shardy'",
-        there=[compat.versions(), str(error).splitlines()[0] if str(error) else type(error).__name__],
-        must=f"jaxlib lets Python run XLA's propagation pass, as in {_RELEASES}",
-        fix=["engine='sharding', our own pass by the same rules", "engine='xla', which leaves the pass to XLA"],
+        found=[compat.versions(), str(error).splitlines()[0] if str(error) else type(error).__name__],
+        required=f"a jaxlib that exposes XLA's propagation pass to Python, as in {_RELEASES}",
+        fix=["engine='sharding', which implements the same rules", "engine='xla', which leaves propagation to XLA"],
     )
 
 
-def _write(ir: Any, module: Any, graph: Graph, marks: Sequence[Mark]) -> None:
-    """Says in a module what JAX has no word for: priorities, axes that may get company, arrays always split alike."""
+def _write_annotations(ir: Any, module: Any, graph: Graph, marks: Sequence[Mark]) -> None:
+    """Adds to a module what JAX cannot express: priorities, open dims with axes, and sharding groups."""
     ends: dict[int, list[Any]] = {}
     taken = {-1}
 
     def visit(op: Any) -> Any:
         if op.name == "sdy.sharding_group":
             taken.add(ir.IntegerAttr(op.attributes["group_id"]).value)
-        number = place(op.location) if op.name == "sdy.sharding_constraint" else None
+        number = mark_number(op.location) if op.name == "sdy.sharding_constraint" else None
         if number is not None:
             mark = marks[number]
             if mark.spec is not None:
-                before, after = str(op.attributes["sharding"]).split("[")[0], ", ".join(map(_written, mark.spec.dims))
+                before, after = str(op.attributes["sharding"]).split("[")[0], ", ".join(map(_dim_text, mark.spec.dims))
                 op.attributes["sharding"] = ir.Attribute.parse(f"{before}[{after}]>")
             if mark.output:
                 ends.setdefault(mark.value, []).append(op.results[0])
@@ -182,118 +185,119 @@ def _write(ir: Any, module: Any, graph: Graph, marks: Sequence[Mark]) -> None:
                 ir.Operation.create("sdy.sharding_group", operands=[x], attributes=group)
 
 
-def _written(dim: Dim) -> str:
-    """A dim as Shardy writes it."""
+def _dim_text(dim: Dim) -> str:
+    """Returns a dim in Shardy's syntax."""
     names = [f'"{a}"' if isinstance(a, str) else f'"{a[0]}":({a[1]}){a[2]}' for a in dim.axes]
-    waits = f"p{dim.priority}" if dim.priority and dim.axes else ""
-    return "{" + ", ".join([*names, *(["?"] if dim.open else [])]) + "}" + waits
+    priority = f"p{dim.priority}" if dim.priority and dim.axes else ""
+    return "{" + ", ".join([*names, *(["?"] if dim.open else [])]) + "}" + priority
 
 
-# Reading it back
+# Reading the result
 
 
 @dataclass(frozen=True)
-class _Found:
-    """The splits that were found, and the way of each axis as far as it is recorded."""
+class _ShardyResult:
+    """The shardings that Shardy inferred, and the source of each axis as far as recorded."""
 
     graph: Graph
     marks: Sequence[Mark]
-    recorded: Recorded
+    record: PropagationRecord
     module: Any
-    """Owns what is recorded."""
+    """Owns the recorded MLIR values."""
 
     @cached_property
-    def splits(self) -> dict[int, Axes]:
-        """Value -> its split, of every value that Shardy sees."""
-        pins = all_pins(self.graph)
-        known = {v: pins[v].spec.axes for v in self.graph.inputs if v in pins}
-        return known | {self.marks[number].value: dims for number, dims in self.recorded.marks.items()}
+    def shardings(self) -> dict[int, Axes]:
+        """Value -> its axes, for every value that Shardy sees."""
+        annotations = value_annotations(self.graph)
+        known = {v: annotations[v].spec.axes for v in self.graph.inputs if v in annotations}
+        return known | {self.marks[number].value: dims for number, dims in self.record.marks.items()}
 
     @cached_property
     def nodes(self) -> dict[int, list[Any]]:
         """Value -> its nodes."""
         nodes: dict[int, list[Any]] = {}
-        for number, places in self.recorded.nodes.items():
+        for number, places in self.record.nodes.items():
             nodes.setdefault(self.marks[number].value, []).extend(places)
-        for v, argument in zip(self.graph.inputs, self.recorded.arguments, strict=False):
+        for v, argument in zip(self.graph.inputs, self.record.arguments, strict=False):
             nodes.setdefault(v, []).append(argument)
         return nodes
 
     @cached_property
     def values(self) -> dict[Any, int]:
-        """Node -> the value it is of."""
+        """Node -> its value."""
         return {node: v for v, nodes in self.nodes.items() for node in nodes}
 
     @cached_property
-    def touching(self) -> dict[int, set[int]]:
-        """Value -> the ops that touch it."""
-        touching: dict[int, set[int]] = {}
+    def ops_of(self) -> dict[int, set[int]]:
+        """Value -> its producers and users."""
+        ops_of: dict[int, set[int]] = {}
         for i, op in enumerate(self.graph.ops):
             for v in (*op.operands, *op.results):
-                touching.setdefault(v, set()).add(i)
-        return touching
+                ops_of.setdefault(v, set()).add(i)
+        return ops_of
 
     def reason(self, specs: Sequence[Spec], engine: Engine, v: int, d: int, axis: Axis) -> Reason:
-        """Why a dim of a value is split by an axis."""
-        pin = self.graph.pins.get(v)
-        if pin is not None and axis in pin.spec.dims[d].axes:
-            return Reason(word="annotated", origin=pin.said(d))
-        step = None if v in self.splits else engine.step(v, d, engine.table.split((axis,))[0])
+        """Returns why a dim of a value is sharded over an axis."""
+        annotation = self.graph.annotations.get(v)
+        if annotation is not None and axis in annotation.spec.dims[d].axes:
+            return Reason(word="annotated", origin=annotation.origin_of(d))
+        step = None if v in self.shardings else engine.step(v, d, engine.table.atoms_of((axis,))[0])
         if step is not None:
-            return Reason.of(engine.network.ops[step.op], step.source, step.source_dim)
+            return Reason.of(engine.op_graph.ops[step.op], step.source, step.source_dim)
         name = axis if isinstance(axis, str) else axis[0]
-        source, crossed = self.before(v, name)
+        source, crossed = self.predecessor(v, name)
         if source is None:
-            first = self.brought(v, d, axis)
-            if first is not None:
-                return Reason(word="same group", site=self.graph.tied_at(v, first), value=first, dim=d)
-            return Reason(word="Shardy", origin="Shardy, which records no origin here")
-        dim = next((k for k, dim in enumerate(specs[source].dims) if _holds(dim.axes, name)), None)
+            member = self.entry_member(v, d, axis)
+            if member is not None:
+                return Reason(word="same group", site=self.graph.group_site(v, member), value=member, dim=d)
+            return Reason(word="Shardy", origin="Shardy (no origin recorded)")
+        dim = next((k for k, dim in enumerate(specs[source].dims) if _has_axis(dim.axes, name)), None)
         op = self.op(v, source)
         if op is not None and dim is not None:
             return Reason.of(op, source, dim)
         word = op.name if op is not None else crossed
         return Reason(word=word, site=op.site if op is not None else self.graph.sites[v], value=source, dim=dim)
 
-    def brought(self, value: int, dim: int, axis: Axis) -> int | None:
-        """The member of a value's group that an axis came to from outside the group."""
+    def entry_member(self, value: int, dim: int, axis: Axis) -> int | None:
+        """Returns the member of a value's group through which an axis entered the group."""
         name = axis if isinstance(axis, str) else axis[0]
         for member in self.graph.members(value)[1:]:
-            pin = self.graph.pins.get(member)
-            if (pin is not None and axis in pin.spec.dims[dim].axes) or self.before(member, name)[0] is not None:
+            annotation = self.graph.annotations.get(member)
+            is_annotated = annotation is not None and axis in annotation.spec.dims[dim].axes
+            if is_annotated or self.predecessor(member, name)[0] is not None:
                 return member
         return None
 
-    def before(self, value: int, axis: str) -> tuple[int | None, str]:
-        """The value from which an axis came to another one, and the first of Shardy's ops on the way."""
+    def predecessor(self, value: int, axis: str) -> tuple[int | None, str]:
+        """Returns the value that an axis came from, and the first of Shardy's ops on its path."""
         at, seen, crossed = self.nodes.get(value, []), set(), ""
         while at:
             seen.update(at)
-            flow = self.first(at, axis, seen)
-            if flow is None:
+            edge = self.first_edge(at, axis, seen)
+            if edge is None:
                 break
-            crossed = crossed or flow.op.removeprefix("stablehlo.")
-            source = self.values.get(flow.source)
+            crossed = crossed or edge.op.removeprefix("stablehlo.")
+            source = self.values.get(edge.source)
             if source is not None and source != value:
                 return source, crossed
-            at = [flow.source]
+            at = [edge.source]
         return None, crossed
 
-    def first(self, nodes: Sequence[Any], axis: str, seen: set[Any]) -> Flow | None:
-        """The first arrival of an axis at any of the nodes from elsewhere."""
-        flows = [f for x in nodes for f in self.recorded.flows.get(x, []) if f.axis == axis and f.source not in seen]
-        return min(flows, key=lambda f: f.step, default=None)
+    def first_edge(self, nodes: Sequence[Any], axis: str, seen: set[Any]) -> PropagationEdge | None:
+        """Returns the first recorded edge that brought an axis to any of the nodes from an unseen one."""
+        edges = [e for x in nodes for e in self.record.edges.get(x, []) if e.axis == axis and e.source not in seen]
+        return min(edges, key=lambda e: e.step, default=None)
 
     def op(self, value: int, source: int) -> Op | None:
-        """The op by which an axis came to a value from another one; a loop's stack may be between them."""
-        near, far = (self.touching.get(v, set()) for v in (value, source))
+        """Returns the op through which an axis came from `source` to `value`, possibly by way of a stacked array."""
+        near, far = (self.ops_of.get(v, set()) for v in (value, source))
         for i in sorted(near & far) or sorted(near):
             op = self.graph.ops[i]
-            between = [v for v in (*op.operands, *op.results) if v not in self.splits]
-            if i in far or any(far & self.touching[v] for v in between):
+            between = [v for v in (*op.operands, *op.results) if v not in self.shardings]
+            if i in far or any(far & self.ops_of[v] for v in between):
                 return op
         return None
 
 
-def _holds(axes: Sequence[Axis], name: str) -> bool:
+def _has_axis(axes: Sequence[Axis], name: str) -> bool:
     return any(a == name or a[0] == name for a in axes)

@@ -1,4 +1,4 @@
-"""Factor rules of contractions and reductions."""
+"""Factor rules of dot products and convolutions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .shape import Params
 
 
 def dot_general(ins: Sequence[Shape], outs: Sequence[Shape], params: Params) -> Rule:
-    """`"b i k, b k j -> b i j"`: batch and free dims pass, contracted ones are summed."""
+    """`"b i k, b k j -> b i j"`: batch and free dims pass through, contracting dims are reduced."""
     numbers = params["dimension_numbers"]
     rule, none = RuleBuilder(ins, outs), [None] * (len(ins) - 2)
     _outer(rule, numbers, lambda i, j: none)
@@ -28,9 +28,9 @@ def _outer(
     first: int = 0,
     groups: Sequence[int] = (),
 ) -> None:
-    """Adds the factors of a product that its result has: batch dims, then the free ones of lhs and of rhs.
+    """Adds the factors that the result of a product has: batch dims, then the free dims of lhs and of rhs.
 
-    `others` gives the dims of the operands behind these two, `first` the result's first dim; dims of rhs in `groups`
+    `others` returns the dims of the operands after lhs and rhs, `first` is the first result dim; rhs dims in `groups`
     are not free.
     """
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = numbers
@@ -42,55 +42,11 @@ def _outer(
         rule.factor([i, j, *others(i, j)], [out], lhs[i] if i is not None else rhs[j])
 
 
-def reduce(ins: Sequence[Shape], outs: Sequence[Shape], params: Params) -> Rule:
-    """Dims in `axes` are reduced, the others pass; several arrays of one shape go alike, scalars take no part."""
-    axes = params["axes"] if "axes" in params else params["dimensions"]
-    shape = ins[0]
-    rule, out = RuleBuilder(ins, outs), 0
-    for d, size in enumerate(shape):
-        at = [d if s == shape and s else None for s in ins]
-        rule.factor(at, [None if d in axes else out] * len(outs), size, Kind.REDUCE if d in axes else Kind.PASS)
-        out += d not in axes
-    return rule.build()
-
-
-def cumulative(ins: Sequence[Shape], outs: Sequence[Shape], params: Params) -> Rule:
-    """The running dim passes partial results between neighbours; the others pass."""
-    rule = RuleBuilder(ins, outs)
-    for d, size in enumerate(ins[0]):
-        rule.everywhere(d, size, Kind.PERMUTE if d == params["axis"] else Kind.PASS)
-    return rule.build()
-
-
-def sort(ins: Sequence[Shape], outs: Sequence[Shape], params: Params) -> Rule:
-    """The sorted dim has to be whole inside the op; nothing flows along it where it is the only dim."""
-    rule, sorted_dim = RuleBuilder(ins, outs), params["dimension"]
-    alone = all(size == 1 for d, size in enumerate(ins[0]) if d != sorted_dim)
-    for d, size in enumerate(ins[0]):
-        whole = d == sorted_dim
-        rule.everywhere(d, size, Kind.REPLICATE if whole else Kind.PASS, blocked=whole and alone)
-    return rule.build()
-
-
-def top_k(ins: Sequence[Shape], outs: Sequence[Shape], params: Params) -> Rule:
-    """The searched dim has to be whole."""
-    dim = params.get("axis", -1) % len(ins[0])
-    rule = RuleBuilder(ins, outs)
-    for d, size in enumerate(ins[0]):
-        rule.everywhere(d, size, Kind.REPLICATE if d == dim else Kind.PASS, blocked=d == dim)
-    return rule.build()
-
-
-def approx_top_k(ins: Sequence[Shape], outs: Sequence[Shape], params: Params) -> Rule:
-    """As `top_k`, whose result is shorter along the searched dim."""
-    return top_k(ins, outs, {"axis": params["reduction_dimension"]})
-
-
 def ragged_dot_general(ins: Sequence[Shape], outs: Sequence[Shape], params: Params) -> Rule:
-    """`dot_general` group by group: free and batch dims pass; contracted ones are summed, as are groups of one side.
+    """`dot_general` per group: free and batch dims pass through; contracting dims and rhs group dims are reduced.
 
-    Where the groups cut a contracted dim, the result has a leading dim of groups; where they cut a free one, every
-    group meets the whole of it. Where a group begins depends on the sizes of all before it: those are whole.
+    If the groups divide a contracting dim, the result has a leading group dim; if they divide a free dim, every
+    device sees all of it. Group offsets depend on all group sizes, so the sizes are replicated.
     """
     numbers = params["ragged_dot_dimension_numbers"]
     contract, _ = numbers.dot_dimension_numbers
@@ -109,10 +65,9 @@ def ragged_dot_general(ins: Sequence[Shape], outs: Sequence[Shape], params: Para
 
 
 def conv_general_dilated(ins: Sequence[Shape], outs: Sequence[Shape], params: Params) -> Rule:
-    """Batch and output features pass, input features are summed, spatial dims exchange borders.
+    """Batch and output features pass through, input features are reduced, spatial dims exchange halos.
 
-    A spatial dim is split by windows (result) or within the window (kernel); the greater of the two is the major
-    factor.
+    A spatial dim has two factors, windows (result) and positions within a window (kernel); the larger is major.
     """
     dims, (lhs, rhs), (out,) = params["dimension_numbers"], ins, outs
     batch, feature, *space = dims.lhs_spec
@@ -144,7 +99,7 @@ def conv_general_dilated(ins: Sequence[Shape], outs: Sequence[Shape], params: Pa
 
 
 def scaled_dot(ins: Sequence[Shape], outs: Sequence[Shape], params: Params) -> Rule:
-    """`dot_general` of lhs and rhs, and their scales: along contracted dims a block of numbers shares one."""
+    """`dot_general` of lhs and rhs with scales, each shared by a block of elements along the contracting dims."""
     numbers = params["dimension_numbers"]
     lhs, _, lhs_scale, rhs_scale = ins
     rule = RuleBuilder(ins, outs)

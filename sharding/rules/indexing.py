@@ -12,18 +12,18 @@ AddFactor = Callable[..., None]
 
 
 def dynamic_slice(ins: Sequence[Shape], outs: Sequence[Shape], params: Params) -> Rule:
-    """Full dims pass; a sliced dim has to be whole."""
+    """Full dims pass through; a sliced dim must be replicated."""
     del params
     rule = RuleBuilder(ins, outs)
     none = [None] * (len(ins) - 1)
     for d, (size, out_size) in enumerate(zip(ins[0], outs[0], strict=True)):
-        whole = size != out_size
-        rule.factor([d, *none], [d], size, Kind.REPLICATE if whole else Kind.PASS, blocked=whole)
+        is_sliced = size != out_size
+        rule.factor([d, *none], [d], size, Kind.REPLICATE if is_sliced else Kind.PASS, blocked=is_sliced)
     return rule.build(Flow.SLICE)
 
 
 def dynamic_update_slice(ins: Sequence[Shape], outs: Sequence[Shape], params: Params) -> Rule:
-    """Full dims pass; a partly updated dim stays split in the operand, whole in the update."""
+    """Full dims pass through; a partly updated dim stays sharded in the operand and is replicated in the update."""
     del params
     rule = RuleBuilder(ins, outs)
     none = [None] * (len(ins) - 2)
@@ -37,7 +37,7 @@ def dynamic_update_slice(ins: Sequence[Shape], outs: Sequence[Shape], params: Pa
 
 
 def gather(ins: Sequence[Shape], outs: Sequence[Shape], params: Params) -> Rule:
-    """Batch dims and whole slices pass; a dim that is looked up in is masked and summed."""
+    """Batch dims and full slices pass through; an indexed dim is masked and reduced."""
     dnums = params["dimension_numbers"]
     rule = RuleBuilder(ins, outs)
 
@@ -60,12 +60,12 @@ def gather(ins: Sequence[Shape], outs: Sequence[Shape], params: Params) -> Rule:
 
 
 def scatter(ins: Sequence[Shape], outs: Sequence[Shape], params: Params) -> Rule:
-    """A scatter that overwrites: updates have to be whole along their index dims."""
+    """Overwriting scatter: updates must be replicated along their index dims."""
     return _scatter(ins, outs, params, Kind.REPLICATE)
 
 
 def scatter_reduce(ins: Sequence[Shape], outs: Sequence[Shape], params: Params) -> Rule:
-    """A scatter that adds (multiplies, ...): split updates give partial results that are reduced."""
+    """Scatter-add, -mul, -min or -max: sharded updates give partial results that are reduced."""
     return _scatter(ins, outs, params, Kind.REDUCE)
 
 
@@ -104,7 +104,7 @@ def _factors(
     batch_kind: Kind,
     scatter: bool,
 ) -> None:
-    """Walks the slices' dims: window dims pair with operand dims, the others with dims of the indices."""
+    """Adds a factor per dim of the slices: window dims match operand dims, the others match dims of the indices."""
     windows = iter(d for d in range(len(operand)) if d not in collapsed and d not in operand_batch)
     batches = iter(range(len(indices) - 1))  # JAX keeps the index vector in the last dim
     for d, size in enumerate(slices):
@@ -115,17 +115,17 @@ def _factors(
         paired = operand_batch[list(indices_batch).index(i)] if i in indices_batch else None
         add(paired, i, d, size, Kind.PASS if paired is not None else batch_kind, False)
     for d in collapsed:
-        looked_up = Kind.REDUCE if operand[d] > 1 else Kind.REPLICATE
-        add(d, None, None, operand[d], Kind.PASS if scatter else looked_up, False)
+        gathered = Kind.REDUCE if operand[d] > 1 else Kind.REPLICATE
+        add(d, None, None, operand[d], Kind.PASS if scatter else gathered, False)
     add(None, len(indices) - 1, None, indices[-1], Kind.REPLICATE, False)
 
 
 def _window(add: AddFactor, operand_dim: int, slices_dim: int, operand: Shape, size: int, scatter: bool) -> None:
-    whole = operand[operand_dim]
-    if whole == size:
-        add(operand_dim, None, slices_dim, whole, Kind.PASS, False)
+    full = operand[operand_dim]
+    if full == size:
+        add(operand_dim, None, slices_dim, full, Kind.PASS, False)
     elif scatter or size == 1:
-        add(operand_dim, None, None, whole, Kind.REPLICATE if scatter else Kind.REDUCE, False)
+        add(operand_dim, None, None, full, Kind.REPLICATE if scatter else Kind.REDUCE, False)
         add(None, None, slices_dim, size, Kind.REPLICATE, False)
     else:
-        add(operand_dim, None, slices_dim, whole, Kind.REPLICATE, True)
+        add(operand_dim, None, slices_dim, full, Kind.REPLICATE, True)

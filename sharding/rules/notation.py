@@ -1,8 +1,8 @@
-"""Factor rules as text: `"b i k, b k j -> b i j"`, one name per factor.
+"""Text notation of factor rules: `"b i k, b k j -> b i j"`, one name per factor.
 
-Arrays are parted by commas, dims by spaces, operands from results by `->`. `(i j)` is a dim that is the product of two
-factors, major first; `...` is any number of leading dims that all arrays with a `...` share; `1` is a dim that belongs
-to no other. A factor that no result has is a reduction unless it is said to be something else. The notation is that of
+Commas separate arrays, spaces separate dims, `->` separates operands from results. `(i j)` is a dim with two factors,
+major first; `...` is any number of leading dims, shared by all arrays with a `...`; `1` is a dim that corresponds to no
+other. A factor that no result has is a reduction unless given another kind. The notation is that of
 `jax.experimental.custom_partitioning`.
 """
 
@@ -26,7 +26,7 @@ _NAME = re.compile(r"[A-Za-z_]\w*")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Array:
-    """One array of a notation."""
+    """Notation of one operand or result."""
 
     dims: tuple[Names, ...]
     leading: bool
@@ -35,20 +35,20 @@ class Array:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Notation:
-    """A rule for arrays of any shapes that fit it."""
+    """A parsed rule, applicable to any shapes that fit it."""
 
     text: str
     operands: tuple[Array, ...]
     results: tuple[Array, ...]
     kinds: Mapping[str, Kind] = field(default_factory=dict)
     sizes: Mapping[str, int] = field(default_factory=dict)
-    """Sizes that the shapes do not tell, of factors that occur in products only."""
+    """Sizes of factors that occur in products only, which the shapes do not determine."""
 
     def rule(self, ins: Sequence[Shape], outs: Sequence[Shape]) -> Rule:
-        """The rule at given shapes.
+        """Returns the rule at given shapes.
 
         Raises:
-            ShardingError: another number of arrays or dims, or factors whose sizes disagree; all of them together.
+            ShardingError: wrong numbers of arrays or dims, or inconsistent factor sizes, reported together.
         """
         arrays, shapes = (*self.operands, *self.results), (*ins, *outs)
         self._check_counts(ins, outs)
@@ -71,9 +71,9 @@ class Notation:
 
     def _check_counts(self, ins: Sequence[Shape], outs: Sequence[Shape]) -> None:
         wrong = [
-            f"{len(there)} {what}, the rule has {len(asked)}"
-            for what, asked, there in (("operands", self.operands, ins), ("results", self.results, outs))
-            if len(asked) != len(there)
+            f"{len(shapes)} {what}, the rule has {len(arrays)}"
+            for what, arrays, shapes in (("operands", self.operands, ins), ("results", self.results, outs))
+            if len(arrays) != len(shapes)
         ]
         pairs = [] if wrong else list(zip((*self.operands, *self.results), (*ins, *outs), strict=True))
         for i, (array, shape) in enumerate(pairs):
@@ -82,11 +82,13 @@ class Notation:
                 wrong.append(f"{which} has {len(shape)} dims {shape}, the rule has {len(array.dims)}")
         if wrong:
             raise ShardingError(
-                f"rule {self.text!r}", there=wrong, must="a rule has one entry for each dim of each operand and result"
+                f"rule {self.text!r}",
+                found=wrong,
+                required="one entry for each dim of each operand and result",
             )
 
     def _dims(self, array: Array, shape: Shape, leading: int) -> list[Names]:
-        """Per dim the factors, `...` spelled out from the minor side; a dim written `1` gets a factor of its own."""
+        """Returns the factors of each dim, with `...` expanded from the minor side and a factor for each `1`."""
         have = len(shape) - len(array.dims)
         front = [(f"...{leading - have + d}",) for d in range(have)]
         return front + [names or (f"1 of {id(array)} at {d}",) for d, names in enumerate(array.dims)]
@@ -97,7 +99,7 @@ class Notation:
         placed = [
             (names, n) for array, shape in zip(dims, shapes, strict=True) for names, n in zip(array, shape, strict=True)
         ]
-        for names, size in sorted(placed, key=lambda p: len(p[0])):  # single factors tell the sizes of products
+        for names, size in sorted(placed, key=lambda p: len(p[0])):  # single factors determine those in products
             unknown = [n for n in names if not sizes[n]]
             known = math.prod(sizes[n] for n in names if sizes[n])
             if len(unknown) == 1 and size % max(known, 1) == 0:
@@ -106,25 +108,25 @@ class Notation:
         if wrong:
             raise ShardingError(
                 f"rule {self.text!r} at shapes {', '.join(map(str, shapes))}",
-                there=list(dict.fromkeys(wrong)),
-                must="a factor has one size wherever it occurs, and the factors of a dim multiply up to it",
+                found=list(dict.fromkeys(wrong)),
+                required="one size per factor, and dims equal to the product of their factors",
             )
         return sizes
 
 
 def _disagreement(names: Names, size: int, sizes: Mapping[str, int]) -> str:
-    """What is wrong with a dim of so many elements; empty if it is what its factors multiply up to."""
+    """Describes the mismatch between a dim's size and the product of its factors; empty if they agree."""
     known = {n: sizes[n] for n in names if sizes[n]}
     product = math.prod(known.values())
     text = " * ".join(f"{n}={k}" for n, k in known.items())
     if product == size or not size:
-        return "" if len(known) == len(names) else f"nothing tells the sizes of {_list(names, known)}"
+        return "" if len(known) == len(names) else f"unknown sizes of factors {_list(names, known)}"
     if len(known) == len(names):
         return f"{text}{f' = {product}' if len(names) > 1 else ''}, but the dim has {size}"
     return (
         f"{text} does not divide a dim of {size}"
         if size % product
-        else f"nothing tells the sizes of {_list(names, known)}"
+        else f"unknown sizes of factors {_list(names, known)}"
     )
 
 
@@ -140,45 +142,44 @@ def parse(
     need_replication: Iterable[str] = (),
     sizes: Mapping[str, int] | None = None,
 ) -> Notation:
-    """A rule from its text.
+    """Parses a rule.
 
     Args:
-        text: as in the head of this file.
-        reduction: factors whose split leaves partial results to be summed; by default those that no result has.
-        permutation: factors whose split makes neighbours exchange borders.
-        need_replication: factors that have to be whole inside the op.
-        sizes: the sizes of factors that occur in products only.
+        text: a rule in the notation above.
+        reduction: factors that leave partial sums when sharded; by default those that no result has.
+        permutation: factors along which neighbours exchange halos when sharded.
+        need_replication: factors that must be replicated inside the op.
+        sizes: sizes of factors that occur in products only.
 
     Raises:
-        ShardingError: whatever is malformed, all of it together.
+        ShardingError: malformed text or options, all failures reported together.
     """
     sides = text.split("->")
     failures = (
-        [] if len(sides) == 2 else [_fault(text, f"{len(sides) - 1} arrows", "one -> between operands and results")]
+        [] if len(sides) == 2 else [_error(text, f"{len(sides) - 1} arrows", "one -> between operands and results")]
     )
     arrays = [tuple(_array(part, text, failures) for part in side.split(",")) if side.strip() else () for side in sides]
     known = dict.fromkeys(n for side in arrays for a in side for names in a.dims for n in names)
     kinds: dict[str, Kind] = {}
-    asked = (reduction, Kind.REDUCE), (permutation, Kind.PERMUTE), (need_replication, Kind.REPLICATE)
-    for names, kind in asked:
+    for names, kind in (reduction, Kind.REDUCE), (permutation, Kind.PERMUTE), (need_replication, Kind.REPLICATE):
         for name in names:
             if name not in known:
                 failures.append(
-                    _fault(text, f"{kind.value} factor {name!r}", f"a factor of the rule: {', '.join(known)}")
+                    _error(text, f"{kind.value} factor {name!r}", f"a factor of the rule: {', '.join(known)}")
                 )
             elif kinds.setdefault(name, kind) is not kind:
                 failures.append(
-                    _fault(text, f"{name!r} is {kinds[name].value} and {kind.value}", "one kind per factor")
+                    _error(text, f"{name!r} is {kinds[name].value} and {kind.value}", "one kind per factor")
                 )
     for name, size in (sizes or {}).items():
         if name not in known or size < 1:
-            failures.append(_fault(text, f"size {name}={size}", "a positive size of a factor of the rule"))
+            failures.append(_error(text, f"size {name}={size}", "a positive size of a factor of the rule"))
     raise_together(f"rule {text!r}", failures)
     return Notation(text=text, operands=arrays[0], results=arrays[1], kinds=kinds, sizes=dict(sizes or {}))
 
 
 def from_sdy(rule: Any) -> Notation:
-    """The rule that an author gave to `custom_partitioning`, an `SdyShardingRule`; factors pass unless it says else."""
+    """Converts the `SdyShardingRule` of a `custom_partitioning`; factors pass through unless given another kind."""
 
     def array(mapping: Sequence[str | Sequence[str]]) -> Array:
         dims = [(d,) if isinstance(d, str) else tuple(d) for d in mapping]
@@ -203,7 +204,7 @@ def _array(part: str, text: str, failures: list[ShardingError]) -> Array:
         if word == "...":
             leading = True
             if i:
-                failures.append(_fault(text, f"... after {part.split()[i - 1]!r}", "... in front of the other dims"))
+                failures.append(_error(text, f"... after {part.split()[i - 1]!r}", "... before all other dims"))
         elif word == "1":
             dims.append(())
         elif word.startswith("(") and token.group(1) is not None:
@@ -211,11 +212,13 @@ def _array(part: str, text: str, failures: list[ShardingError]) -> Array:
         else:
             dims.append((word,))
     names = [n for d in dims for n in d]
-    failures += [_fault(text, repr(n), "factors are names, as in 'b i k'") for n in names if not _NAME.fullmatch(n)]
+    failures += [
+        _error(text, repr(n), "factors that are names, as in 'b i k'") for n in names if not _NAME.fullmatch(n)
+    ]
     twice = sorted({n for n in names if names.count(n) > 1})
-    failures += [_fault(text, f"{n!r} twice in {part.strip()!r}", "a factor is once in an array") for n in twice]
+    failures += [_error(text, f"{n!r} twice in {part.strip()!r}", "each factor at most once per array") for n in twice]
     return Array(dims=tuple(dims), leading=leading)
 
 
-def _fault(text: str, there: str, must: str) -> ShardingError:
-    return ShardingError(f"rule {text!r}", there=there, must=must)
+def _error(text: str, found: str, required: str) -> ShardingError:
+    return ShardingError(f"rule {text!r}", found=found, required=required)

@@ -1,4 +1,4 @@
-"""Factor rules of random numbers: every device makes its own part, so nothing is communicated."""
+"""Factor rules of random number generation: each device generates its own shard without communication."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .shape import Params
 
 
 def random_bits(ins: Sequence[Shape], outs: Sequence[Shape], params: Params) -> Rule:
-    """Dims of a batch of keys pass; the drawn dims are the result's own."""
+    """Batch dims of the keys pass through; the sampled dims are factors of the result alone."""
     del params
     rule = RuleBuilder(ins, outs)
     for d, size in enumerate(ins[0]):
@@ -18,7 +18,7 @@ def random_bits(ins: Sequence[Shape], outs: Sequence[Shape], params: Params) -> 
 
 
 def key_data(ins: Sequence[Shape], outs: Sequence[Shape], params: Params) -> Rule:
-    """`random_wrap` and `random_unwrap`: batch dims pass, a key's own words stay together."""
+    """`random_wrap` and `random_unwrap`: batch dims pass through, the words of a key are replicated."""
     del params
     rule = RuleBuilder(ins, outs)
     ndim = min(len(ins[0]), len(outs[0]))
@@ -32,7 +32,7 @@ def key_data(ins: Sequence[Shape], outs: Sequence[Shape], params: Params) -> Rul
 
 
 def random_bits_with_key(ins: Sequence[Shape], outs: Sequence[Shape], params: Params) -> Rule:
-    """Key in, next key and bits out: the words of a key stay together, the drawn dims are the result's own."""
+    """Key -> (next key, bits): the words of a key are replicated, the sampled dims are factors of the result alone."""
     del params
     rule = RuleBuilder(ins, outs)
     for d, size in enumerate(ins[0]):
@@ -40,8 +40,8 @@ def random_bits_with_key(ins: Sequence[Shape], outs: Sequence[Shape], params: Pa
     return rule.build()
 
 
-def drawn_together(ins: Sequence[Shape], outs: Sequence[Shape], params: Params) -> Rule:
-    """Results of one shape, made in place, all alike."""
+def generated(ins: Sequence[Shape], outs: Sequence[Shape], params: Params) -> Rule:
+    """All results have one shape and are sharded identically; the operands share no factor with them."""
     del params
     rule = RuleBuilder(ins, outs)
     for d, size in enumerate(outs[0]):

@@ -1,7 +1,7 @@
-"""The factor rule: how the dims of an op's operands and results belong together.
+"""Factor rules: which dims of an op's operands and results correspond.
 
-Every dim is a product of *factors*, major to minor; dims that share a factor are split alike. `dot_general` is
-`"b i k, b k j -> b i j"`, where `k` is a reduction. Notation and kinds follow Shardy's sharding rules
+Every dim is a product of *factors*, major to minor; dims that share a factor are sharded over the same axes.
+`dot_general` is `"b i k, b k j -> b i j"`, where `k` is a reduction. Notation and kinds follow Shardy's sharding rules
 (openxla/shardy, `docs/sharding_representation.md`).
 """
 
@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 
 Shape = tuple[int, ...]
 Dims = tuple[tuple[int, ...], ...]
-"""Per dim of one array the indices of its factors, major to minor."""
+"""For each dim of one array, the indices of its factors, major to minor."""
 
 
 class Kind(enum.Enum):
-    """What a sharded factor costs inside the op."""
+    """What an op must communicate along a sharded factor."""
 
     PASS = "pass-through"
     REDUCE = "reduction"
@@ -27,7 +27,7 @@ class Kind(enum.Enum):
 
 
 class Flow(enum.Enum):
-    """When an op takes part: the pass goes from cheap, obvious ops to the rest (Shardy's op priorities)."""
+    """Op class that sets the priority and direction of propagation (Shardy's op priorities)."""
 
     ELEMENTWISE = "elementwise"
     MOVE = "data movement"
@@ -35,13 +35,14 @@ class Flow(enum.Enum):
     BROADCAST = "broadcast"
     OTHER = "other"
     FORWARD = "forward only"
-    """At every level, from operands to results: a barrier."""
+    """From operands to results only, at every priority: a barrier."""
     BACKWARD = "backward only"
+    """From results to operands only, at every priority: a barrier."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """The factor rule of one op at given shapes."""
+    """The factor rule of an op at given shapes."""
 
     operands: tuple[Dims, ...]
     results: tuple[Dims, ...]
@@ -49,7 +50,7 @@ class Rule:
     """The size of each factor."""
     kinds: tuple[Kind, ...]
     blocked: frozenset[int] = frozenset()
-    """Factors along which nothing flows."""
+    """Factors along which shardings do not propagate."""
     flow: Flow = Flow.OTHER
 
     def __str__(self) -> str:
@@ -63,7 +64,7 @@ class Rule:
 
 @dataclass(slots=True)
 class RuleBuilder:
-    """Collects factors one by one; `None` for a dim means that the array lacks the factor."""
+    """Builds a rule factor by factor; a dim of `None` means that the array does not have the factor."""
 
     operand_shapes: Sequence[Shape]
     result_shapes: Sequence[Shape]
@@ -84,7 +85,7 @@ class RuleBuilder:
         *,
         blocked: bool = False,
     ) -> None:
-        """Adds a factor that is the next-minor part of the given dims."""
+        """Adds a factor as the next-minor part of the given dims."""
         index = len(self.sizes)
         self.sizes.append(size)
         self.kinds.append(kind)
@@ -95,13 +96,13 @@ class RuleBuilder:
                 array[dim].append(index)
 
     def everywhere(self, dim: int, size: int, kind: Kind = Kind.PASS, *, blocked: bool = False) -> None:
-        """Adds a factor for the same dim of every array that has dims."""
+        """Adds a factor for the same dim of every non-scalar array."""
         at = [dim if array else None for array in self.dims]
         n = len(self.operand_shapes)
         self.factor(at[:n], at[n:], size, kind, blocked=blocked)
 
     def build(self, flow: Flow = Flow.OTHER) -> Rule:
-        """The rule; dims that got no factor get one of their own."""
+        """Returns the rule; every dim without a factor gets its own."""
         for array, shape in zip(self.dims, (*self.operand_shapes, *self.result_shapes), strict=True):
             for d, factors in enumerate(array):
                 if not factors:
@@ -121,7 +122,7 @@ class RuleBuilder:
 
 
 def pointwise(operand_shapes: Sequence[Shape], result_shapes: Sequence[Shape], flow: Flow = Flow.ELEMENTWISE) -> Rule:
-    """Dim i of every array is factor i; scalars take no part, nor do dims of size 1 that are stretched."""
+    """Returns the rule in which dim i of every array is factor i, except in scalars and broadcast dims of size 1."""
     shapes = (*operand_shapes, *result_shapes)
     shape = max(shapes, key=lambda s: (len(s), math.prod(s)))
     sizes = list(shape)

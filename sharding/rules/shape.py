@@ -1,4 +1,4 @@
-"""Factor rules of ops that move, reshape, join or cut arrays."""
+"""Factor rules of ops that transpose, reshape, broadcast, concatenate, slice or pad arrays."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Params = Mapping[str, Any]
 
 
 def broadcast_in_dim(ins: Sequence[Shape], outs: Sequence[Shape], params: Params) -> Rule:
-    """Mapped dims of equal size belong together; new and stretched dims are the result's own."""
+    """Mapped dims of equal size share a factor; new and broadcast dims are factors of the result alone."""
     rule = RuleBuilder(ins, outs)
     source = {out: i for i, out in enumerate(params["broadcast_dimensions"])}
     for out_dim, size in enumerate(outs[0]):
@@ -33,9 +33,9 @@ def transpose(ins: Sequence[Shape], outs: Sequence[Shape], params: Params) -> Ru
 
 
 def reshape(ins: Sequence[Shape], outs: Sequence[Shape], params: Params) -> Rule | None:
-    """Walks both shapes from the major side and gives them the greatest common factors.
+    """Walks both shapes from the major side and assigns greatest common factors.
 
-    8x4 -> 2x16 is `(ij) k -> i (jk)`. Where no common factor is left, each side gets its own until they meet again.
+    8x4 -> 2x16 is `(ij) k -> i (jk)`. Without a common factor, each side gets its own until their products agree again.
     """
     del params
     (a, *rest), (b,) = ins, outs
@@ -44,8 +44,8 @@ def reshape(ins: Sequence[Shape], outs: Sequence[Shape], params: Params) -> Rule
     rule = RuleBuilder(ins, outs)
     none = _none(rest)
     i = j = 0
-    left, right = 1, 1  # what is left of the current dims
-    debt_in = debt_out = 1  # by how much one side's factors are ahead of the other's
+    left, right = 1, 1  # unassigned sizes of the current dims
+    debt_in = debt_out = 1  # products of the factors since the two sides last agreed
     while i < len(a) or j < len(b) or left > 1 or right > 1:
         if left == 1 and i < len(a):
             if a[i] == 1:
@@ -88,8 +88,8 @@ def _catch_up(mine: int, other: int, behind: int, ahead: int) -> int:
     return mine // common if mine > common else mine
 
 
-def cut(ins: Sequence[Shape], outs: Sequence[Shape], params: Params) -> Rule:
-    """`slice` and `pad`: equal dims pass, the cut or padded ones shift data between neighbours."""
+def slice_or_pad(ins: Sequence[Shape], outs: Sequence[Shape], params: Params) -> Rule:
+    """Dims of unchanged size pass through; sliced or padded dims shift data between neighbours."""
     del params
     rule = RuleBuilder(ins, outs)
     for d, (size, out_size) in enumerate(zip(ins[0], outs[0], strict=True)):
@@ -106,7 +106,7 @@ def rev(ins: Sequence[Shape], outs: Sequence[Shape], params: Params) -> Rule:
 
 
 def concatenate(ins: Sequence[Shape], outs: Sequence[Shape], params: Params) -> Rule:
-    """All dims pass but the joined one, which has to be whole on every device."""
+    """All dims pass through except the concatenated one, which must be replicated."""
     rule = RuleBuilder(ins, outs)
     for d, size in enumerate(outs[0]):
         rule.everywhere(d, size, Kind.REPLICATE if d == params["dimension"] else Kind.PASS)
@@ -114,7 +114,7 @@ def concatenate(ins: Sequence[Shape], outs: Sequence[Shape], params: Params) -> 
 
 
 def split(ins: Sequence[Shape], outs: Sequence[Shape], params: Params) -> Rule:
-    """All dims pass; the cut one shifts data between neighbours."""
+    """All dims pass through except the split one, which shifts data between neighbours."""
     rule = RuleBuilder(ins, outs)
     for d, size in enumerate(ins[0]):
         rule.everywhere(d, size, Kind.PERMUTE if d == params["axis"] and len(outs) > 1 else Kind.PASS)
@@ -122,7 +122,7 @@ def split(ins: Sequence[Shape], outs: Sequence[Shape], params: Params) -> Rule:
 
 
 def stack(ins: Sequence[Shape], outs: Sequence[Shape], params: Params) -> Rule:
-    """Arrays side by side along a new dim, which is the result's own and has to be whole; the others pass."""
+    """The new dim is a factor of the result alone and must be replicated; the others pass through."""
     rule, axis = RuleBuilder(ins, outs), params["axis"]
     rule.factor(_none(ins), [axis], outs[0][axis], Kind.REPLICATE)
     for d, size in enumerate(ins[0]):
@@ -131,7 +131,7 @@ def stack(ins: Sequence[Shape], outs: Sequence[Shape], params: Params) -> Rule:
 
 
 def unstack(ins: Sequence[Shape], outs: Sequence[Shape], params: Params) -> Rule:
-    """The reverse of `stack`: the dim that goes is the operand's own and has to be whole."""
+    """Inverse of `stack`: the removed dim is a factor of the operand alone and must be replicated."""
     rule, axis = RuleBuilder(ins, outs), params["axis"]
     rule.factor([axis], _none(outs), ins[0][axis], Kind.REPLICATE)
     for d in range(len(ins[0]) - 1):
@@ -141,7 +141,7 @@ def unstack(ins: Sequence[Shape], outs: Sequence[Shape], params: Params) -> Rule
 
 
 def tile(ins: Sequence[Shape], outs: Sequence[Shape], params: Params) -> Rule:
-    """A tiled dim is its repeats, the result's own, times the operand's dim; the repeats are the major factor."""
+    """A tiled dim has two factors: the repeats, which only the result has and are major, and the operand's dim."""
     rule = RuleBuilder(ins, outs)
     for d, (repeats, size) in enumerate(zip(params["reps"], ins[0], strict=True)):
         if repeats != 1:
@@ -151,7 +151,7 @@ def tile(ins: Sequence[Shape], outs: Sequence[Shape], params: Params) -> Rule:
 
 
 def bitcast_convert_type(ins: Sequence[Shape], outs: Sequence[Shape], params: Params) -> Rule:
-    """Dims pass; the innermost one that appears or goes has to be whole."""
+    """Dims pass through; an innermost dim that is added or removed must be replicated."""
     del params
     rule = RuleBuilder(ins, outs)
     ndim = min(len(ins[0]), len(outs[0]))
@@ -165,7 +165,7 @@ def bitcast_convert_type(ins: Sequence[Shape], outs: Sequence[Shape], params: Pa
 
 
 def iota(ins: Sequence[Shape], outs: Sequence[Shape], params: Params) -> Rule:
-    """Every device makes its own part."""
+    """Each device generates its own shard."""
     del params
     return RuleBuilder(ins, outs).build()
 

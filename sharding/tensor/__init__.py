@@ -1,18 +1,31 @@
-"""Layers whose weights an axis splits, and a vocabulary that it splits, with no array gathered (Megatron-LM).
+"""Tensor parallelism as in Megatron-LM: column-, row- and vocab-parallel layers, sequence parallelism.
+
+In: activations, weights and tokens, or parameter paths with roles. Out: annotated arrays, losses and PartitionSpecs.
 
 Example:
-    def loss(params, tokens, targets):
-        x = tensor.embed(params["table"], tokens)
-        h = tensor.column_parallel(x, params["w1"], params["b1"])
-        x = x + tensor.row_parallel(jax.nn.gelu(h), params["w2"], params["b2"])
-        return tensor.cross_entropy(tensor.logits(x, params["table"]), targets)
+    >>> import jax
+    >>> from jax import numpy as jnp
+    >>> import sharding
+    >>> from sharding import P, tensor
+    >>> def loss(params, tokens, targets):
+    ...     x = tensor.scattered(tensor.embed(params["table"], tokens))
+    ...     h = jax.nn.gelu(tensor.column_parallel(tensor.gathered(x), params["w1"]))
+    ...     x = x + tensor.scattered(tensor.row_parallel(h, params["w2"]))
+    ...     return jnp.mean(tensor.losses(tensor.logits(tensor.gathered(x), params["table"]), targets))
+    >>> shapes = {"table": (512, 16), "w1": (16, 64), "w2": (64, 16)}
+    >>> params = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in shapes.items()}
+    >>> tokens = jax.ShapeDtypeStruct((2, 8), "int32")
+    >>> with sharding.mesh(devices=4, tensor=4):
+    ...     completion = sharding.jit(loss).complete(params, tokens, tokens)
+    >>> completion.spec("params/w2"), completion.communication().by_kind()["reduce-scatter"]
+    (P('tensor',), (2, 2048))
 """
 
-from .layers import column_parallel, row_parallel
-from .length import gathered, scattered
-from .loss import cross_entropy, losses
-from .specs import specs, split
-from .vocabulary import embed, logits, padded_vocabulary
+from .column_row_layers import column_parallel, row_parallel
+from .sequence_parallel import gathered, scattered
+from .vocab_parallel import embed, logits, padded_vocabulary
+from .vocab_parallel_loss import cross_entropy, losses
+from .weight_specs import specs, split
 
 __all__ = [
     "column_parallel",

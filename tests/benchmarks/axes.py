@@ -1,12 +1,12 @@
-"""A GPT whose batch, parameters or layers four CPU devices split: ours, PyTorch's, and one device, in one run.
+"""Data, FSDP and tensor parallelism of a GPT on four CPU devices: ours, PyTorch's, and one device, in one run.
 
-    python -m tests.benchmarks.axes                              # some 10 minutes; installs PyTorch apart
+    python -m tests.benchmarks.axes                              # some 10 minutes; installs PyTorch separately
     python -m tests.benchmarks.axes --peer "" --json result.json # ours alone
 
-A step is of a batch of 16: 6.8 million parameters, 8 layers, 256 tokens. How contenders are measured `contenders` says.
-Data is measured with the batch at once and in microbatches, and so is one device.
-PyTorch runs as it is (DDP, FSDP2, DTensor) and with its blocks compiled, and its better one counts. Each of the four
-has one thread on either side, one device alone as many as there are cores.
+A GPT of 6.8 million parameters, 8 layers and 256 tokens of context, with a batch of 16. `contenders` describes how they
+are measured. Data parallelism and one device are measured with the full batch and with microbatches. PyTorch runs
+eagerly (DDP, FSDP2, DTensor) and with compiled blocks, and the faster counts. Each of the four devices has one thread
+in both libraries, one device alone as many threads as cores.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ import sharding
 from sharding import tensor
 from sharding.models import gpt, layouts
 
-from . import workload
+from . import gpt_workload
 from .contenders import (
     DEVICES,
     Contender,
     Rounds,
-    in_turns,
+    alternate,
     machine,
     medians,
     rounded,
@@ -41,24 +41,24 @@ from .contenders import (
 
 AXES = ("data", "fsdp", "tensor")
 PARTS = 4
-"""Microbatches, where there are any."""
+"""Number of microbatches."""
 IN_PARTS = f", {PARTS} microbatches"
-"""Behind an axis: gradients are those of microbatches, one after the other."""
+"""Suffix of an axis: gradients are accumulated over microbatches."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options(Rounds):
-    """What to measure, and how often."""
+    """What to measure."""
 
     axes: tuple[str, ...] = AXES
     json: Path | None = None
     """Where to write the figures."""
 
 
-def split(name: str) -> Contender:
-    """One axis over all devices."""
+def parallel(name: str) -> Contender:
+    """A mesh with one axis over all devices."""
     axis = name.removesuffix(IN_PARTS)
-    graph, params = nnx.split(workload.model(), nnx.Param)
+    graph, params = nnx.split(gpt_workload.model(), nnx.Param)
 
     def loss_of(params: Any, tokens: jax.Array) -> jax.Array:
         model = nnx.merge(graph, layouts.annotate(params, layouts.gpt((axis,))))
@@ -78,18 +78,18 @@ def split(name: str) -> Contender:
             with sharding.mesh(mesh):
                 return run(state, tokens)
 
-        return Contender(name=name, step=once, state=(params, workload.OPTIMIZER.init(params)))
+        return Contender(name=name, step=once, state=(params, gpt_workload.OPTIMIZER.init(params)))
 
 
 def names(options: Options) -> list[str]:
-    """Those of our forms."""
+    """Names of our contenders."""
     return [name for axis in options.axes for name in (axis, *([axis + IN_PARTS] if axis == "data" else []))]
 
 
 def ours(options: Options) -> list[Contender]:
-    """Our forms, each through all tokens, in turns."""
-    found = [split(name) for name in names(options)]
-    in_turns(found, options.tokens(), options.rounds)
+    """Our contenders, run over all tokens in alternation."""
+    found = [parallel(name) for name in names(options)]
+    alternate(found, options.tokens(), options.rounds)
     return found
 
 

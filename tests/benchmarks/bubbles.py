@@ -1,13 +1,13 @@
-"""How much of the time a pipeline's devices are idle, by a profile of its steps, beside what simulation says.
+"""Pipeline bubbles: the idle fraction measured by profiling, compared with the simulated one.
 
     python -m tests.benchmarks.bubbles                # JSON: schedule -> percent executed and simulated
 
-The model is that of `pipeline`, in as many stages as there are cores, up to four: with more, devices wait for a core
-instead of each other. XLA computes each program with one thread, else a device would be faster while others are idle.
-A program runs from the beginning of its first operation to the end of its last, and a task is its stage's program with
-those of the model's ends that go with it. Executed is the share of devices' time between a step's first and last task
-in which they do none; simulated is that of the schedule where each task takes the mean of its kind and stage in this
-step. Of each, and of their difference, the median over steps is given.
+The model is that of `pipeline`, with as many stages as cores, up to four: with more, devices wait for a core instead of
+each other. XLA runs each program with one thread, else a device would be faster while others are idle. A program runs
+from the start of its first op to the end of its last; a task is the program of its stage, plus the embedding or loss
+program at the first or last stage. Executed is the idle fraction of device time between a step's first and last task;
+simulated is the bubble fraction of the schedule if each task takes the mean time of its kind and stage in this step.
+Reported are the medians over steps of both and of their difference.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import jax
 import sharding
 from sharding import pipeline
 
-from . import workload
+from . import gpt_workload
 from .contenders import DEVICES, num_cores, start
 from .pipeline import MICROBATCHES, SCHEDULES, piped
 
@@ -39,11 +39,11 @@ PROGRAMS: dict[str, tuple[pipeline.Kind, ...]] = {
     "backward_weight": ("backward-weight",),
     "entered": ("backward", "backward-input"),
 }
-"""Program -> the kinds of tasks that run it, those of the model's ends at the first or last stage alone."""
+"""Program -> the kinds of tasks that run it; `enter`, `entered` and `loss` run only at the first or last stage."""
 
 
 class Run(NamedTuple):
-    """A program on a device, in seconds."""
+    """One run of a program on a device; times in seconds."""
 
     device: int
     program: str
@@ -52,21 +52,21 @@ class Run(NamedTuple):
 
 
 class Bubbles(NamedTuple):
-    """Of all devices' time in a step, the share in which they are idle."""
+    """Idle fractions of device time in a step."""
 
     executed: float
     simulated: float
 
 
 def executed_fraction(runs: Sequence[Run]) -> float:
-    """Of the time of all devices, from the first run's beginning to the last one's end, the share without any."""
+    """The idle fraction of device time, from the start of the first run to the end of the last."""
     span = max(run.end for run in runs) - min(run.begin for run in runs)
     devices = {run.device for run in runs}
     return 1 - sum(_busy([run for run in runs if run.device == device]) for device in devices) / (len(devices) * span)
 
 
 def _busy(runs: Iterable[Run]) -> float:
-    """Seconds in which at least one of them runs."""
+    """Seconds during which at least one run is active."""
     total, until = 0.0, -float("inf")
     for run in sorted(runs, key=lambda run: run.begin):
         total += max(0.0, run.end - max(run.begin, until))
@@ -75,12 +75,12 @@ def _busy(runs: Iterable[Run]) -> float:
 
 
 def simulated_fraction(schedule: pipeline.Schedule, runs: Sequence[Run]) -> float:
-    """The bubble fraction of the schedule whose tasks take the mean seconds of their kind and stage."""
+    """The simulated bubble fraction if each task takes the mean time of its kind and stage."""
     seconds = defaultdict[tuple[str, int], float](float)
     for task, run in matched(schedule, runs):
         seconds[task.kind, task.stage] += (run.end - run.begin) / schedule.microbatches
 
-    def whole(task: pipeline.Task) -> float:
+    def backward(task: pipeline.Task) -> float:
         kinds = ("backward",) if task.kind == "backward" else ("backward-input", "backward-weight")
         return sum(seconds[kind, task.stage] for kind in kinds)
 
@@ -90,11 +90,11 @@ def simulated_fraction(schedule: pipeline.Schedule, runs: Sequence[Run]) -> floa
     def forward(task: pipeline.Task) -> float:
         return seconds["forward", task.stage]
 
-    return schedule.simulate(forward=forward, backward=whole, weight=weight).bubble_fraction
+    return schedule.simulate(forward=forward, backward=backward, weight=weight).bubble_fraction
 
 
 def matched(schedule: pipeline.Schedule, runs: Sequence[Run]) -> list[tuple[pipeline.Task, Run]]:
-    """Each run with the task that it is of: on a device, the runs of a program are in the order of their tasks."""
+    """Pairs each run with its task: on a device, the runs of a program are in task order."""
     found = []
     for (device, program), own in _grouped(runs).items():
         tasks = [task for task in schedule.orders[device] if _runs_in(task, program, last=schedule.stages - 1)]
@@ -103,7 +103,7 @@ def matched(schedule: pipeline.Schedule, runs: Sequence[Run]) -> list[tuple[pipe
 
 
 def _grouped(runs: Iterable[Run]) -> dict[tuple[int, str], list[Run]]:
-    """(device, program) -> runs as they began."""
+    """(device, program) -> runs by start time."""
     found = defaultdict[tuple[int, str], list[Run]](list)
     for run in sorted(runs, key=lambda run: run.begin):
         found[run.device, run.program].append(run)
@@ -117,7 +117,7 @@ def _runs_in(task: pipeline.Task, program: str, *, last: int) -> bool:
 
 
 def profiled(step: Any) -> list[Run]:
-    """The runs of a pipeline's programs while `step()` runs."""
+    """The runs of a pipeline's programs during `step()`."""
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
     with tempfile.TemporaryDirectory() as folder:
@@ -139,9 +139,9 @@ def _runs(profile: Any) -> list[Run]:
 
 
 def measured(name: str, stages: int) -> list[Bubbles]:
-    """Those of each step of a schedule, after some that are not counted."""
+    """The bubbles of each step of a schedule, after warm-up."""
     contender, schedule = piped(name, "mpmd", stages), SCHEDULES[name](stages=stages, microbatches=MICROBATCHES)
-    tokens = workload.tokens(steps=WARM + STEPS)
+    tokens = gpt_workload.tokens(steps=WARM + STEPS)
     found = []
     for batch in tokens:
         runs = profiled(lambda batch=batch: contender.run([batch], timed=False))

@@ -1,11 +1,11 @@
 """Pipelines of a GPT on four CPU devices: ours, PyTorch's, and one device, on the same weights and tokens in one run.
 
-    python -m tests.benchmarks.pipeline                              # some 15 minutes; installs PyTorch apart
+    python -m tests.benchmarks.pipeline                              # some 15 minutes; installs PyTorch separately
     python -m tests.benchmarks.pipeline --peer "" --json result.json # ours alone
 
-A step is of a batch of 16 in 8 microbatches: 6.8 million parameters, 8 layers, 256 tokens. How contenders are measured
-`contenders` says. PyTorch runs as it is and with its blocks compiled, and its best counts. Each of a pipeline's devices
-has one thread on either side, one device alone as many as there are cores; it takes the batch as a whole.
+A GPT of 6.8 million parameters, 8 layers and 256 tokens of context, with a batch of 16 in 8 microbatches. `contenders`
+describes how they are measured. PyTorch runs eagerly and with compiled blocks, and its best counts. Each pipeline
+device has one thread in both libraries; one device alone has as many threads as cores and runs the full batch at once.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from sharding import P, pipeline
 from sharding.models import gpt
 from sharding.pipeline import schedules
 
-from . import workload
+from . import gpt_workload
 from .contenders import (
     DEVICES,
     Contender,
     Rounds,
-    in_turns,
+    alternate,
     machine,
     medians,
     num_cores,
@@ -57,7 +57,7 @@ SCHEDULES: dict[str, Callable[..., pipeline.Schedule]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Options(Rounds):
-    """What to measure, and how often."""
+    """What to measure."""
 
     schedules: tuple[str, ...] = tuple(SCHEDULES)
     executors: tuple[pipeline.Executor, ...] = ("mpmd", "spmd")
@@ -65,12 +65,12 @@ class Options(Rounds):
     """Where to write the figures."""
 
 
-MICROBATCH = jax.ShapeDtypeStruct((workload.BATCH // MICROBATCHES, workload.CONFIG.context), jnp.int32)
+MICROBATCH = jax.ShapeDtypeStruct((gpt_workload.BATCH // MICROBATCHES, gpt_workload.CONFIG.context), jnp.int32)
 
 
 def gradient(schedule: pipeline.Schedule, executor: pipeline.Executor) -> tuple[pipeline.ValueAndGrad, Any]:
-    """That of a schedule, and the parameters, placed."""
-    split = pipeline.split(workload.model(), schedule.stages, inputs=MICROBATCH)
+    """The `value_and_grad` of a schedule, and the placed parameters."""
+    split = pipeline.split(gpt_workload.model(), schedule.stages, inputs=MICROBATCH)
     both = pipeline.value_and_grad(
         split.stage_fn,
         gpt.loss,
@@ -89,7 +89,7 @@ def piped(name: str, executor: pipeline.Executor, devices: int = DEVICES) -> Con
     mesh = jax.sharding.get_mesh()
     specs = {part: P("pipe") if part == "stages" else P() for part in params}
     params = {part: jax.device_put(tree, jax.NamedSharding(mesh, specs[part])) for part, tree in params.items()}
-    opt_state = jax.jit(workload.OPTIMIZER.init)(params)
+    opt_state = jax.jit(gpt_workload.OPTIMIZER.init)(params)
     update = jax.jit(updated, donate_argnums=(0, 1))
 
     def step(state: Any, tokens: jax.Array) -> tuple[Any, jax.Array]:
@@ -104,15 +104,15 @@ def piped(name: str, executor: pipeline.Executor, devices: int = DEVICES) -> Con
 
 
 def ours(options: Options) -> list[Contender]:
-    """Our pipelines, each through all tokens, in turns."""
+    """Our pipelines, run over all tokens in alternation."""
     with sharding.mesh(pipe=DEVICES):
         found = [piped(name, executor) for executor in options.executors for name in options.schedules]
-        in_turns(found, options.tokens(), options.rounds)
+        alternate(found, options.tokens(), options.rounds)
     return found
 
 
 def program_sizes(name: str = "1f1b") -> dict[str, dict[str, float]]:
-    """Microbatches -> CPU seconds in which one program of a schedule compiles, and its instructions."""
+    """Microbatches -> compile time in CPU seconds and instruction count of a schedule's single program."""
     found = {}
     for microbatches in (8, 64):
         both, params = gradient(SCHEDULES[name](stages=DEVICES, microbatches=microbatches), "spmd")
@@ -127,7 +127,7 @@ def program_sizes(name: str = "1f1b") -> dict[str, dict[str, float]]:
 
 
 def bubbles() -> dict[str, dict[str, float]]:
-    """Schedule -> percent of devices' time that is idle, executed and simulated, with as many devices as cores."""
+    """Schedule -> percent of device time that is idle, executed and simulated, with as many devices as cores."""
     command = [sys.executable, "-m", "tests.benchmarks.bubbles"]
     ran = subprocess.run(command, check=True, capture_output=True, text=True)
     return json.loads(ran.stdout.splitlines()[-1])
@@ -142,7 +142,7 @@ def main(options: Options) -> None:
 
 
 def _figures(middle: dict[str, float]) -> dict[str, Any]:
-    """Medians, and our best over PyTorch's best and over each one's single device."""
+    """Medians, and the ratios of our best to PyTorch's best and of each best to its single device."""
 
     def best(whose: str) -> str | None:
         return next((name for name in middle if name.startswith(whose) and "single" not in name), None)

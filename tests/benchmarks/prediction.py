@@ -1,14 +1,14 @@
-"""What is predicted of train steps beside what XLA:CPU compiles them to, and to what without decided reshards.
+"""Predicted collectives and peak memory of train steps compared with what XLA:CPU compiles.
 
     python -m tests.benchmarks.prediction                                # all steps, meshes and styles: some 20 minutes
     python -m tests.benchmarks.prediction --steps gpt lstm --meshes 0 3  # some of them
     python -m tests.benchmarks.prediction --table prediction.md --json prediction.json
 
-Per program: the collectives by kind (how many run, and their bytes), those that the ledger said; the peak of one
-device's memory, argument + temp + output - alias bytes of `memory_analysis()`, and the predicted one; and what a device
-sends (`cost.wire_bytes`) over what it sends in the same step completed by XLA (`engine="xla"`), whose partitioner then
-chooses how arrays move. Both are run in turns, and the ratio of their medians is the last figure. On eight virtual CPU
-devices; all figures but that one depend on the release of JAX, not on the machine.
+Per program: collectives by kind (count and bytes), compiled and predicted by the ledger; peak memory of one device,
+argument + temp + output - alias bytes of `memory_analysis()`, and the predicted one; and the bytes that a device sends
+(`cost.wire_bytes`) relative to the same step with `engine="xla"`, where XLA's partitioner chooses the reshards. Both
+run in alternation, and the ratio of their median step times is the last figure. On eight virtual CPU devices; all
+figures except the last depend on the release of JAX, not on the machine.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ import sharding
 from sharding import cost
 from sharding.spec import sizes_text
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # as pytest has it: steps are top-level there
+sys.path.insert(0, str(Path(__file__).parent.parent))  # as under pytest: `support` is top-level
 
-from steps import known, models, written
-from steps.step import MESHES, STYLES
+from support.train_steps import hand_written, known_misses, small_models
+from support.train_steps.step import MESHES, STYLES
 
-STEPS = models.STEPS | written.STEPS
+STEPS = small_models.STEPS | hand_written.STEPS
 HALF = {
-    f"{name}, 16 bits": models.of_gpt(dtype="bfloat16", **options)
+    f"{name}, 16 bits": small_models.gpt_step(dtype="bfloat16", **options)
     for name, options in {
         "gpt": {},
         "gpt, scanned": {"scan": True},
@@ -45,34 +45,34 @@ HALF = {
     }.items()
 }
 CLOSE = 0.05
-"""How far the bytes of a kind may be off."""
+"""Relative tolerance of the bytes of a kind."""
 NEAR = 0.10
-"""How far the peak may be off."""
+"""Relative tolerance of the peak."""
 IS_NEWEST = jax.__version_info__ >= (0, 12)
-OLDER = "XLA of JAX 0.10.2 partitions, orders and fuses otherwise, and undoes remat"
+OLDER = "XLA of JAX 0.10.2 partitions, schedules and fuses differently, and undoes remat"
 
 
 @dataclass(frozen=True)
 class Options:
-    """What to compare."""
+    """The programs to compare."""
 
     steps: tuple[str, ...] = tuple(STEPS | HALF)
     """Train steps by name."""
     meshes: tuple[int, ...] = tuple(range(len(MESHES)))
-    """Numbers of the meshes."""
+    """Indices of the meshes."""
     styles: tuple[str, ...] = STYLES
-    """What is annotated: the batch alone, or the weights too."""
+    """Annotations: the batch alone, or the weights too."""
     repeats: int = 7
-    """How often each program is run, and run as left to XLA."""
+    """Timed runs of each program, with our reshards and with XLA's."""
     json: Path | None = None
-    """Where to write the figures."""
+    """Output file of the figures."""
     table: Path | None = None
-    """Where to write them as a table."""
+    """Output file of a Markdown table."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """The figures of one program; collectives are kind -> (how many run, their bytes)."""
+    """The figures of one program; collectives are kind -> (count, bytes)."""
 
     name: str
     mesh: str
@@ -82,15 +82,15 @@ class Program:
     predicted_peak: int
     compiled_peak: int
     sent_bytes: int
-    """What a device sends in all compiled collectives."""
+    """Bytes that a device sends in all compiled collectives."""
     left_bytes: int
-    """What it sends where moving is left to XLA's partitioner."""
+    """Bytes that it sends with the reshards of XLA's partitioner."""
     time_ratio: float
-    """The time of a step over that where moving is left to XLA's partitioner, medians; 0 if not measured."""
+    """Ratio of the median step time to that with the reshards of XLA's partitioner; 0 if not measured."""
 
     @property
     def counts_agree(self) -> bool:
-        """Whether the kinds and how many run of each are the same."""
+        """Whether the count of each kind is equal."""
         return {k: n for k, (n, _) in self.predicted.items()} == {k: n for k, (n, _) in self.compiled.items()}
 
     @property
@@ -102,12 +102,12 @@ class Program:
 
     @property
     def peak_ratio(self) -> float:
-        """Predicted over compiled."""
+        """Predicted over compiled peak."""
         return self.predicted_peak / self.compiled_peak
 
     @property
     def sent_ratio(self) -> float:
-        """What a device sends over what it sends where moving is left to XLA."""
+        """Bytes sent, relative to XLA's reshards."""
         return self.sent_bytes / max(1, self.left_bytes)
 
 
@@ -121,8 +121,8 @@ def program(name: str, style: str, sizes: dict[str, int], repeats: int) -> Progr
     with sharding.mesh(sizes):
         ours = jitted("sharding")
         completion = ours.complete(*step.args)
-        decided, left_alone = ours.lower(*step.args).compile(), jitted("xla").lower(*step.args).compile()
-        facts, left = cost.read_compiled(decided), cost.read_compiled(left_alone)
+        compiled, by_xla = ours.lower(*step.args).compile(), jitted("xla").lower(*step.args).compile()
+        facts, xla_facts = cost.read_compiled(compiled), cost.read_compiled(by_xla)
         found = Program(
             name=name,
             mesh=sizes_text(sizes),
@@ -132,15 +132,15 @@ def program(name: str, style: str, sizes: dict[str, int], repeats: int) -> Progr
             predicted_peak=completion.memory().peak_bytes,
             compiled_peak=facts.peak_bytes,
             sent_bytes=facts.sent_bytes,
-            left_bytes=left.sent_bytes,
-            time_ratio=ratio(decided, left_alone, step.args, repeats),
+            left_bytes=xla_facts.sent_bytes,
+            time_ratio=ratio(compiled, by_xla, step.args, repeats),
         )
     jax.clear_caches()
     return found
 
 
 def ratio(one: Any, other: Any, args: Sequence[Any], repeats: int) -> float:
-    """The time of one compiled program over that of another, medians of so many runs in turns."""
+    """The ratio of the median times of two compiled programs in `repeats` alternating runs."""
     seconds: tuple[list[float], list[float]] = ([], [])
     for k in range(repeats + 1):
         for found, compiled in zip(seconds, (one, other), strict=True):
@@ -153,23 +153,22 @@ def ratio(one: Any, other: Any, args: Sequence[Any], repeats: int) -> float:
 
 
 def zeros(shape: jax.ShapeDtypeStruct, sharding: Any) -> jax.Array:
-    """An array of nothing but zeros, keys of one seed."""
+    """An array of zeros; PRNG keys all of one seed."""
     if jnp.issubdtype(shape.dtype, jax.dtypes.prng_key):
         return jax.device_put(jnp.broadcast_to(jax.random.key(0), shape.shape), sharding)
     return jax.device_put(jnp.zeros(shape.shape, shape.dtype), sharding)
 
 
 def summary(programs: Sequence[Program]) -> list[str]:
-    """How many programs agree in what."""
+    """How many programs agree, by criterion."""
     n, sent = len(programs), sorted(p.sent_ratio for p in programs)
     return [
         f"{sum(p.counts_agree for p in programs)} of {n}: kinds and counts of collectives as predicted",
         f"{sum(p.bytes_agree for p in programs)} of {n}: bytes of each kind within {CLOSE:.0%}",
-        f"{sum(abs(p.peak_ratio - 1) <= NEAR for p in programs)} of {n}: peak within {NEAR:.0%}",
-        f"{sum(ratio <= 1 for ratio in sent)} of {n}: no more bytes sent than when left to the partitioner; "
-        f"the worst {sent[-1]:.2f}, the median {statistics.median(sent):.2f}, the best {sent[0]:.2f}",
-        "time of a step over that when left to the partitioner: the median "
-        f"{statistics.median(p.time_ratio for p in programs):.2f}",
+        f"{sum(abs(p.peak_ratio - 1) <= NEAR for p in programs)} of {n}: peak memory within {NEAR:.0%}",
+        f"{sum(ratio <= 1 for ratio in sent)} of {n}: no more bytes sent than with XLA's reshards; ratio "
+        f"{sent[-1]:.2f} at worst, median {statistics.median(sent):.2f}, best {sent[0]:.2f}",
+        f"median step-time ratio to XLA's reshards: {statistics.median(p.time_ratio for p in programs):.2f}",
     ]
 
 
@@ -179,7 +178,7 @@ def table(programs: Sequence[Program]) -> str:
         "# Predicted and compiled",
         "",
         f"JAX {jax.__version__}, eight virtual CPU devices; `python -m tests.benchmarks.prediction` writes this.",
-        "Peak is predicted over compiled; sent (bytes) and time are over what they are when moving is left to XLA.",
+        "Peak is predicted over compiled; sent (bytes) and time are relative to the reshards of XLA's partitioner.",
         "",
         *(f"- {line}" for line in summary(programs)),
         "",
@@ -190,18 +189,18 @@ def table(programs: Sequence[Program]) -> str:
 
 
 def misses(programs: Sequence[Program]) -> list[str]:
-    """Every program that is otherwise than predicted, in what, and why."""
-    found = ["Otherwise than predicted, and why:", ""]
+    """Every misprediction with its cause."""
+    found = ["Mispredictions and their causes:", ""]
     meshes = {sizes_text(dict(sizes)): number for number, sizes in enumerate(MESHES)}
     for p in programs:
         key = (p.name, meshes[p.mesh], p.style)
         collectives, peak = not (p.counts_agree and p.bytes_agree), abs(p.peak_ratio - 1) > NEAR
         what = [
-            f"{name}: {table.get(key, (0, 'not known'))[1] if IS_NEWEST else OLDER}"
+            f"{name}: {table.get(key, (0, 'unknown'))[1] if IS_NEWEST else OLDER}"
             for name, is_missed, table in (
-                ("collectives", collectives, known.COLLECTIVES),
-                (f"peak, {p.peak_ratio:.2f}", peak, known.PEAKS),
-                (f"sent, {p.sent_ratio:.2f}", p.sent_ratio > 1, known.COLLECTIVES),
+                ("collectives", collectives, known_misses.COLLECTIVES),
+                (f"peak, {p.peak_ratio:.2f}", peak, known_misses.PEAKS),
+                (f"sent, {p.sent_ratio:.2f}", p.sent_ratio > 1, known_misses.COLLECTIVES),
             )
             if is_missed
         ]
@@ -220,7 +219,7 @@ def _text(found: dict[str, tuple[int, int]]) -> str:
 
 
 def main(options: Options) -> None:
-    """Print a line per program, then how many agree in what."""
+    """Prints a line per program, then the summary."""
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
     found: list[Program] = []
@@ -229,7 +228,7 @@ def main(options: Options) -> None:
             for style in options.styles:
                 p = program(name, style, dict(MESHES[number]), options.repeats)
                 found.append(p)
-                agree = "as predicted" if p.predicted == p.compiled else "otherwise"
+                agree = "as predicted" if p.predicted == p.compiled else "mispredicted"
                 label = f"{p.name}; {p.mesh}; {p.style}"
                 ratios = f"peak {p.peak_ratio:5.2f}  sent {p.sent_ratio:5.2f}  time {p.time_ratio:5.2f}"
                 print(f"{label:60} {agree:14} {ratios}", flush=True)

@@ -1,19 +1,19 @@
-"""What the completion pass costs beside Shardy's own on the same program: GPT train steps, measured in turns.
+"""Our completion pass compared with Shardy's propagation on the same GPT train steps, in alternating runs.
 
     python -m tests.benchmarks.propagation                    # GPT-3's size on 64 x 8 described devices, some minutes
     python -m tests.benchmarks.propagation --layers 6 12 --rounds 3 --json propagation.json
 
-No array is ever made: shapes alone are traced, so one CPU will do for a model of 175 billion parameters. Timed are
-  - ours: from the traced program to a spec for every value, the graph and the completion together;
-  - Shardy's: `sdy-propagation-pipeline`, the passes by which XLA propagates, on the module that JAX lowers from the
-    same step with the same annotations. Tracing, lowering and parsing the module are left out on both sides;
-  - a change: what comes of one more annotation on a completed program, on one array of the state after another;
-  - compiling a small step with every constraint that the completion decides, over leaving them out for XLA to infer.
+Programs are traced abstractly, so one CPU suffices for a model of 175 billion parameters. Timed are
+  - ours: from the traced program to a spec for every value, including the graph;
+  - Shardy's: `sdy-propagation-pipeline`, XLA's propagation passes, on the module that JAX lowers from the same step
+    with the same annotations. Tracing, lowering and parsing the module are excluded on both sides;
+  - a change: one more annotation on a completed program, on several arrays of the state in turn;
+  - compiling a small step with all inferred constraints, relative to leaving them out for XLA to infer.
 
-Each ratio is the median over pairs of neighbouring runs, which a busy machine slows down alike; beside it stand the
-quartiles of the pairs. The passes run on one core and are timed in its seconds, compiling by the clock. Times depend on
-the machine, which is named beside them; on another one only ratios may be compared. `peak_mb` is the most that a fresh
-process takes to trace and complete once, Python and JAX included.
+Each ratio is the median over pairs of consecutive runs, which a busy machine slows down equally, with the quartiles of
+the pairs. The passes run on one core and are timed in CPU seconds, compilation in wall-clock seconds. Times depend on
+the named machine; across machines compare only ratios. `peak_mb` is the peak memory of a fresh process that traces and
+completes once, including Python and JAX.
 """
 
 import gc
@@ -37,11 +37,13 @@ from flax import nnx
 from jaxlib.mlir import ir, passmanager
 
 import sharding
-from sharding import arguments, compat, graph, paths, propagation, tracing
+from sharding import compat, graph, paths, propagation
+from sharding.jit import argument_shardings, tracing
+from sharding.jit.donation import outputs_reusing_donated
 from sharding.models import gpt, layouts
 from sharding.spec import Dim, Spec, open_spec
 
-from .step import facts_of, in_turns, machine, ratio
+from .step import alternate, facts_of, machine, ratio
 
 BATCH = 1536
 FIGURES = ("ratio", "ours_seconds", "shardy_seconds")
@@ -49,20 +51,20 @@ FIGURES = ("ratio", "ours_seconds", "shardy_seconds")
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The model, the mesh and how often things are measured."""
+    """The model, the mesh and the number of runs."""
 
     mesh: str = "data=64,tensor=8"
-    """Axis sizes; axes are called data, fsdp and tensor."""
+    """Axis sizes; the axes are named data, fsdp and tensor."""
     layers: tuple[int, ...] = (6, 12, 24, 48, 96)
-    """Depths of the unrolled model; the scanned one has the last."""
+    """Depths of the unrolled model; the scanned model has the largest."""
     features: int = 12_288
     heads: int = 96
     vocab: int = 50_304
     context: int = 2048
     rounds: int = 7
-    """Runs timed of each."""
+    """Timed runs of each."""
     json: Path | None = None
-    """Where to write the figures."""
+    """Output file of the figures."""
 
     @property
     def axes(self) -> dict[str, int]:
@@ -80,7 +82,7 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """A train step with Adam, the shapes of its arguments and the few annotations of the layout."""
+    """A train step with Adam, its abstract arguments and the annotations of the layout."""
 
     config: gpt.Config
     axes: dict[str, int]
@@ -117,10 +119,10 @@ def _initial(config: gpt.Config, key: jax.Array) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Traced:
-    """A step as `graph.build` takes it."""
+    """A traced step with the arguments of `graph.build`."""
 
     jaxpr: Any
-    asked: dict[str, Any]
+    build_arguments: dict[str, Any]
 
     @staticmethod
     def of(step: Step, mesh: Any) -> "Traced":
@@ -128,17 +130,20 @@ class Traced:
         leaves, tree = jax.tree.flatten(args)
         names = [n for name, a in zip(("state", "tokens"), args, strict=True) for n in paths.of_tree(a, name)]
         traced = tracing.trace(step, leaves, tree, {}, ["state", "tokens"], "step")
-        specs = arguments.per_leaf((None, layouts.batch(step.axes)), args, "in_shardings", "step")
+        specs = argument_shardings.broadcast_specs((None, layouts.batch(step.axes)), args, "in_shardings", "step")
+        in_annotations = argument_shardings.leaf_annotations(
+            specs, leaves, names, mesh, what="in_shardings", function="step"
+        )
         num_out = len(traced.out_avals)
         return Traced(
             jaxpr=traced.jaxpr,
-            asked={
+            build_arguments={
                 "sizes": step.axes,
                 "in_names": names,
                 "out_names": [f"out/{i}" for i in range(num_out)],
-                "in_pins": arguments.pins(specs, leaves, names, mesh, what="in_shardings", function="step"),
-                "out_pins": [None] * num_out,
-                "ties": tracing.ties(traced, leaves, tree, (0,), [False] * num_out),
+                "in_annotations": in_annotations,
+                "out_annotations": [None] * num_out,
+                "ties": outputs_reusing_donated(traced, leaves, tree, (0,), [False] * num_out),
             },
         )
 
@@ -147,12 +152,12 @@ class Traced:
         return _num_equations(compat.open_jaxpr(self.jaxpr))
 
     def complete(self) -> propagation.Assignment:
-        """What is timed as ours."""
-        return propagation.complete(graph.build(self.jaxpr, **self.asked), self.asked["sizes"])
+        """The pass that is timed as ours."""
+        return propagation.complete(graph.build(self.jaxpr, **self.build_arguments), self.build_arguments["sizes"])
 
 
 def _num_equations(jaxpr: Any) -> int:
-    """Equations, those of nested jaxprs counted at each call, and not the calls."""
+    """Number of equations; nested jaxprs count at each call, the calls do not."""
     inner = [[compat.open_jaxpr(sub) for _, _, sub in compat.sub_jaxprs(eqn.params)] for eqn in jaxpr.eqns]
     return sum(sum(map(_num_equations, subs)) if subs else 1 for subs in inner)
 
@@ -161,7 +166,7 @@ def _num_equations(jaxpr: Any) -> int:
 
 
 def seconds(f: Callable[[], Any], clock: Callable[[], float] = time.process_time) -> float:
-    """How long a call takes, with the cycle collector at rest, as in `sharding.jit`."""
+    """The time of a call, with garbage collection disabled, as in `sharding.jit`."""
     gc.collect()
     gc.disable()
     begun = clock()
@@ -172,7 +177,7 @@ def seconds(f: Callable[[], Any], clock: Callable[[], float] = time.process_time
 
 
 class Shardy:
-    """Shardy's pass on a step that JAX has lowered."""
+    """Shardy's propagation of a lowered step."""
 
     def __init__(self, step: Step):
         self.module = step.jitted("xla").lower(*step.arguments()).compiler_ir()
@@ -180,7 +185,7 @@ class Shardy:
             self.text = self.module.operation.get_asm(enable_debug_info=True)
 
     def seconds(self) -> float:
-        """One run of the pass, on a copy: the original is what JAX caches."""
+        """The time of one run, on a copy, as JAX caches the original."""
         with self.module.context:
             copy = ir.Module.parse(self.text)
             passes = passmanager.PassManager.parse("builtin.module(sdy-propagation-pipeline)")
@@ -188,18 +193,18 @@ class Shardy:
 
 
 def change_seconds(assignment: propagation.Assignment, axis: str, times: int) -> float:
-    """The median time of one more annotation, each on another argument: its last dim is at least split by `axis`."""
+    """The median time of one more annotation, each on another argument: its last dim sharded over `axis`, open."""
     g = assignment.graph
-    free = [v for v in g.inputs if g.shapes[v] and v not in g.pins]
+    free = [v for v in g.inputs if g.shapes[v] and v not in g.annotations]
     took = []
     for v in free[:: max(1, len(free) // times)][:times]:
         spec = Spec(dims=(*open_spec(len(g.shapes[v]) - 1).dims, Dim(axes=(axis,), open=True)))
-        took.append(seconds(partial(assignment.with_pins, {v: graph.Pin(spec=spec, origin="change")})))
+        took.append(seconds(partial(assignment.with_annotations, {v: graph.Annotation(spec=spec, origin="change")})))
     return statistics.median(took)
 
 
 def peak_mb(step: Step) -> int:
-    """The most memory that a process has had which traces and completes a step, in MB."""
+    """The peak memory of a fresh process that traces and completes a step, in MB."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(_peak_mb, step).result()
 
@@ -215,7 +220,7 @@ def _peak_mb(step: Step) -> int:
 
 def _high_water_mb() -> int:
     status = Path("/proc/self/status")
-    if status.exists():  # what `getrusage` tells there begins at what the parent had
+    if status.exists():  # on Linux, `getrusage` starts at the parent's peak
         return int(status.read_text().partition("VmHWM:")[2].split()[0]) * 1024 // 10**6
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit // 10**6
@@ -229,11 +234,11 @@ def against_shardy(options: Options, layers: int, *, scan: bool) -> dict[str, An
         assignment = traced.complete()
         change = change_seconds(assignment, next(iter(options.axes)), options.rounds)
         shardy = Shardy(step)
-    found = ratio(*in_turns(lambda: seconds(traced.complete), shardy.seconds, options.rounds))
+    found = ratio(*alternate(lambda: seconds(traced.complete), shardy.seconds, options.rounds))
     return {
         "equations": traced.num_equations,
         "values": len(assignment.specs),
-        **dict(zip(FIGURES, (found.middle, found.ours_seconds, found.by_hand_seconds), strict=True)),
+        **dict(zip(FIGURES, (found.median, found.ours_seconds, found.by_hand_seconds), strict=True)),
         "quartiles": (found.low, found.high),
         "microseconds_per_equation": 1e6 * found.ours_seconds / traced.num_equations,
         "change_seconds": change,
@@ -242,7 +247,7 @@ def against_shardy(options: Options, layers: int, *, scan: bool) -> dict[str, An
 
 
 def compiling(options: Options) -> dict[str, Any]:
-    """Compile times of a small step with and without the completed constraints, and what the two programs hold."""
+    """Compile times of a small step with and without the inferred constraints, and facts about both programs."""
     config = gpt.PRESETS["gpt-tiny"]
     axes = dict.fromkeys(options.axes, 2)
     step = Step(config=config, axes=axes, batch=16)
@@ -251,16 +256,17 @@ def compiling(options: Options) -> dict[str, Any]:
 
         def compile_seconds(engine: str) -> float:
             jax.clear_caches()
-            lowered = step.jitted(engine).lower(*step.arguments())  # anew, as it keeps what it was compiled to
+            # Lowered again each time, as the lowered object caches its executable.
+            lowered = step.jitted(engine).lower(*step.arguments())
             return seconds(lowered.compile, time.perf_counter)
 
-        both = in_turns(lambda: compile_seconds("sharding"), lambda: compile_seconds("xla"), options.rounds)
+        both = alternate(lambda: compile_seconds("sharding"), lambda: compile_seconds("xla"), options.rounds)
         facts = {
             engine: facts_of(step.jitted(engine).lower(*step.arguments()).compile()) for engine in ("sharding", "xla")
         }
     found = ratio(*both)
     return {
-        "ratio": found.middle, "quartiles": (found.low, found.high), "completed_seconds": statistics.median(both[0]),
+        "ratio": found.median, "quartiles": (found.low, found.high), "completed_seconds": statistics.median(both[0]),
         "left_out_seconds": statistics.median(both[1]), "completed": facts["sharding"], "left_out": facts["xla"],
         "values_split_otherwise_than_by_shardy": len(sharding.compare(ours, shardy)),
     }  # fmt: skip
@@ -274,7 +280,7 @@ def _num_devices(axes: dict[str, int]) -> int:
 
 
 def main(options: Options) -> None:
-    """Measure, print the ratios, and write them where `--json` says."""
+    """Measures, prints the ratios, and writes them to the file of `--json`."""
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
     deepest = max(options.layers)
@@ -293,13 +299,14 @@ def main(options: Options) -> None:
         )
     compiled = compiling(options)
     low, high = compiled["quartiles"]
-    print(f"compile time, completed / left out: {compiled['ratio']:.2f}, quartiles {low:.2f} to {high:.2f}")
-    print(f"values split otherwise than by Shardy: {compiled['values_split_otherwise_than_by_shardy']}")
-    print(f"compiled, completed: {compiled['completed']}\ncompiled, left out:  {compiled['left_out']}")
+    print(f"compile time, with / without constraints: {compiled['ratio']:.2f}, quartiles {low:.2f} to {high:.2f}")
+    print(f"values sharded differently from Shardy: {compiled['values_split_otherwise_than_by_shardy']}")
+    print(f"compiled with constraints:    {compiled['completed']}")
+    print(f"compiled without constraints: {compiled['left_out']}")
     print(f"machine: {machine()}")
     if options.json is not None:
-        asked = {name: value for name, value in asdict(options).items() if name != "json"}
-        text = {"machine": machine(), "options": asked, "models": figures, "compiling": compiled}
+        chosen = {name: value for name, value in asdict(options).items() if name != "json"}
+        text = {"machine": machine(), "options": chosen, "models": figures, "compiling": compiled}
         options.json.write_text(json.dumps(text, indent=2, default=float) + "\n")
 
 

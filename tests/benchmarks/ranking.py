@@ -1,13 +1,13 @@
-"""Whether estimated seconds put ways to split a train step in the order in which they are measured.
+"""Rank correlation of estimated and measured step times over many shardings of one train step.
 
     python -m tests.benchmarks.ranking                                          # an idle machine: some 10 minutes
-    python -m tests.benchmarks.ranking --repeats 2 --quick                      # a first look
+    python -m tests.benchmarks.ranking --repeats 2 --quick                      # a quick look
     python -m tests.benchmarks.ranking --json ranking.json --table ranking.md
 
-The step of a small GPT (AdamW, gradients clipped) on eight virtual CPU devices is annotated in many ways, from usual
-ones to bad ones. For each `completion.estimate` says the seconds of a step by a table that `cost.calibrate` measured in
-the same process before; then the step is compiled and measured, the median of some runs. Spearman's rank correlation
-compares the two orders. All variants run in turns, so that a machine that gets slower does so for all of them.
+The step of a small GPT (AdamW, gradient clipping) on eight virtual CPU devices is annotated in many ways, from standard
+to bad. For each, `completion.estimate` predicts the step time from rates that `cost.calibrate` measured in the same
+process; then the step is compiled and its median time measured. Spearman's rank correlation compares the two orders.
+All variants alternate, so that a slowdown of the machine affects all of them.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ import tyro
 import sharding
 from sharding import P, cost
 from sharding.hardware import Chip
-from sharding.launch.config import Optimization
-from sharding.launch.training import trained
+from sharding.launch.config.optimizer_config import Optimization
+from sharding.launch.train_step import train_functions
 from sharding.models import gpt, layouts
 from sharding.models.layouts import Layout, Rule, U
 from sharding.spec import sizes_text
@@ -39,25 +39,25 @@ from .step import machine
 
 @dataclass(frozen=True)
 class Options:
-    """The model, how often it runs, and what to write."""
+    """The model, the number of runs and the output files."""
 
     batch: int = 32
     context: int = 64
     features: int = 128
     layers: int = 2
     repeats: int = 7
-    """Measured steps of each variant, beside one that is not counted."""
+    """Measured steps of each variant, after one warm-up step."""
     quick: bool = False
     """Calibrate in seconds."""
     json: Path | None = None
-    """Where to write the figures."""
+    """Output file of the figures."""
     table: Path | None = None
-    """Where to write them as a Markdown table."""
+    """Output file of a Markdown table."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """One way to annotate the step."""
+    """One sharding of the step."""
 
     sizes: Mapping[str, int]
     batch: P | None
@@ -87,7 +87,7 @@ VARIANTS: dict[str, Variant] = {
     "batch over all devices": Variant(sizes={"data": 8}, batch=ROWS),
     "batch over four devices": Variant(sizes={"data": 4, "tensor": 2}, batch=ROWS),
     "batch over two devices": Variant(sizes=TWO, batch=ROWS),
-    "nothing split": Variant(sizes=TWO, batch=None),
+    "replicated": Variant(sizes=TWO, batch=None),
     "Megatron": Variant(sizes=TWO, batch=ROWS, layout=MEGATRON),
     "Megatron, tensor=2": Variant(sizes={"data": 4, "tensor": 2}, batch=ROWS, layout=MEGATRON),
     "Megatron, tensor=8": Variant(sizes={"tensor": 8}, batch=None, layout=MEGATRON),
@@ -95,16 +95,14 @@ VARIANTS: dict[str, Variant] = {
     "FSDP and tensor": Variant(sizes={"fsdp": 2, "tensor": 4}, batch=P("fsdp"), layout=layouts.gpt(["fsdp", "tensor"])),
     "only attention": Variant(sizes=TWO, batch=ROWS, layout=only("attention")),
     "only the MLPs": Variant(sizes=TWO, batch=ROWS, layout=only("mlp")),
-    "only the table's rows": Variant(sizes=TWO, batch=ROWS, layout=only("table")),
-    "only the table's columns": Variant(sizes=TWO, batch=ROWS, layout=(Rule("*/table", P(U, "tensor")),)),
-    "the stream by features": Variant(sizes=TWO, batch=ROWS, layout=(Rule("*/scale", P("tensor")),)),
-    "the MLPs' contracted dims": Variant(
+    "only the table, by rows": Variant(sizes=TWO, batch=ROWS, layout=only("table")),
+    "only the table, by columns": Variant(sizes=TWO, batch=ROWS, layout=(Rule("*/table", P(U, "tensor")),)),
+    "residual stream over features": Variant(sizes=TWO, batch=ROWS, layout=(Rule("*/scale", P("tensor")),)),
+    "contracted dims of the MLPs": Variant(
         sizes=TWO, batch=ROWS, layout=(Rule("*/mlp/w1", P("tensor", None)), Rule("*/mlp/w2", P(None, "tensor")))
     ),
-    "features of heads": Variant(
-        sizes=TWO, batch=ROWS, layout=(Rule("*/attention/qkv", P(None, None, None, "tensor")),)
-    ),
-    "weights split, batch over all": Variant(sizes=TWO, batch=P(("data", "tensor")), layout=MEGATRON),
+    "head features": Variant(sizes=TWO, batch=ROWS, layout=(Rule("*/attention/qkv", P(None, None, None, "tensor")),)),
+    "Megatron, batch over all": Variant(sizes=TWO, batch=P(("data", "tensor")), layout=MEGATRON),
 }
 
 
@@ -121,7 +119,7 @@ class Case:
             kv_heads=8,
             mlp_features=4 * options.features,
         )
-        init, train_step, *_ = trained(
+        init, train_step, *_ = train_functions(
             lambda rngs: gpt.GPT(config, rngs=rngs),
             gpt.next_token_loss,
             layout=lambda axes: variant.layout,
@@ -141,7 +139,7 @@ class Case:
             self.tokens = sharding.put(tokens, self.tokens)
 
     def seconds(self) -> float:
-        """Of one more step."""
+        """The time of one more step."""
         with self.over:
             begun = time.perf_counter()
             self.state, loss = self.step(self.state, self.tokens)
@@ -150,7 +148,7 @@ class Case:
 
 
 def measured(options: Options) -> list[Row]:
-    """The figures of all variants, quickest first."""
+    """The figures of all variants, fastest first."""
     effort = cost.QUICK if options.quick else None
     with sharding.mesh(TWO) as mesh:
         chip = cost.calibrate(mesh, effort=effort, say=lambda line: print(line, flush=True)).chip
@@ -178,7 +176,7 @@ def measured(options: Options) -> list[Row]:
 
 
 def spearman(rows: Sequence[Row]) -> float:
-    """The correlation of the ranks by estimate and by measurement."""
+    """Spearman's rank correlation of estimated and measured step times."""
     pairs: Any = scipy.stats.spearmanr([r.estimated_seconds for r in rows], [r.measured_seconds for r in rows])
     return float(pairs.statistic)
 
@@ -188,7 +186,7 @@ def table(rows: Sequence[Row], options: Options) -> str:
     where = machine()
     order = {r.name: k for k, r in enumerate(sorted(rows, key=lambda row: row.estimated_seconds), 1)}
     head = [
-        "# Estimated and measured steps",
+        "# Estimated and measured step times",
         "",
         f"{where['processor']}, {where['cores']} cores, JAX {where['jax']}; eight virtual CPU devices; a GPT of "
         f"{options.layers} layers, {options.features} features, batch {options.batch} x {options.context}. "
@@ -196,7 +194,7 @@ def table(rows: Sequence[Row], options: Options) -> str:
         "",
         f"Spearman's rank correlation of {len(rows)} variants: {spearman(rows):.3f}",
         "",
-        "| annotated | mesh | measured, ms | estimated, ms | place, measured | place, estimated |",
+        "| annotated | mesh | measured, ms | estimated, ms | measured rank | estimated rank |",
         "|---|---|---|---|---|---|",
     ]
     body = [
@@ -208,7 +206,7 @@ def table(rows: Sequence[Row], options: Options) -> str:
 
 
 def main(options: Options) -> None:
-    """Print the table and write what is asked for."""
+    """Measures, prints the table and writes the output files."""
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
     rows = measured(options)

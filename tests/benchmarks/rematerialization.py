@@ -1,11 +1,11 @@
-"""Bytes moved where XLA's partitioner, left alone, gathers whole arrays ("involuntary full rematerialization").
+"""Bytes communicated in programs for which XLA's partitioner does an "involuntary full rematerialization".
 
     python -m tests.benchmarks.rematerialization                                       # half a minute
     python -m tests.benchmarks.rematerialization --table tests/benchmarks/results/rematerialization.md
 
-Each program of `tests/rematerialized.py` is compiled twice for eight virtual CPU devices: left to the partitioner
-(`engine="xla"`: the user's constraints alone, as in plain `jax.jit`) and with decided reshards. The bytes are those of
-all collectives in the compiled programs; they depend on the release of JAX, not on the machine.
+Each program of `tests/support/involuntary_remat.py` is compiled twice for eight virtual CPU devices: by XLA's
+partitioner (`engine="xla"`: only the user's constraints, as in plain `jax.jit`) and with our reshards. The bytes are
+those of all collectives in the compiled programs; they depend on the release of JAX, not on the machine.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ import tyro
 
 from sharding.spec import sizes_text
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # as pytest has it
+sys.path.insert(0, str(Path(__file__).parent.parent))  # as under pytest: `support` is top-level
 
-from rematerialized import PROGRAMS, Moved, moved
+from support.involuntary_remat import PROGRAMS, CompiledProgram, compile_program
 
 
 @dataclass(frozen=True)
 class Options:
-    """What to write."""
+    """The output file."""
 
     table: Path | None = None
-    """Where to write the figures as a Markdown table."""
+    """Output file of a Markdown table."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One program both ways."""
+    """One program, compiled both ways."""
 
     name: str
     mesh: str
-    left: Moved
-    decided: Moved
+    left: CompiledProgram
+    decided: CompiledProgram
 
     @property
     def ratio(self) -> float:
-        """Decided over left alone."""
+        """Bytes with our reshards over bytes with XLA's."""
         return self.decided.bytes / self.left.bytes
 
 
@@ -56,11 +56,11 @@ def table(rows: Sequence[Row]) -> str:
         f"JAX {jax.__version__}, eight virtual CPU devices; bytes of all collectives of one device. "
         "`python -m tests.benchmarks.rematerialization` writes this.",
         "",
-        f"- left alone: XLA warns in {sum(r.left.warned for r in rows)} of {len(rows)} programs",
-        f"- decided: XLA warns in {sum(r.decided.warned for r in rows)}; the ratio of bytes is "
+        f"- XLA's partitioner: XLA warns in {sum(r.left.warned for r in rows)} of {len(rows)} programs",
+        f"- our reshards: XLA warns in {sum(r.decided.warned for r in rows)}; the ratio of bytes is "
         f"{min(r.ratio for r in rows):.2f} to {max(r.ratio for r in rows):.2f}",
         "",
-        "| program | mesh | left alone | decided | ratio | warns, left alone | warns, decided |",
+        "| program | mesh | XLA's partitioner | our reshards | ratio | warns, XLA | warns, ours |",
         "|---|---|---|---|---|---|---|",
     ]
     words = {True: "yes", False: "no"}
@@ -73,13 +73,13 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def main(options: Options) -> None:
-    """Print the table, and write it where asked."""
+    """Measures, prints the table and writes the output file."""
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
     rows = []
     for name, program in PROGRAMS.items():
         mesh = sizes_text(program.sizes)
-        rows.append(Row(name, mesh, moved(program, "xla"), moved(program, "sharding")))
+        rows.append(Row(name, mesh, compile_program(program, "xla"), compile_program(program, "sharding")))
     text = table(rows)
     print(text)
     if options.table is not None:

@@ -1,11 +1,11 @@
-"""What saving costs a run: the default model's steps with a checkpoint every twenty of them beside steps without.
+"""The overhead of checkpointing: step time of the default model with a checkpoint every twenty steps and without.
 
     python -m tests.benchmarks.saving                     # a few minutes
     python -m tests.benchmarks.saving --json saving.json
 
-Rounds of twenty steps alternate: one saves before its first step, as a run does, and the checkpoint is written while
-the steps go on; the other saves nothing, and begins once nothing is left to write. A ratio is that of two neighbouring
-rounds, which a busy machine slows down alike. The published one is the median, with the quartiles beside it.
+Rounds of twenty steps alternate: one saves before its first step, as a run does, and the checkpoint is written
+asynchronously during the steps; the other saves nothing, and starts once the write is complete. A ratio is of two
+consecutive rounds, which a busy machine slows down equally. Reported is the median with the quartiles.
 """
 
 import statistics
@@ -19,35 +19,36 @@ import tyro
 
 import sharding
 from sharding import checkpoint
-from sharding.launch import devices, program, tasks
-from sharding.launch.config import Train, parse_mesh
+from sharding.launch import device_setup, jitted_workload, workloads
+from sharding.launch.config.mesh_config import parse_mesh
+from sharding.launch.config.train_config import Train
 
 from .contenders import machine, write
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How often to measure."""
+    """The number of rounds."""
 
     every: int = 20
     """Steps between checkpoints."""
     pairs: int = 8
-    """Rounds with a checkpoint, and as many without."""
+    """Pairs of rounds, with and without a checkpoint."""
     json: Path | None = None
-    """Where to write the figures."""
+    """Output file of the figures."""
 
 
 def main(options: Options) -> None:
-    """Print the ratios."""
+    """Measures and prints the ratios."""
     config = Train()
-    family, model = tasks.find(config.model)
-    recipe = config.over(family.recipe(config.model.name))
-    axes = devices.enough(parse_mesh(config.mesh), num_devices=config.devices)
-    task = family.build(config.model.name, model, recipe.optimization, steps=recipe.steps, seed=0, sample=0)
-    source = task.source(recipe.batch, 0)
+    family, model = workloads.find(config.model)
+    recipe = config.applied_to(family.recipe(config.model.name))
+    axes = device_setup.set_up_devices(parse_mesh(config.mesh), num_devices=config.devices)
+    workload = family.build(config.model.name, model, recipe.optimization, steps=recipe.steps, seed=0, sample=0)
+    source = workload.source(recipe.batch, 0)
     with tempfile.TemporaryDirectory() as folder, sharding.mesh(axes) as mesh:
         assert isinstance(mesh, jax.sharding.Mesh)
-        run = program.over(task, mesh, batch_size=recipe.batch)
+        run = jitted_workload.jit_workload(workload, mesh, batch_size=recipe.batch)
         state, step = run.initial_state(0), 0
         with checkpoint.Saver(folder) as saver:
 
@@ -71,8 +72,8 @@ def main(options: Options) -> None:
     low, middle, high = statistics.quantiles(ratios, n=4)
     found = {
         "machine": machine(),
-        "model": task.name,
-        "mesh": devices.written(axes),
+        "model": workload.name,
+        "mesh": device_setup.written(axes),
         "checkpoint megabytes": round(num_bytes / 1e6, 1),
         "seconds a step": round(statistics.median(without for _, without in pairs) / options.every, 4),
         f"a save per {options.every} steps over none": [round(each, 4) for each in (low, middle, high)],

@@ -1,13 +1,13 @@
-"""What it takes to look at train steps of the largest models on 512 described v5p chips, without any device.
+"""The time to analyse train steps of the largest models on 512 described v5p chips, without any device.
 
     python -m tests.benchmarks.scale                          # a minute
     python -m tests.benchmarks.scale --json scale.json
-    python -m tests.benchmarks.scale --aot                    # compiled for them too: needs libtpu (extra tpu)
+    python -m tests.benchmarks.scale --aot                    # also compiles for them: needs libtpu (extra tpu)
 
-For GPT-3 (175 billion parameters), a mixture of experts of a trillion that is written here, and `gpt-moe-1t`: the
-seconds of tracing and completing the step, of its ledger, of its memory, of its estimate and of its page, each for the
-first time in the process. Layers are scanned, so that the figures don't grow with depth; nothing is compiled. With
-`--aot` the TPU compiler then says what it holds at the peak, beside what was predicted.
+For GPT-3 (175 billion parameters), a mixture of experts with a trillion parameters that is defined here, and
+`gpt-moe-1t`: the seconds to trace and complete the step, and for its ledger, memory report, estimate and page, each for
+the first time in the process. Layers are scanned, so that the figures don't grow with depth; nothing is compiled.
+`--aot` also compiles ahead of time with the TPU compiler and compares its peak memory with the prediction.
 """
 
 from __future__ import annotations
@@ -29,30 +29,31 @@ from jax import lax
 
 import sharding
 from sharding import P
-from sharding.launch import tasks
-from sharding.launch.config import ModelChoice, Optimization
+from sharding.launch import workloads
+from sharding.launch.config.model_config import ModelOptions
+from sharding.launch.config.optimizer_config import Optimization
 from sharding.models import layouts
 
 DEVICES = "v5p:8x8x8"
 SLOW = 10.0
-"""Seconds within which completion, ledger and memory are meant to be there together."""
+"""The target in seconds for completion, ledger and memory report together."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What to look at, and what to write."""
+    """The programs and the output file."""
 
     aot: bool = False
-    """Whether the compiler for the chips, ahead of time, says its own peak."""
+    """Compile ahead of time for the chips, for the compiler's own peak memory."""
     only: Literal["all", "gpt3", "trillion", "experts"] = "all"
-    """Which program."""
+    """The program to analyse."""
     json: Path | None = None
-    """Where to write the figures."""
+    """Output file of the figures."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Look:
-    """What one program took."""
+class Analysis:
+    """The figures of one program and the time of each analysis."""
 
     name: str
     num_parameters: int
@@ -73,34 +74,34 @@ class Look:
 
     @property
     def seconds(self) -> float:
-        """Of completion, ledger and memory."""
+        """Completion, ledger and memory report together."""
         return self.complete_seconds + self.ledger_seconds + self.memory_seconds
 
 
 Program = tuple[dict[str, int], Callable[..., Any], tuple[Any, ...], Any, Any]
-"""Mesh, step, its arguments' shapes and their specs, and the shapes of the parameters."""
+"""Mesh, step, abstract arguments, their specs, and abstract parameters."""
 
 
 def gpt3() -> Program:
-    """GPT-3 with Megatron's rules over tensor and fully sharded over fsdp."""
+    """GPT-3 with Megatron's layout over tensor and fully sharded over fsdp."""
     return of_the_command_line("gpt3-175b", {"fsdp": 64, "tensor": 8})
 
 
 def experts_1t() -> Program:
-    """A GPT with experts in every other layer, which an axis of their own shares out, and fully sharded over fsdp."""
+    """A GPT with experts in every other layer, sharded over an expert axis and fully sharded over fsdp."""
     return of_the_command_line("gpt-moe-1t", {"fsdp": 8, "expert": 8, "tensor": 8})
 
 
 def of_the_command_line(name: str, sizes: dict[str, int]) -> Program:
-    """What `sharding train` would run, with 512 examples in a batch."""
-    family, model = tasks.find(ModelChoice(name=name))
-    task = family.build(name, model, Optimization(), steps=1000, seed=0)
-    args = task.state_shapes, task.batch_shapes(512)
-    return sizes, task.train_step, args, (None, layouts.batch(sizes)), task.state_shapes.params
+    """The train step of `sharding train`, with a batch of 512."""
+    family, model = workloads.find(ModelOptions(name=name))
+    workload = family.build(name, model, Optimization(), steps=1000, seed=0)
+    args = workload.state_shapes, workload.batch_shapes(512)
+    return sizes, workload.train_step, args, (None, layouts.batch(sizes)), workload.state_shapes.params
 
 
-# A mixture of experts. L layers, B batch, S sequence, M features, H heads, D features of a head, E experts, C places of
-# an expert in a sequence, F hidden features, V vocabulary; the two best experts of each token.
+# A mixture of experts with top-2 routing. L layers, B batch, S sequence, M features, H heads, D head features,
+# E experts, C capacity of an expert per sequence, F hidden features, V vocabulary, K = 2 experts of a token.
 L, S, M, H, D, E, C, F, V = 52, 2048, 6144, 48, 128, 64, 80, 24_576, 51_200
 
 EXPERTS = {
@@ -136,7 +137,7 @@ def experts(w, x_BSM):
     dispatch_BSEC = places_BSKEC.sum(2)
     combine_BSEC = jnp.einsum("bskec,bsk->bsec", places_BSKEC, best_BSK.astype(x_BSM.dtype))
     sent_EBCM = jnp.einsum("bsec,bsm->ebcm", dispatch_BSEC, x_BSM)
-    sent_EBCM = sharding.annotate(sent_EBCM, P("data"))  # to where the experts are, and back
+    sent_EBCM = sharding.annotate(sent_EBCM, P("data"))  # all-to-all to the experts, and back
     wide_EBCF = sharding.annotate(jnp.einsum("ebcm,emf->ebcf", sent_EBCM, w["up"]), P("data", None, None, "tensor"))
     back_EBCM = sharding.annotate(jnp.einsum("ebcf,efm->ebcm", jax.nn.gelu(wide_EBCF), w["down"]), P("data"))
     return jnp.einsum("ebcm,bsec->bsm", back_EBCM, combine_BSEC)
@@ -155,7 +156,7 @@ def loss(params, tokens):
 
 
 def trillion() -> Program:
-    """A trillion parameters, nearly all of experts, which the data axis shares out."""
+    """A trillion parameters, nearly all in experts, which are sharded over the data axis."""
     optimizer = optax.adamw(1e-4, mu_dtype=jnp.float32)
 
     def step(state, tokens):
@@ -178,8 +179,8 @@ PROGRAMS = {
 }
 
 
-def look(name: str, program: Callable[[], Program], *, aot: bool) -> Look:
-    """Completes a program, and compiles it or not, and says what that took."""
+def analyse(name: str, program: Callable[[], Program], *, aot: bool) -> Analysis:
+    """Completes a program, optionally compiles it, and times each analysis."""
     sizes, run, args, specs, params = program()
     with sharding.mesh(sizes, devices=DEVICES), tempfile.TemporaryDirectory() as folder:
         step = sharding.jit(run, in_shardings=specs, donate_argnums=(0,))
@@ -194,7 +195,7 @@ def look(name: str, program: Callable[[], Program], *, aot: bool) -> Look:
         with sharding.mesh(sizes, devices=sharding.cost.compile_only(DEVICES)):
             step = sharding.jit(run, in_shardings=specs, donate_argnums=(0,))
             compiled, compile_seconds = timed(lambda: step.lower(*args).compile())
-    return Look(
+    return Analysis(
         name=name,
         num_parameters=sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params)),
         num_arguments=len(graph.inputs),
@@ -215,31 +216,32 @@ def look(name: str, program: Callable[[], Program], *, aot: bool) -> Look:
 
 
 def timed(f: Callable[[], Any]) -> tuple[Any, float]:
-    """A result and the seconds until it was there."""
+    """The result of a call and its time in seconds."""
     begun = time.perf_counter()
     return f(), time.perf_counter() - begun
 
 
 def main(options: Options) -> None:
-    """Print the figures of each program."""
+    """Analyses each program and prints its figures."""
     jax.config.update("jax_platforms", "cpu")
     found = []
     for key, (name, program) in PROGRAMS.items():
         if options.only not in ("all", key):
             continue
-        one = look(name, program, aot=options.aot)
+        one = analyse(name, program, aot=options.aot)
         found.append(one)
         print(
             f"{name}: {one.num_parameters / 1e9:,.1f} billion parameters in {one.num_arguments} arguments; on {DEVICES}"
         )
         print(f"  {one.num_values} values, {one.num_ops} ops, {one.num_collectives} collectives in the program")
         print(f"  complete {one.complete_seconds:.2f} s, ledger {one.ledger_seconds:.2f} s, memory "
-              f"{one.memory_seconds:.2f} s: {one.seconds:.2f} s together ({'under' if one.seconds < SLOW else 'over'} "
-              f"{SLOW:.0f}); estimate {one.estimate_seconds:.2f} s, page {one.page_seconds:.2f} s")  # fmt: skip
-        print(f"  a step: {one.estimated_seconds:.1f} s, {one.collective_bytes / 1e9:.1f} GB of collectives and "
-              f"{one.peak_bytes / 1e9:.1f} GB at the peak of each device", flush=True)  # fmt: skip
+              f"{one.memory_seconds:.2f} s: {one.seconds:.2f} s in total ({'under' if one.seconds < SLOW else 'over'} "
+              f"{SLOW:.0f} s); estimate {one.estimate_seconds:.2f} s, page {one.page_seconds:.2f} s")  # fmt: skip
+        print(f"  per step: {one.estimated_seconds:.1f} s, {one.collective_bytes / 1e9:.1f} GB of collectives, peak "
+              f"memory {one.peak_bytes / 1e9:.1f} GB per device", flush=True)  # fmt: skip
         if one.compiled_peak_bytes is not None:
-            print(f"  its compiler, in {one.compile_seconds:.0f} s: {one.compiled_peak_bytes / 1e9:.1f} GB", flush=True)
+            peak = one.compiled_peak_bytes / 1e9
+            print(f"  compiled in {one.compile_seconds:.0f} s: peak memory {peak:.1f} GB per device", flush=True)
     if options.json is not None:
         document = {"jax": jax.__version__, "devices": DEVICES, "programs": [asdict(one) for one in found]}
         options.json.write_text(json.dumps(document, indent=1) + "\n")

@@ -1,18 +1,17 @@
-"""What `sharding.jit` costs beside a `jax.jit` that was sharded by hand: the same GPT train step, measured in turns.
+"""`sharding.jit` compared with a hand-sharded `jax.jit` of the same GPT train step, in alternating runs.
 
     python -m tests.benchmarks.step                                     # 8 virtual CPU devices, a few minutes
     python -m tests.benchmarks.step --scan --mesh data=2,fsdp=2,tensor=2 --json step.json
 
-Three ratios, ours over by hand, of runs that alternate:
-  - step: one optimizer step, from the call until the new state is there;
-  - first step: trace, complete, constrain, lower, compile and run once, all caches cleared before;
-  - dispatch: the call alone, until it returns with the devices still at work, on programs too small to hide it.
+Three ratios, ours over by hand, of alternating runs:
+  - step: one optimizer step, from the call until the new state is ready;
+  - first step: trace, complete, constrain, lower, compile and run once, with cleared caches;
+  - dispatch: the asynchronous call alone, on programs too small to hide it.
 
 By hand means a spec for every array of the state in `in_shardings` and `out_shardings`, and a constraint on the output
 of each branch and on the logits. Ours has the layout of `sharding.models.layouts` and the spec of the batch. Both must
-give equal losses, or the run fails. A ratio is the median over pairs of neighbouring runs, which a busy machine slows
-down alike; beside it stand the quartiles of the pairs. Times depend on the machine, which is named beside them; on
-another one only ratios may be compared.
+give equal losses, or the run fails. A ratio is the median over pairs of consecutive runs, which a busy machine slows
+down equally, with the quartiles of the pairs. Times depend on the named machine; across machines compare only ratios.
 """
 
 import json
@@ -50,19 +49,19 @@ BY_HAND = {
     "w2": P("tensor", "fsdp"),
     "scale": P(None),
 }
-"""Parameter -> spec, every dim written out; the moments of the optimizer lie as their parameter."""
+"""Parameter -> full spec; optimizer moments are sharded as their parameter."""
 
 COLLECTIVES = re.compile(r" (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
 TOLERANCE = 1e-5
-"""How far two losses may be apart, relative: the order of sums differs."""
+"""Relative tolerance of losses: the order of sums differs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The model, the mesh and how often things are measured."""
+    """The model, the mesh and the number of runs."""
 
     mesh: str = "data=2,tensor=4"
-    """Axis sizes; axes are called data, fsdp and tensor."""
+    """Axis sizes; the axes are named data, fsdp and tensor."""
     layers: int = 4
     features: int = 128
     heads: int = 8
@@ -72,15 +71,15 @@ class Options:
     scan: bool = False
     """Layers stacked and scanned instead of unrolled."""
     steps: int = 40
-    """Steps timed of each."""
+    """Timed steps of each."""
     first_steps: int = 9
-    """First steps timed of each; one more of each warms up."""
+    """Timed first steps of each, after one warm-up."""
     calls: int = 1000
-    """Calls timed of each, per size of the state."""
+    """Timed calls of each, per state size."""
     leaves: tuple[int, ...] = (10, 100, 400)
-    """Sizes of the state, in arrays, whose dispatch is timed."""
+    """State sizes, in arrays, for dispatch."""
     json: Path | None = None
-    """Where to write the figures."""
+    """Output file of the figures."""
 
     @property
     def axes(self) -> dict[str, int]:
@@ -96,18 +95,19 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True)
 class Ratio:
-    """Ours over by hand, of pairs of runs, and the median times in seconds."""
+    """Ratio of our time to the hand-sharded one over pairs of runs, and the median times in seconds."""
 
-    middle: float
+    median: float
     low: float
-    """A quarter of the pairs are below this one, ..."""
+    """First quartile."""
     high: float
-    """... and a quarter above this one."""
+    """Third quartile."""
     ours_seconds: float
     by_hand_seconds: float
 
     def as_json(self) -> dict[str, float]:
-        return {name: float(f"{value:.4g}") for name, value in asdict(self).items()}
+        found = {name: float(f"{value:.4g}") for name, value in asdict(self).items()}
+        return {"middle": found.pop("median"), **found}
 
 
 # The two programs.
@@ -137,7 +137,7 @@ def _train_step(loss: Callable[[Any, jax.Array], jax.Array]) -> Step:
 
 
 def ours(config: gpt.Config, axes: dict[str, int]) -> Any:
-    """The step with the few annotations of the layout."""
+    """The step with the annotations of the layout."""
     graph, layout = _graph(config), layouts.gpt(axes)
 
     def loss(params: Any, tokens: jax.Array) -> jax.Array:
@@ -162,7 +162,7 @@ class HandMLP(gpt.MLP):
 
 
 def by_hand(config: gpt.Config, axes: dict[str, int], mesh: Any) -> Any:
-    """The step with every sharding written out for plain `jax.jit`."""
+    """The step with explicit shardings for plain `jax.jit`."""
     graph = _graph(config, attention=HandAttention, mlp=HandMLP)
     logits_spec = P(*layouts.batch(axes), None, "tensor" if "tensor" in axes else None)
 
@@ -170,24 +170,24 @@ def by_hand(config: gpt.Config, axes: dict[str, int], mesh: Any) -> Any:
         logits = nnx.merge(graph, params)(tokens[:, :-1])
         return gpt.loss(jax.lax.with_sharding_constraint(logits, logits_spec), tokens[:, 1:])
 
-    places, whole = hand_places(config, axes, mesh), NamedSharding(mesh, P())
+    shardings, replicated = hand_shardings(config, axes, mesh), NamedSharding(mesh, P())
     return jax.jit(
         _train_step(loss),
-        in_shardings=(places, NamedSharding(mesh, layouts.batch(axes))),
-        out_shardings=(places, whole),
+        in_shardings=(shardings, NamedSharding(mesh, layouts.batch(axes))),
+        out_shardings=(shardings, replicated),
         donate_argnums=(0,),
     )
 
 
-def hand_places(config: gpt.Config, axes: dict[str, int], mesh: Any) -> Any:
-    """A tree like the state of shardings."""
+def hand_shardings(config: gpt.Config, axes: dict[str, int], mesh: Any) -> Any:
+    """A tree of shardings with the structure of the state."""
 
-    def place(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
+    def sharding_of(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
         spec = BY_HAND.get(paths.text(path).rpartition("/")[2], P())
         entries = [axis if axis in axes else None for axis in spec]
         return NamedSharding(mesh, P(*[None] * (leaf.ndim - len(entries)), *entries))
 
-    return jax.tree_util.tree_map_with_path(place, _state_shapes(config))
+    return jax.tree_util.tree_map_with_path(sharding_of, _state_shapes(config))
 
 
 def _state_shapes(config: gpt.Config) -> Any:
@@ -197,10 +197,10 @@ def _state_shapes(config: gpt.Config) -> Any:
 # How they are measured.
 
 
-def in_turns(
+def alternate(
     a: Callable[[], float], b: Callable[[], float], times: int, stretch: int = 1
 ) -> tuple[list[float], list[float]]:
-    """What `a` and `b` return, `times` of each in stretches of so many; who goes first alternates."""
+    """Results of `times` calls of `a` and of `b`, in alternating stretches; the order within a pair alternates too."""
     of_a: list[float] = []
     of_b: list[float] = []
     for i in range(times // stretch):
@@ -210,15 +210,15 @@ def in_turns(
 
 
 def ratio(mine: Sequence[float], hand: Sequence[float]) -> Ratio:
-    """The quartiles of the ratios of pairs."""
-    low, middle, high = np.quantile(np.divide(mine, hand), (0.25, 0.5, 0.75))
+    """The quartiles of the pairwise ratios."""
+    low, median, high = np.quantile(np.divide(mine, hand), (0.25, 0.5, 0.75))
     return Ratio(
-        middle=middle, low=low, high=high, ours_seconds=statistics.median(mine), by_hand_seconds=statistics.median(hand)
+        median=median, low=low, high=high, ours_seconds=statistics.median(mine), by_hand_seconds=statistics.median(hand)
     )
 
 
 class _Run:
-    """A program with a state that it steps through."""
+    """A train step with its state, tokens and losses."""
 
     def __init__(self, step: Step, state: Any, tokens: Any):
         self.step, self.state, self.tokens = step, state, tokens
@@ -238,23 +238,23 @@ def _tokens(options: Options) -> np.ndarray:
     return rng.integers(0, options.vocab, (options.batch, options.context + 1), dtype=np.int32)
 
 
-def _started(step: Any, places: Any, options: Options, mesh: Any) -> _Run:
+def _started(step: Any, shardings: Any, options: Options, mesh: Any) -> _Run:
     tokens = jax.device_put(_tokens(options), NamedSharding(mesh, layouts.batch(options.axes)))
-    return _Run(step, jax.jit(partial(_initial, options.model), out_shardings=places)(jax.random.key(0)), tokens)
+    return _Run(step, jax.jit(partial(_initial, options.model), out_shardings=shardings)(jax.random.key(0)), tokens)
 
 
 def step_time(options: Options, mesh: Any) -> tuple[Ratio, dict[str, Any]]:
     """The ratio of step times, and facts about the two programs."""
     config, axes = options.model, options.axes
     mine, hand = ours(config, axes), by_hand(config, axes, mesh)
-    places = hand_places(config, axes, mesh)
-    runs = [_started(mine, places, options, mesh), _started(hand, places, options, mesh)]
+    shardings = hand_shardings(config, axes, mesh)
+    runs = [_started(mine, shardings, options, mesh), _started(hand, shardings, options, mesh)]
     for run in runs:
         run.once()
-    times = in_turns(runs[0].once, runs[1].once, options.steps)
+    times = alternate(runs[0].once, runs[1].once, options.steps)
     np.testing.assert_allclose(runs[0].losses, runs[1].losses, rtol=TOLERANCE)
     completion = mine.complete(runs[0].state, runs[0].tokens)
-    pairs = zip(jax.tree.leaves(completion.in_shardings[0]), jax.tree.leaves(places), strict=True)
+    pairs = zip(jax.tree.leaves(completion.in_shardings[0]), jax.tree.leaves(shardings), strict=True)
     facts = {
         "last_loss": {"ours": runs[0].losses[-1], "by_hand": runs[1].losses[-1]},
         "state_arrays_split_otherwise": sum(not _same(mesh, a, b) for a, b in pairs),
@@ -264,12 +264,12 @@ def step_time(options: Options, mesh: Any) -> tuple[Ratio, dict[str, Any]]:
     return ratio(*times), facts
 
 
-def _same(mesh: Any, spec: P, place: NamedSharding) -> bool:
-    return NamedSharding(mesh, spec).is_equivalent_to(place, max(len(spec), len(place.spec)))
+def _same(mesh: Any, spec: P, other: NamedSharding) -> bool:
+    return NamedSharding(mesh, spec).is_equivalent_to(other, max(len(spec), len(other.spec)))
 
 
 def facts_of(compiled: Any) -> dict[str, Any]:
-    """The collectives of a compiled program by kind, its fusions and its temporary memory."""
+    """The collectives of a compiled program by kind, its number of fusions and its temporary memory."""
     text = compiled.as_text()
     memory = compiled.memory_analysis()
     return {
@@ -280,17 +280,17 @@ def facts_of(compiled: Any) -> dict[str, Any]:
 
 
 def first_step(options: Options, mesh: Any) -> Ratio:
-    """The ratio of times from nothing to the first loss; the first round of each is dropped."""
+    """The ratio of times from tracing to the first loss, without the first round of each."""
     config, axes = options.model, options.axes
-    places = hand_places(config, axes, mesh)
+    shardings = hand_shardings(config, axes, mesh)
 
     def fresh(make: Callable[[], Any]) -> float:
         jax.clear_caches()
-        run = _started(make(), places, options, mesh)
+        run = _started(make(), shardings, options, mesh)
         jax.block_until_ready(run.state)
         return run.once()
 
-    mine, hand = in_turns(
+    mine, hand = alternate(
         lambda: fresh(lambda: ours(config, axes)),
         lambda: fresh(lambda: by_hand(config, axes, mesh)),
         options.first_steps + 1,
@@ -299,12 +299,12 @@ def first_step(options: Options, mesh: Any) -> Ratio:
 
 
 def dispatch(options: Options, mesh: Any, num_leaves: int) -> Ratio:
-    """The ratio of times that a call takes to return, for a state of so many small arrays, each scaled and shifted.
+    """The ratio of dispatch times for a state of `num_leaves` small arrays, each scaled and shifted.
 
-    In stretches of ten calls, as a loop calls its step: after another program a processor's caches hold none of it.
+    In stretches of ten calls, as a training loop calls its step: another program in between evicts the CPU caches.
     """
     spec = P(next(iter(options.axes)), None)
-    place = NamedSharding(mesh, spec)
+    named = NamedSharding(mesh, spec)
 
     def scaled(state: dict[str, jax.Array]) -> dict[str, jax.Array]:
         return {name: x * 0.5 + 1 for name, x in state.items()}
@@ -312,13 +312,15 @@ def dispatch(options: Options, mesh: Any, num_leaves: int) -> Ratio:
     def annotated(state: dict[str, jax.Array]) -> dict[str, jax.Array]:
         return scaled({name: sharding.annotate(x, spec) for name, x in state.items()})
 
-    places = {f"w{i}": place for i in range(num_leaves)}
+    shardings = {f"w{i}": named for i in range(num_leaves)}
     mine = sharding.jit(annotated, donate_argnums=(0,))
-    hand = jax.jit(scaled, in_shardings=(places,), out_shardings=places, donate_argnums=(0,))
-    calls = [_Calls(step, jax.device_put({name: np.ones((8, 8)) for name in places}, place)) for step in (mine, hand)]
+    hand = jax.jit(scaled, in_shardings=(shardings,), out_shardings=shardings, donate_argnums=(0,))
+    calls = [
+        _Calls(step, jax.device_put({name: np.ones((8, 8)) for name in shardings}, named)) for step in (mine, hand)
+    ]
     for call in calls * 3:
         call.once()
-    return ratio(*in_turns(calls[0].once, calls[1].once, options.calls, stretch=10))
+    return ratio(*alternate(calls[0].once, calls[1].once, options.calls, stretch=10))
 
 
 class _Calls:
@@ -333,11 +335,11 @@ class _Calls:
         return seconds
 
 
-# What comes of it.
+# Output.
 
 
 def machine() -> dict[str, Any]:
-    """The kind of machine, without its name."""
+    """The machine's platform, processor and software releases, without its host name."""
     return {
         "platform": jax.default_backend(),
         "devices": f"{len(jax.devices())} x {jax.devices()[0].device_kind}",
@@ -349,12 +351,12 @@ def machine() -> dict[str, Any]:
 
 
 def table(ratios: dict[str, Ratio]) -> Iterator[str]:
-    """The lines that are printed."""
+    """The printed lines."""
     yield f"{'':<24}{'ratio':>8}{'quartiles':>18}{'ours':>14}{'by hand':>14}"
     for name, found in ratios.items():
         quartiles = f"{found.low:.3f} to {found.high:.3f}"
         times = "".join(f"{1e3 * seconds:>11.2f} ms" for seconds in (found.ours_seconds, found.by_hand_seconds))
-        yield f"{name:<24}{found.middle:>8.3f}{quartiles:>18}{times}"
+        yield f"{name:<24}{found.median:>8.3f}{quartiles:>18}{times}"
 
 
 @contextmanager
@@ -367,7 +369,7 @@ def _mesh(axes: dict[str, int]) -> Iterator[Any]:
 
 
 def main(options: Options) -> None:
-    """Measure, print the ratios, and write them where `--json` says."""
+    """Measures, prints the ratios, and writes them to the file of `--json`."""
     with _mesh(options.axes) as mesh:
         ratios: dict[str, Ratio] = {}
         ratios["step"], facts = step_time(options, mesh)
@@ -375,14 +377,14 @@ def main(options: Options) -> None:
             ratios[f"dispatch, {count} arrays"] = dispatch(options, mesh, count)
         ratios["first step"] = first_step(options, mesh)
     print("\n".join(table(ratios)))
-    print(f"losses {facts['last_loss']}, arrays split otherwise: {facts['state_arrays_split_otherwise']}")
+    print(f"losses {facts['last_loss']}, arrays sharded differently: {facts['state_arrays_split_otherwise']}")
     print(f"compiled, ours:    {facts['ours']}")
     print(f"compiled, by hand: {facts['by_hand']}")
     print(f"machine: {machine()}")
     if options.json is not None:
-        asked = {name: value for name, value in asdict(options).items() if name != "json"}
+        chosen = {name: value for name, value in asdict(options).items() if name != "json"}
         figures = {name: found.as_json() for name, found in ratios.items()}
-        text = json.dumps({"machine": machine(), "options": asked, "ratios": figures, "programs": facts}, indent=2)
+        text = json.dumps({"machine": machine(), "options": chosen, "ratios": figures, "programs": facts}, indent=2)
         options.json.write_text(text + "\n")
 
 

@@ -1,4 +1,4 @@
-"""What a profile's runs say of idle devices: of runs exactly as simulated, what the simulation says."""
+"""Bubble fractions from profiled runs: for runs exactly as simulated, they equal the simulated fraction."""
 
 import itertools
 
@@ -27,7 +27,7 @@ def runs(schedule, simulation):
 
 
 @pytest.mark.parametrize("schedule", MADE, ids=lambda schedule: schedule.name)
-def test_of_runs_as_simulated(schedule):
+def test_runs_as_simulated(schedule):
     times = range(2, 2 + schedule.stages)
     simulation = schedule.simulate(forward=times, backward=[5 * t for t in times], weight=[2 * t for t in times])
     found = runs(schedule, simulation)
@@ -48,12 +48,12 @@ def test_a_task_of_two_programs_takes_as_long_as_both():
     assert simulated_fraction(schedule, found) == pytest.approx(1 / 2)
 
 
-def test_runs_side_by_side_count_once():
+def test_overlapping_runs_count_once():
     both = [Run(0, "forward", 0, 6), Run(0, "loss", 2, 4), Run(0, "backward", 5, 7), Run(1, "forward", 9, 10)]
     assert executed_fraction(both) == pytest.approx(1 - 8 / 20)
 
 
-def test_runs_that_are_no_tasks_are_refused():
+def test_runs_without_tasks_are_refused():
     schedule = schedules.gpipe(stages=2, microbatches=2)
     with pytest.raises(ValueError, match="longer"):
         simulated_fraction(schedule, [Run(0, "forward", i, i + 1) for i in range(3)])

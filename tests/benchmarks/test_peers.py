@@ -1,4 +1,4 @@
-"""What is measured against gives our losses: the same model from the same weights and tokens, elsewhere."""
+"""Peer libraries reproduce our losses with the same model, weights and tokens."""
 
 import json
 import shutil
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from benchmarks import workload
+from benchmarks import gpt_workload
 from benchmarks.peers import environment
 from flax import nnx
 
@@ -17,37 +17,37 @@ from sharding.models import gpt
 ROOT = Path(__file__).parent.parent.parent
 PEERS = Path(__file__).parent / "peers"
 SMALL = gpt.Config(vocab=96, context=32, layers=4, features=64, heads=4, kv_heads=4, mlp_features=128, tied=False)
-# Ten times what is there. The exact GELU, another epsilon in the norms or another beta of Adam are all 2e-5 apart.
+# Ten times the actual difference. The exact GELU, another norm epsilon or another Adam beta all differ by 2e-5.
 TOLERANCE = 5e-6
-STEPS = 4  # the loss of the fourth has seen three updates
+STEPS = 4  # the fourth loss is after three updates
 Lines = dict[str, dict[str, Any]]
-"""Schedule or axis -> what the script prints of it."""
+"""Schedule or axis -> the script's output for it."""
 SCHEDULES = ["single", "gpipe", "1f1b", "interleaved", "zbv"]
 AXES = ["data", "fsdp", "tensor"]
 
 
 def test_the_file_holds_every_parameter_and_the_tokens(tmp_path: Path):
-    workload.export(tmp_path / "gpt.npz", SMALL, steps=2, batch=4)
+    gpt_workload.export(tmp_path / "gpt.npz", SMALL, steps=2, batch=4)
     with np.load(tmp_path / "gpt.npz") as arrays:
         found = dict(arrays)
     tokens = found.pop("tokens")
     assert tokens.shape == (2, 4, 33) and tokens.dtype == np.int32 and tokens.max() < SMALL.vocab
     assert not np.array_equal(tokens[0], tokens[1])
-    model = workload.model(SMALL)
+    model = gpt_workload.model(SMALL)
     assert sum(value.size for value in found.values()) == gpt.num_params(model)
     assert {value.dtype for value in found.values()} == {np.dtype(np.float32)}
     np.testing.assert_array_equal(found["blocks/3/attention/qkv"], model.blocks[3].attention.qkv[...])
     np.testing.assert_array_equal(found["head/table"], model.head.table[...])
 
 
-def test_the_model_is_the_size_that_is_said():
-    assert gpt.num_params(nnx.eval_shape(workload.model)) == 6_820_096
+def test_the_model_has_the_documented_size():
+    assert gpt.num_params(nnx.eval_shape(gpt_workload.model)) == 6_820_096
 
 
-def test_without_its_python_there_is_one_sentence_and_no_environment(tmp_path: Path):
-    said: list[str] = []
-    assert environment.torch_python(tmp_path, pythons=["no-such-python"], say=said.append) is None
-    assert said == ["There is no no-such-python on this machine to make an environment for PyTorch with."]
+def test_a_missing_python_is_reported_and_creates_no_environment(tmp_path: Path):
+    messages: list[str] = []
+    assert environment.torch_python(tmp_path, pythons=["no-such-python"], say=messages.append) is None
+    assert messages == ["PyTorch needs no-such-python, which is not installed on this machine."]
     assert not list(tmp_path.iterdir())
 
 
@@ -61,21 +61,21 @@ def test_without_its_python_there_is_one_sentence_and_no_environment(tmp_path: P
         ('nvidia-ml-py; extra == "monitor"', False),
     ],
 )
-def test_builds_for_cuda_are_told_by_what_they_ask_for(need: str, cuda: bool):
+def test_cuda_builds_are_recognized_by_their_requirements(need: str, cuda: bool):
     assert bool(environment.CUDA.match(need)) == cuda
 
 
 @pytest.fixture(scope="module")
 def torch_python() -> Path:
-    said: list[str] = []
-    python = environment.torch_python(ROOT / ".venv-peers", say=said.append)
+    messages: list[str] = []
+    python = environment.torch_python(ROOT / ".venv-peers", say=messages.append)
     if python is None:
-        pytest.skip(said[0])
+        pytest.skip(messages[0])
     return python
 
 
 def measured(python: Path, folder: Path, script: str, *options: str) -> Lines:
-    workload.export(folder / "gpt.npz", SMALL, steps=STEPS)
+    gpt_workload.export(folder / "gpt.npz", SMALL, steps=STEPS)
     command = [python, PEERS / script, folder / "gpt.npz", "--processes", "2", "--threads", "1", *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
@@ -93,7 +93,7 @@ def torch_lines(torch_python: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture(scope="module")
 def losses() -> list[float]:
-    return workload.losses(SMALL, steps=STEPS)
+    return gpt_workload.losses(SMALL, steps=STEPS)
 
 
 @pytest.mark.slow

@@ -1,3 +1,5 @@
+"""Restoring onto other meshes, and errors for other arrays than were saved."""
+
 from dataclasses import dataclass
 from typing import Any
 
@@ -6,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from disk import flip, largest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from support.faulty_disk import flip_bit, largest_file
 
 from sharding import ShardingError, checkpoint
 
@@ -31,16 +33,16 @@ def mesh(*shape: int) -> jax.sharding.Mesh:
 
 def state(on: jax.sharding.Mesh | None = None, seed: int = 0) -> State:
     params = nnx.state(nnx.Linear(16, 8, rngs=nnx.Rngs(seed)), nnx.Param)
-    whole = State(params, optax.adam(1e-3).init(params), jnp.int32(7))
-    return whole if on is None else jax.tree.map(lambda leaf: jax.device_put(leaf, placed(on, leaf)), whole)
+    unsharded = State(params, optax.adam(1e-3).init(params), jnp.int32(7))
+    return unsharded if on is None else jax.tree.map(lambda x: jax.device_put(x, sharding_on(on, x)), unsharded)
 
 
-def placed(on: jax.sharding.Mesh, leaf: Any) -> NamedSharding:
+def sharding_on(on: jax.sharding.Mesh, leaf: Any) -> NamedSharding:
     return NamedSharding(on, P(*on.axis_names) if leaf.ndim == 2 else P())
 
 
 def shapes(on: jax.sharding.Mesh, tree: Any) -> Any:
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed(on, leaf)), tree)
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding_on(on, leaf)), tree)
 
 
 def assert_equal(a: Any, b: Any) -> None:
@@ -54,7 +56,7 @@ def test_restored_on_another_mesh(after: tuple[int, ...], tmp_path):
     checkpoint.save(tmp_path, 3, before, {"note": "x"}).wait()
     restored = checkpoint.restore(tmp_path, shapes(mesh(*after), before))
     assert_equal(restored, before)
-    assert restored.params["kernel"].sharding.is_equivalent_to(placed(mesh(*after), jnp.zeros((16, 8))), 2)
+    assert restored.params["kernel"].sharding.is_equivalent_to(sharding_on(mesh(*after), jnp.zeros((16, 8))), 2)
 
 
 def test_extra_and_steps(tmp_path):
@@ -67,20 +69,20 @@ def test_extra_and_steps(tmp_path):
     np.testing.assert_array_equal(checkpoint.restore(tmp_path, {"a": jnp.zeros((3,), jnp.int32)}, 1)["a"], [1, 1, 1])
 
 
-def test_only_the_newest_stay(tmp_path):
+def test_only_the_newest_are_kept(tmp_path):
     for step in range(5):
         checkpoint.save(tmp_path, step, {"a": jnp.zeros(3)}, keep=2).wait()
     with pytest.raises(ShardingError, match="steps 3, 4"):
         checkpoint.extra(tmp_path, 0)
 
 
-def test_the_state_may_be_donated_while_it_is_saved(tmp_path):
+def test_state_may_be_donated_while_it_is_saved(tmp_path):
     before = {"a": jnp.arange(1 << 16, dtype=jnp.float32)}
-    wanted = np.asarray(before["a"]).copy()
+    expected = np.asarray(before["a"]).copy()
     saving = checkpoint.save(tmp_path, 0, before)
     jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf * 0, tree), donate_argnums=(0,))(before)
     saving.wait()
-    np.testing.assert_array_equal(checkpoint.restore(tmp_path, {"a": jnp.zeros_like(wanted)})["a"], wanted)
+    np.testing.assert_array_equal(checkpoint.restore(tmp_path, {"a": jnp.zeros_like(expected)})["a"], expected)
 
 
 @pytest.mark.parametrize("dtype", ["bool", "int8", "uint16", "bfloat16", "float32", "int32"])
@@ -90,21 +92,21 @@ def test_dtypes(dtype: str, tmp_path):
     assert_equal(checkpoint.restore(tmp_path, before), before)
 
 
-def test_names_are_those_of_the_library():
+def test_names_are_paths():
     names = checkpoint.named_leaves(state())
     assert {"params/kernel", "params/bias", "opt_state/0/mu/kernel", "step"} <= set(names)
 
 
-def test_other_arrays_are_all_listed(tmp_path):
+def test_one_error_lists_all_differences(tmp_path):
     checkpoint.save(tmp_path, 0, {"a": jnp.zeros(3), "b": jnp.zeros(3), "c": jnp.zeros(3)}).wait()
-    asked = {"a": jnp.zeros(4), "b": jnp.zeros(3, jnp.bfloat16), "d": jnp.zeros(1)}
+    like = {"a": jnp.zeros(4), "b": jnp.zeros(3, jnp.bfloat16), "d": jnp.zeros(1)}
     with pytest.raises(ShardingError, match="names, shapes and dtypes") as caught:
-        checkpoint.restore(tmp_path, asked)
-    shown = str(caught.value)
-    assert "a: saved as float32[3], asked as float32[4]" in shown
-    assert "b: saved as float32[3], asked as bfloat16[3]" in shown
-    assert "c: in the checkpoint alone" in shown
-    assert "d: not in the checkpoint" in shown
+        checkpoint.restore(tmp_path, like)
+    message = str(caught.value)
+    assert "a: saved as float32[3], requested float32[4]" in message
+    assert "b: saved as float32[3], requested bfloat16[3]" in message
+    assert "c: only in the checkpoint" in message
+    assert "d: not in the checkpoint" in message
 
 
 def test_no_checkpoint(tmp_path):
@@ -112,13 +114,13 @@ def test_no_checkpoint(tmp_path):
         checkpoint.restore(tmp_path, {"a": jnp.zeros(3)})
 
 
-def test_a_flipped_bit_is_noticed(tmp_path):
-    # Random bits do not compress, so the middle of the largest file is an array's.
+def test_flipped_bit_is_detected(tmp_path):
+    # Random bits do not compress, so the middle of the largest file belongs to an array.
     noise = {"a": jax.random.bits(jax.random.key(0), (1 << 16,), jnp.uint32)}
     for step in (1, 2):
         checkpoint.save(tmp_path, step, noise).wait()
-    flip(largest(tmp_path / "2"))
-    with pytest.raises(ShardingError, match="the checkpoint of step 1"):
+    flip_bit(largest_file(tmp_path / "2"))
+    with pytest.raises(ShardingError, match="step 1, the newest older checkpoint"):
         checkpoint.restore(tmp_path, noise, 2)
-    with pytest.warns(UserWarning, match="step 2 in .* is damaged .*checksums differ: a.*: restored is that of step 1"):
+    with pytest.warns(UserWarning, match="step 2 in .* is corrupted .*checksum mismatch: a.*: restored step 1"):
         assert_equal(checkpoint.restore(tmp_path, noise), noise)

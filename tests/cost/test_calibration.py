@@ -1,4 +1,4 @@
-"""What is measured is a table that estimates read; how quick the machine is, no test says."""
+"""Calibration writes a file that estimates read; no test depends on the machine's speed."""
 
 import math
 
@@ -11,14 +11,14 @@ from sharding.cost.calibration import fitted
 from sharding.errors import ShardingError
 
 
-def test_a_measured_machine_is_a_table(tmp_path):
+def test_a_calibration_is_saved_and_loaded(tmp_path):
     m = mesh(data=2, tensor=2, devices=jax.devices()[:4]).mesh
     lines = []
     calibration = calibrate(m, effort=QUICK, say=lines.append)
     calibration.save(tmp_path / "machine.json")
     chip = hardware.load(tmp_path / "machine.json")
     assert chip == calibration.chip
-    # Both axes have the same links: measured once. The whole mesh is another group.
+    # Both axes have the same links and are measured once; the full mesh is another group.
     measured = [(one.kind, one.num_devices, one.link) for one in chip.collectives]
     assert measured == [(kind, size, "shared memory") for size in (2, 4) for kind in KINDS]
     assert not chip.shares_cores
@@ -41,17 +41,17 @@ def test_an_unknown_chip():
 
 
 @pytest.mark.parametrize(("start_seconds", "bytes_per_second"), [(0.0, 1e9), (1e-4, 3e9), (2e-5, 1e12)])
-def test_a_line_is_found(start_seconds, bytes_per_second):
+def test_fit_of_exact_points(start_seconds, bytes_per_second):
     points = [(size, start_seconds + size / bytes_per_second) for size in (1e3, 1e5, 1e7)]
     start, rate = fitted(points)
     assert math.isclose(start, start_seconds, abs_tol=1e-9)
     assert math.isclose(rate, bytes_per_second, rel_tol=1e-6)
 
 
-def test_a_line_makes_sense_where_the_points_do_not():
-    start, rate = fitted([(1e3, 1e-6), (1e6, 1.1e-2), (2e6, 2.9e-2)])  # would begin before it is asked
+def test_fit_of_noisy_points_is_physical():
+    start, rate = fitted([(1e3, 1e-6), (1e6, 1.1e-2), (2e6, 2.9e-2)])  # least squares gives a negative start
     assert start == 0
     assert 0 < rate < 1e9
-    start, rate = fitted([(1e3, 2e-5), (1e6, 1e-5)])  # the longer the quicker
+    start, rate = fitted([(1e3, 2e-5), (1e6, 1e-5)])  # the larger the faster
     assert start > 0
     assert 0 < rate < math.inf

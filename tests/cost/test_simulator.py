@@ -1,4 +1,4 @@
-"""The simulator against a slow clock that looks at every stream at every moment, and against a published instance."""
+"""The simulator against a slow reference that checks every stream at every event, and against a published instance."""
 
 import math
 
@@ -11,9 +11,9 @@ from sharding.errors import ShardingError
 
 
 def clock(tasks):
-    """(start, end) of each task: at every moment at which something ends, free streams take who is first in line."""
+    """(start, end) of each task: whenever a task ends, idle streams start the first task in their queue."""
     order, place = [], {}
-    while len(order) < len(tasks):  # the order of dependence: the first that was given of those that can come next
+    while len(order) < len(tasks):  # topological order, ties broken by the order given
         order.append(next(t for t in tasks if t.name not in place and all(name in place for name in t.after)))
         place[order[-1].name] = len(place)
     spans, now = {}, 0.0
@@ -23,7 +23,7 @@ def clock(tasks):
 
     while len(spans) < len(tasks):
         begun = True
-        while begun:  # a task of no length ends at once and may let others begin at the same moment
+        while begun:  # a zero-length task ends at once and may let others start at the same time
             begun = False
             lines = {}
             for t in order:
@@ -51,7 +51,7 @@ def times(timeline):
 
 @st.composite
 def programs(draw):
-    """Tasks in any order, few streams and few durations, so that there are ties and lines."""
+    """Tasks in any order with few streams and durations, so that there are ties and queues."""
     count = draw(st.integers(1, 12))
     seconds = st.sampled_from([0.0, 0.5, 1.0, 1.5, 2.0, 0.1, 0.3])
     tasks = []
@@ -67,7 +67,7 @@ def programs(draw):
 
 @settings(derandomize=True, deadline=None, max_examples=200)
 @given(programs())
-def test_full_is_delta_is_the_clock(program):
+def test_full_and_delta_algorithms_agree_with_the_reference(program):
     tasks, changes = program
     timeline = simulate(tasks)
     assert times(timeline) == clock(tasks)
@@ -111,7 +111,7 @@ def test_critical_path_has_no_gap(program):
 
 
 def parts(op, devices, seconds, reads=()):
-    """The tasks of an op whose parts read every part of other ops: a transfer of 0.5 from each other device."""
+    """The tasks of an op, one per device, that reads other ops' results: a transfer of 0.5 from each other device."""
     tasks = []
     for i, device in enumerate(devices):
         after = []
@@ -165,7 +165,7 @@ def test_communication_hides_behind_compute():
     assert timeline.with_seconds({"reduce g2": 3}).makespan_seconds == 6.5
 
 
-def test_a_change_times_what_it_reaches():
+def test_a_change_retimes_only_affected_tasks():
     chains = [
         Task(name=f"{chain}{i}", stream=f"s{chain}", seconds=1, after=(f"{chain}{i - 1}",) if i else ())
         for chain in range(10)
@@ -179,7 +179,7 @@ def test_a_change_times_what_it_reaches():
     assert timeline["399"].end_seconds == 100
 
 
-def test_nothing_to_do():
+def test_no_tasks():
     assert simulate([]).makespan_seconds == 0
     assert simulate([]).critical_path() == ()
 
@@ -187,12 +187,12 @@ def test_nothing_to_do():
 @pytest.mark.parametrize(
     ("tasks", "message"),
     [
-        ([Task(name="a", stream="s", seconds=1)] * 2, "two tasks 'a'"),
-        ([Task(name="a", stream="s", seconds=1, after=("b",))], "'a' after 'b', which is no task"),
+        ([Task(name="a", stream="s", seconds=1)] * 2, "duplicate task 'a'"),
+        ([Task(name="a", stream="s", seconds=1, after=("b",))], "'a' after unknown task 'b'"),
         ([Task(name="a", stream="s", seconds=-1)], "'a' of -1 seconds"),
         (
             [Task(name="a", stream="s", seconds=1, after=("b",)), Task(name="b", stream="s", seconds=1, after=("a",))],
-            "in a circle: a, b",
+            "cyclic dependencies: a, b",
         ),
     ],
 )
@@ -202,5 +202,5 @@ def test_errors(tasks, message):
 
 
 def test_errors_of_changes():
-    with pytest.raises(ShardingError, match=r"no task 'b'(.|\n)*'a' of nan seconds"):
+    with pytest.raises(ShardingError, match=r"unknown task 'b'(.|\n)*'a' of nan seconds"):
         simulate([Task(name="a", stream="s", seconds=1)]).with_seconds({"b": 1, "a": math.nan})

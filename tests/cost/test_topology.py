@@ -1,4 +1,4 @@
-"""Which links the groups of a mesh axis have."""
+"""Links of the groups along mesh axes."""
 
 import jax
 import numpy as np
@@ -10,7 +10,7 @@ from sharding.errors import ShardingError
 
 
 def ways(devices, sizes, *axes):
-    """(shape, size, GB/s, us) of each way, by level."""
+    """(shape, size, GB/s, us) of each way, per level."""
     on = topology(mesh(sizes, devices=devices).mesh, devices)
     return [
         [(w.shape, w.size, round(w.bytes_per_second / 1e9, 3), round(w.latency_seconds * 1e6, 3)) for w in level]
@@ -18,7 +18,7 @@ def ways(devices, sizes, *axes):
     ]
 
 
-def test_axes_take_whole_dims_of_a_torus():
+def test_axes_on_full_torus_dims():
     sizes = {"data": 4, "fsdp": 8, "tensor": 8}
     assert ways("v5p:4x8x8", sizes, "tensor") == [[("ring", 8, 100, 1)]]
     assert ways("v5p:4x8x8", sizes, "data") == [[("ring", 4, 100, 1)]]
@@ -29,23 +29,23 @@ def test_axes_take_whole_dims_of_a_torus():
     ]
 
 
-def test_a_torus_that_is_not_closed_is_a_line():
+def test_torus_dims_without_wraparound_are_lines():
     assert ways("v5p:2x2x4", {"data": 4, "tensor": 4}, "tensor") == [[("line", 2, 100, 1)] * 2]
     assert ways("v5p:2x2x4", {"data": 4, "tensor": 4}, "data") == [[("line", 4, 100, 1)]]
     assert ways("v5e:8x16", {"data": 8, "tensor": 16}, "data") == [[("line", 8, 50, 1)]]
     assert ways("v5e:8x16", {"data": 8, "tensor": 16}, "tensor") == [[("ring", 16, 50, 1)]]
 
 
-def test_parts_of_a_dim_share_its_links():
+def test_axes_on_one_dim_share_its_links():
     sizes = {"data": 4, "tensor": 4}  # over one dim of 16
     assert ways("v5e:1x16", sizes, "tensor") == [[("line", 4, 50, 1)]]  # neighbours
-    assert ways("v5e:1x16", sizes, "data") == [[("ring", 4, 12.5, 4)]]  # four groups that interleave
+    assert ways("v5e:1x16", sizes, "data") == [[("ring", 4, 12.5, 4)]]  # four interleaved groups
     assert ways("v5e:1x16", sizes, "data", "tensor") == ways("v5e:1x16", {"x": 16}, "x") == [[("ring", 16, 50, 1)]]
     assert ways("v5e:1x16", {"x": 16}, ("x", 4, 4)) == ways("v5e:1x16", sizes, "tensor")
     assert ways("v5e:1x16", {"x": 16}, ("x", 1, 4)) == ways("v5e:1x16", sizes, "data")
 
 
-def test_sizes_that_do_not_fit_are_never_flattered():
+def test_axes_that_do_not_match_dims_are_pessimistic():
     assert ways("v5e:4x6", {"a": 3, "b": 8}, "b") == [[("line", 2, 50, 1)], [("line", 4, 25, 2)]]
     assert ways("v5e:4x6", {"a": 3, "b": 8}, "a") == [[("line", 3, 25, 2)]]
 
@@ -71,7 +71,7 @@ def test_hosts_of_gpus():
 
 @pytest.mark.parametrize("devices", ["v4:4x4x4", "v5p:4x6x2", "v6e:4x12", "tpu7x:2x3x4", "h100:6x8", "cpu:2x24"])
 @pytest.mark.parametrize("sizes", [(48,), (2, 24), (6, 8), (3, 4, 4), (4, 4, 3), (16, 3)])
-def test_levels_hold_the_whole_group(devices, sizes):
+def test_levels_multiply_to_the_group_size(devices, sizes):
     described = hardware.parse(devices)
     factor = described.num_devices // 48 or 1
     if described.num_devices != 48 * factor or factor > 1:
@@ -90,10 +90,13 @@ def test_real_devices():
     assert [[way.link for way in level] for level in on.levels(("data",))] == [["shared memory"]]
 
 
-def test_a_mesh_in_force_knows_its_devices():
+def test_the_current_mesh_knows_its_devices():
     with mesh(data=16, tensor=8, devices="h100:16x8") as m:
         assert str(topology(m).devices) == "h100:16x8"
-    with mesh(data=8, devices=8) as m, pytest.raises(ShardingError, match=r'devices of no(.|\n)*hardware="h100"'):
+    with (
+        mesh(data=8, devices=8) as m,
+        pytest.raises(ShardingError, match=r'devices of unknown hardware(.|\n)*hardware="h100"'),
+    ):
         topology(m)
 
 
@@ -109,7 +112,7 @@ def test_hardware_by_name():
 
 def test_unknown_axis():
     on = topology(mesh(data=8).mesh)
-    with pytest.raises(ShardingError, match=r"the links along tensor(.|\n)*a mesh with the axes data"):
+    with pytest.raises(ShardingError, match=r"the links along tensor(.|\n)*a mesh with axes data"):
         on.levels(("tensor",))
 
 

@@ -1,6 +1,6 @@
-"""Small programs with one bad annotation each: the ledger says what it costs, on which line, and what to write instead.
+"""Small programs with one bad annotation each: the ledger gives its cost, its line and what to write instead.
 
-In each program the line where the collective is ends in `# moves` and the annotation at fault in `# asked`.
+In each program the line that causes the collective ends in `# moves`, and the annotation at fault in `# annotated`.
 """
 
 import inspect
@@ -27,25 +27,25 @@ def floats(*shape):
 
 @dataclass(frozen=True, kw_only=True)
 class Mistake:
-    """A program that takes an annotation, first a bad one and then a good one."""
+    """A program with a bad annotation, and the good one that avoids the collective."""
 
     program: Callable[..., Callable[..., Any]]
     bad: P
     good: P
     args: tuple[Any, ...]
     specs: tuple[Any, ...] = ()
-    """Of the arguments, in both."""
+    """Specs of the arguments, with either annotation."""
     is_result: bool = False
-    """Whether the annotation is that of the result."""
+    """Whether the result is annotated."""
     kind: str
-    """Of the largest collective."""
+    """Kind of the largest collective."""
     axes: tuple[str, ...]
     count: int = 1
     bytes: int
     cause: str
-    """Part of it."""
+    """A substring of the cause."""
     hint: str
-    """Part of it."""
+    """A substring of the hint."""
 
 
 def line(program, mark):
@@ -57,7 +57,7 @@ def line(program, mark):
 
 def weight(spec):
     def f(x, w):
-        w = annotate(w, spec)  # asked
+        w = annotate(w, spec)  # annotated
         h = x @ w  # moves
         return jax.nn.relu(h)
 
@@ -67,16 +67,16 @@ def weight(spec):
 def activation(spec):
     def f(x, w1, w2):
         h = jax.nn.relu(x @ w1)  # moves
-        h = annotate(h, spec, name="hidden")  # asked
+        h = annotate(h, spec, name="hidden")  # annotated
         return h @ w2
 
     return f
 
 
-def turned(spec):
+def transposed_shards(spec):
     def f(x):
         x = jnp.sin(x)  # moves
-        x = annotate(x, spec, name="turned")  # asked
+        x = annotate(x, spec, name="moved")  # annotated
         return jnp.cos(x)
 
     return f
@@ -84,7 +84,7 @@ def turned(spec):
 
 def contracted(spec):
     def f(x, w):
-        x = annotate(x, spec)  # asked
+        x = annotate(x, spec)  # annotated
         return x @ w  # moves
 
     return f
@@ -94,7 +94,7 @@ def consecutive(spec):
     def f(x):
         first = annotate(jnp.tanh(x), P("tensor"), name="first")
         second = jnp.exp(first)  # moves
-        second = annotate(second, spec, name="second")  # asked
+        second = annotate(second, spec, name="second")  # annotated
         return second * 2
 
     return f
@@ -102,7 +102,7 @@ def consecutive(spec):
 
 def running(spec):
     def f(x):
-        y = annotate(x * 2, spec, name="y")  # asked
+        y = annotate(x * 2, spec, name="y")  # annotated
         return jnp.cumsum(y, axis=1)  # moves
 
     return f
@@ -110,7 +110,7 @@ def running(spec):
 
 def ordered(spec):
     def f(x):
-        y = annotate(x * 2, spec, name="y")  # asked
+        y = annotate(x * 2, spec, name="y")  # annotated
         return jnp.sort(y, axis=1)  # moves
 
     return f
@@ -118,7 +118,7 @@ def ordered(spec):
 
 def waves(spec):
     def f(x):
-        y = annotate(x * 2, spec, name="y")  # asked
+        y = annotate(x * 2, spec, name="y")  # annotated
         return jnp.fft.fft(y, axis=1)  # moves
 
     return f
@@ -126,7 +126,7 @@ def waves(spec):
 
 def looked_up(spec):
     def f(table, tokens):
-        table = annotate(table, spec)  # asked
+        table = annotate(table, spec)  # annotated
         return table[tokens]  # moves
 
     return f
@@ -134,7 +134,7 @@ def looked_up(spec):
 
 def reshaped(spec):
     def f(x):
-        y = annotate(x + 1, spec, name="y")  # asked
+        y = annotate(x + 1, spec, name="y")  # annotated
         y = y.reshape(-1, 3, 20)  # moves
         return y * 2
 
@@ -144,7 +144,7 @@ def reshaped(spec):
 def layers(spec):
     def f(x, ws):
         def layer(x, w):
-            w = annotate(w, spec, name="layer")  # asked
+            w = annotate(w, spec, name="layer")  # annotated
             return jnp.tanh(x @ w), None  # moves
 
         return lax.scan(layer, annotate(x, P("data")), ws)[0]
@@ -154,7 +154,7 @@ def layers(spec):
 
 def adam(spec):
     def f(w, mu, gradient):
-        mu = annotate(mu, spec)  # asked
+        mu = annotate(mu, spec)  # annotated
         mu = 0.9 * mu + 0.1 * gradient  # moves
         return w - 1e-3 * mu, mu
 
@@ -170,7 +170,7 @@ def returned(spec):
 
 def scaled(spec):
     def f(x):
-        y = annotate(x * 2, spec, name="y")  # asked
+        y = annotate(x * 2, spec, name="y")  # annotated
         return y / jnp.max(y, axis=-1, keepdims=True)  # moves
 
     return f
@@ -178,7 +178,7 @@ def scaled(spec):
 
 def side_by_side(spec):
     def f(x, y):
-        y = annotate(y, spec)  # asked
+        y = annotate(y, spec)  # annotated
         both = jnp.concatenate([x, y], axis=1)  # moves
         return jnp.tanh(both)
 
@@ -187,7 +187,7 @@ def side_by_side(spec):
 
 def channels(spec):
     def f(images, kernel):
-        images = annotate(images, spec)  # asked
+        images = annotate(images, spec)  # annotated
         return lax.conv_general_dilated(images, kernel, (1, 1), "SAME", dimension_numbers=NHWC)  # moves
 
     return f
@@ -195,7 +195,7 @@ def channels(spec):
 
 def attention(spec):
     def f(q, k):
-        k = annotate(k, spec)  # asked
+        k = annotate(k, spec)  # annotated
         scores = jnp.einsum("bshd,bthd->bhst", q, k)  # moves
         return jax.nn.relu(scores)
 
@@ -203,98 +203,103 @@ def attention(spec):
 
 
 X, W = floats(4096, 256), floats(256, 512)
-WHOLE = 4 * 4096 * 512
-TO_ROWS = "goes from [-, tensor] to [tensor, -]"
+HIDDEN_BYTES = 4 * 4096 * 512
+TO_ROWS = "resharded from [-, tensor] to [tensor, -]"
 
 MISTAKES: dict[str, Mistake] = {
-    "a weight is gathered": Mistake(
+    "a weight is all-gathered": Mistake(
         program=weight, bad=P("data"), good=P(None, "tensor"), args=(X, W), specs=(P("data"), None),
         kind="all-gather", axes=("data",), bytes=4 * 256 * 512,
-        cause="w, goes from [data, -] to [-, -]", hint="or take data off dim 0 of x (in_shardings)",
+        cause="w, resharded from [data, -] to [-, -]", hint="or remove data from dim 0 of x (in_shardings)",
     ),
-    "an activation is made whole": Mistake(
+    "an activation is all-gathered": Mistake(
         program=activation, bad=P(), good=P("data"), args=(X, W, floats(512, 64)), specs=(P("data"), None, None),
-        kind="all-gather", axes=("data",), bytes=WHOLE,
-        cause="hidden, goes from [data, -] to [-, -]", hint="annotate hidden as [data, -] (it is [-, -] by annotate",
+        kind="all-gather", axes=("data",), bytes=HIDDEN_BYTES,
+        cause="hidden, resharded from [data, -] to [-, -]",
+        hint="annotate hidden as [data, -] (now [-, -] from annotate",
     ),
-    "XLA alone would rematerialize the whole": Mistake(
-        program=turned, bad=P(None, ("data", "tensor")), good=P("data", None, "tensor"),
+    "XLA would rematerialize in full": Mistake(
+        program=transposed_shards, bad=P(None, ("data", "tensor")), good=P("data", None, "tensor"),
         args=(floats(8, 64, 32),), specs=(P("data", None, "tensor"),),
         kind="all-to-all", axes=("data",), bytes=4 * 8 * 64 * 32 // 8,
-        cause="goes from [data, -, tensor] to [-, data, tensor]", hint="take data, tensor off dim 1 of turned",
+        cause="resharded from [data, -, tensor] to [-, data, tensor]", hint="remove data, tensor from dim 1 of moved",
     ),
-    "the batch's axis on a contracted dim": Mistake(
+    "the batch axis on a contracted dim": Mistake(
         program=contracted, bad=P(None, "data"), good=P("data"), args=(X, W), specs=(),
-        kind="all-reduce", axes=("data",), bytes=WHOLE,
-        cause="dot_general sums over a dim that data splits", hint="take data off dim 1 of x (annotate",
+        kind="all-reduce", axes=("data",), bytes=HIDDEN_BYTES,
+        cause="dot_general contracts a dim sharded over data", hint="remove data from dim 1 of x (annotate",
     ),
-    "two ops in a row want other splits": Mistake(
+    "two consecutive ops are sharded differently": Mistake(
         program=consecutive, bad=P(None, "tensor"), good=P("tensor"), args=(X,),
         kind="all-to-all", axes=("tensor",), bytes=4 * 4096 * 256 // 4,
-        cause="first, goes from [tensor, -] to [-, tensor]", hint="take tensor off dim 1 of second (annotate",
+        cause="first, resharded from [tensor, -] to [-, tensor]", hint="remove tensor from dim 1 of second (annotate",
     ),
-    "a running sum along a split dim": Mistake(
+    "a cumulative sum along a sharded dim": Mistake(
         program=running, bad=P(None, "tensor"), good=P("tensor"), args=(X,),
         kind="all-to-all", axes=("tensor",), bytes=4 * 4096 * 256 // 4,
-        cause=f"operand 0 of cumsum, y, {TO_ROWS}", hint="cumsum has dim 1 of it whole",
+        cause=f"operand 0 of cumsum, y, {TO_ROWS}", hint="cumsum needs its dim 1 replicated",
     ),
-    "a sorted dim is split": Mistake(
+    "a sort along a sharded dim": Mistake(
         program=ordered, bad=P(None, "tensor"), good=P("tensor"), args=(X,),
         kind="all-to-all", axes=("tensor",), bytes=4 * 4096 * 256 // 4,
-        cause=f"operand 0 of sort, y, {TO_ROWS}", hint="sort has dim 1 of it whole",
+        cause=f"operand 0 of sort, y, {TO_ROWS}", hint="sort needs its dim 1 replicated",
     ),
-    "a Fourier transform along a split dim": Mistake(
+    "a Fourier transform along a sharded dim": Mistake(
         program=waves, bad=P(None, "tensor"), good=P("tensor"), args=(X,),
         kind="all-gather", axes=("tensor",), bytes=8 * 4096 * 256,
-        cause="goes from [-, tensor] to [-, -]", hint="fft has dim 1 of it whole",
+        cause="resharded from [-, tensor] to [-, -]", hint="fft needs its dim 1 replicated",
     ),
-    "lookups in a table of split rows": Mistake(
+    "lookups in a row-sharded table": Mistake(
         program=looked_up, bad=P("tensor"), good=P(None, "tensor"),
         args=(floats(512, 64), jax.ShapeDtypeStruct((16, 32), "int32")), specs=(None, P("data")),
         kind="all-reduce", axes=("tensor",), bytes=4 * 8 * 32 * 64,
-        cause="gather sums over a dim that tensor splits", hint="take tensor off dim 0 of table (annotate",
+        cause="gather reduces a dim sharded over tensor", hint="remove tensor from dim 0 of table (annotate",
     ),
-    "a reshape breaks a split": Mistake(
+    "a reshape of a sharded dim": Mistake(
         program=reshaped, bad=P(None, "tensor"), good=P("tensor"), args=(floats(64, 60),),
         kind="all-gather", axes=("tensor",), bytes=4 * 64 * 60,
-        cause="operand 0 of reshape, y, goes from [-, tensor] to [-, -]", hint="reshape has dim 1 of it whole",
+        cause="operand 0 of reshape, y, resharded from [-, tensor] to [-, -]",
+        hint="reshape needs its dim 1 replicated",
     ),
-    "a loop gathers each turn": Mistake(
+    "a loop all-gathers in each iteration": Mistake(
         program=layers, bad=P("data"), good=P(), args=(X, floats(6, 256, 256)),
         kind="all-gather", axes=("data",), count=6, bytes=6 * 4 * 256 * 256,
-        cause="layer, goes from [data, -] to [-, -]", hint="annotate layer as [-, -] (it is [data, -] by annotate",
+        cause="layer, resharded from [data, -] to [-, -]", hint="annotate layer as [-, -] (now [data, -] from annotate",
     ),
-    "optimizer state lies otherwise than its parameter": Mistake(
+    "optimizer state sharded differently from its parameter": Mistake(
         program=adam, bad=P(None, "tensor"), good=P("tensor"), args=(W, W, W), specs=(P("tensor"), None, P("tensor")),
         kind="all-to-all", axes=("tensor",), bytes=4 * 256 * 512 // 4,
-        cause="operand 1 of add, float32[256, 512], goes from [tensor, -] to [-, tensor]", hint="by in_shardings",
+        cause="operand 1 of add, float32[256, 512], resharded from [tensor, -] to [-, tensor]",
+        hint="from in_shardings",
     ),
-    "a result is asked whole": Mistake(
+    "a replicated result": Mistake(
         program=returned, bad=P(), good=P("data"), args=(X, W), specs=(P("data"), None), is_result=True,
-        kind="all-gather", axes=("data",), bytes=WHOLE,
-        cause="out, a result, goes from [data, -] to [-, -]", hint="annotate out as [data, -] (it is [-, -] by out_sh",
+        kind="all-gather", axes=("data",), bytes=HIDDEN_BYTES,
+        cause="out, an output, resharded from [data, -] to [-, -]",
+        hint="annotate out as [data, -] (now [-, -] from out_sh",
     ),
-    "a maximum over a split dim": Mistake(
+    "a maximum over a sharded dim": Mistake(
         program=scaled, bad=P(None, "tensor"), good=P("tensor"), args=(X,),
         kind="all-reduce", axes=("tensor",), bytes=4 * 4096,
-        cause="reduce_max sums over a dim that tensor splits", hint="take tensor off dim 1 of y (annotate",
+        cause="reduce_max reduces a dim sharded over tensor", hint="remove tensor from dim 1 of y (annotate",
     ),
-    "parts of a split dim are joined": Mistake(
+    "a concatenation along a sharded dim": Mistake(
         program=side_by_side, bad=P(None, "tensor"), good=P("tensor"), args=(X, X),
-        kind="all-to-all", axes=("tensor",), bytes=WHOLE // 4,
-        cause="result of concatenate, float32[4096, 512], goes", hint="of concatenate at test_bad_annotations.py",
+        kind="all-to-all", axes=("tensor",), bytes=HIDDEN_BYTES // 4,
+        cause="result of concatenate, float32[4096, 512], resharded", hint="of concatenate at test_bad_annotations.py",
     ),
-    "channels of images are split": Mistake(
+    "sharded channels of a convolution": Mistake(
         program=channels, bad=P(None, None, None, "tensor"), good=P("tensor"),
         args=(floats(8, 32, 32, 16), floats(3, 3, 16, 16)),
         kind="all-reduce", axes=("tensor",), bytes=4 * 8 * 32 * 32 * 16,
-        cause="conv_general_dilated sums over a dim", hint="take tensor off dim 3 of images (annotate",
+        cause="conv_general_dilated contracts a dim", hint="remove tensor from dim 3 of images (annotate",
     ),
-    "keys lie otherwise than queries": Mistake(
+    "keys sharded differently from queries": Mistake(
         program=attention, bad=P("data", "tensor"), good=P("data", None, "tensor"),
         args=(floats(4, 64, 8, 16), floats(4, 64, 8, 16)), specs=(P("data", None, "tensor"), None),
         kind="all-to-all", axes=("tensor",), bytes=4 * 4 * 64 * 8 * 16 // 8,
-        cause="k, goes from [data, tensor, -, -] to [data, -, tensor, -]", hint="take tensor off dim 2 of q (in_shar",
+        cause="k, resharded from [data, tensor, -, -] to [data, -, tensor, -]",
+        hint="remove tensor from dim 2 of q (in_shar",
     ),
 }  # fmt: skip
 
@@ -305,7 +310,7 @@ def jitted(m, spec, **options):
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_the_line_is_named(name):
+def test_the_hint_names_the_line(name):
     m = MISTAKES[name]
     with sharding.mesh(MESH, devices=8):
         bad = jitted(m, m.bad).complete(*m.args).communication()
@@ -314,44 +319,44 @@ def test_the_line_is_named(name):
     assert (largest.kind, largest.axes, largest.count, largest.bytes) == (m.kind, m.axes, m.count, m.bytes)
     assert largest.source.startswith(line(m.program, "# moves"))
     assert m.cause in largest.cause and m.hint in largest.hint
-    assert ("out_shardings" if m.is_result else line(m.program, "# asked")) in largest.hint
+    assert ("out_shardings" if m.is_result else line(m.program, "# annotated")) in largest.hint
     assert not good
 
 
 @pytest.mark.parametrize("name", [name for name, m in MISTAKES.items() if m.kind == "all-gather"])
-def test_gathers_are_refused_with_their_line(name):
+def test_implicit_all_gathers_are_refused_with_their_line(name):
     m = MISTAKES[name]
     limit = m.bytes // m.count - 1
     with sharding.mesh(MESH, devices=8):
-        with pytest.raises(ShardingError, match="no array is gathered unasked") as caught:
+        with pytest.raises(ShardingError, match="implicit all-gathers of at most") as caught:
             jitted(m, m.bad, max_implicit_bytes=limit).complete(*m.args)
         assert line(m.program, "# moves") in str(caught.value)
-        assert ("out_shardings" if m.is_result else line(m.program, "# asked")) in str(caught.value)
+        assert ("out_shardings" if m.is_result else line(m.program, "# annotated")) in str(caught.value)
         jitted(m, m.good, max_implicit_bytes=0).complete(*m.args)
 
 
 def compiled(name):
-    """Of both programs what was predicted beside what they are compiled to."""
+    """The verifications of both programs, compiled."""
     m = MISTAKES[name]
     with sharding.mesh(MESH):
         both = [jitted(m, spec) for spec in (m.bad, m.good)]
         return [j.complete(*m.args).verify(j.lower(*m.args).compile()) for j in both]
 
 
-def test_the_compiled_program_has_what_is_said():
-    bad, good = compiled("XLA alone would rematerialize the whole")
+def test_the_compiled_program_matches_the_prediction():
+    bad, good = compiled("XLA would rematerialize in full")
     assert bad.agrees and bad.predicted == {"all-to-all": (2, 2 * 8192)}
     assert good.agrees and not good.compiled
 
 
 NEWEST = pytest.mark.skipif(
-    jax.__version_info__ < (0, 12), reason="XLA of JAX 0.10.2 gathers whatever a Fourier transform takes"
+    jax.__version_info__ < (0, 12), reason="XLA of JAX 0.10.2 all-gathers every operand of a Fourier transform"
 )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(n, marks=NEWEST if "Fourier" in n else ()) for n in MISTAKES])
-def test_the_compiled_programs_have_what_is_said(name):
+def test_the_compiled_programs_match_the_prediction(name):
     bad, good = compiled(name)
     assert bad.agrees and bad.compiled, bad
     assert good.agrees and not good.compiled, good
@@ -359,30 +364,32 @@ def test_the_compiled_programs_have_what_is_said(name):
 
 def test_an_axis_that_does_not_divide_a_dim():
     def f(x):
-        y = annotate(x * 2, P("tensor"), name="y")  # asked
+        y = annotate(x * 2, P("tensor"), name="y")  # annotated
         return y + 1
 
-    at = line(f, "# asked")
+    at = line(f, "# annotated")
     with sharding.mesh(MESH, devices=8), pytest.warns(UserWarning, match="6 = 1 x 4 . 2.*64 bytes more") as warned:
         sharding.jit(f).complete(floats(6, 8))
-        with pytest.raises(ShardingError, match="divide the dim") as caught:
+        with pytest.raises(
+            ShardingError, match="dims divisible by the product of their axis sizes, under strict=True"
+        ) as caught:
             sharding.jit(f, strict=True).complete(floats(6, 8))
     assert at in str(caught.value)
     assert {f"test_bad_annotations.py:{w.lineno} " for w in warned} == {at}
 
 
-def test_an_annotation_that_another_one_overrules():
+def test_an_annotation_that_loses_a_conflict():
     def f(x, w):
         x = annotate(x, P("data", None))
-        w = annotate(w, P(None, "data"))  # asked
+        w = annotate(w, P(None, "data"))  # annotated
         return x @ w
 
     with sharding.mesh(MESH, devices=8):
         conflicts = sharding.jit(f).complete(X, W).conflicts
-    assert any(line(f, "# asked") in c.lost.origin for c in conflicts)
+    assert any(line(f, "# annotated") in c.lost.origin for c in conflicts)
 
 
-def test_running_sums_are_right():
+def test_cumulative_ops_are_correct():
     x = np.random.default_rng(0).normal(size=(16, 24)).astype("float32")
     with sharding.mesh(MESH):
         for f in (jnp.cumsum, jnp.cumprod, lax.cummax, lax.cummin, lax.cumlogsumexp):

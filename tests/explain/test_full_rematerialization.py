@@ -1,16 +1,16 @@
-"""Decided reshards where XLA's partitioner, left alone, gathers whole arrays and warns of it."""
+"""Reshards that XLA's partitioner would do by involuntary full rematerialization, with a warning."""
 
 import pytest
-from rematerialized import PROGRAMS, moved, predicted_bytes
+from support.involuntary_remat import PROGRAMS, compile_program, predicted_bytes
 
 BORDERS = "a convolution's rows"
-"""Whose borders neighbours exchange, which the ledger doesn't count."""
+"""Its halo exchanges are not in the ledger."""
 QUICK = ("two axes onto one dim", "two of three axes", "around a product")
 
 
 def check(name):
     program = PROGRAMS[name]
-    left, decided = moved(program, "xla"), moved(program, "sharding")
+    left, decided = compile_program(program, "xla"), compile_program(program, "sharding")
     assert left.warned and not decided.warned
     assert decided.bytes < left.bytes
     if name != BORDERS:
@@ -18,11 +18,11 @@ def check(name):
 
 
 @pytest.mark.parametrize("name", QUICK)
-def test_nothing_is_gathered_whole(name):
+def test_no_full_rematerialization(name):
     check(name)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in PROGRAMS if name not in QUICK])
-def test_nothing_is_gathered_whole_elsewhere(name):
+def test_no_full_rematerialization_in_slow_programs(name):
     check(name)

@@ -1,6 +1,6 @@
-"""Random programs on random meshes, held against one device.
+"""Fuzzing: random programs on random meshes, compared with one device.
 
-A case (`case`) is data: a list of op records, the mesh, the specs. `grammar` says which ops there are, `generate` makes
-cases of them, `check` runs one on a mesh and on one device, `shrink` makes a failing one small. `python -m tests.fuzz`
-runs many.
+A case (`case`) is data: op records, mesh and specs. `elementwise`, `shapes`, `indexing`, `numbers` and `control` define
+the ops, `generate` builds random cases, `check` runs a case on a mesh and on one device, `shrink` minimises a failing
+one. `python -m tests.fuzz` runs many.
 """

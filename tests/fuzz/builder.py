@@ -1,8 +1,8 @@
-"""The program under construction: values, what is known of each, and the records so far.
+"""Builder of a random program: its values, the facts known of each, and the records so far.
 
-Values are kept tame so that results can be compared: no float exceeds `LIMIT`, and what is not continuous (compare,
-sort, argmax, max, ...) is only applied to *exact* floats: multiples of 2**-grid that the dtype holds whatever the order
-of summation, so that they are the same bits on every mesh.
+Values are bounded so that results can be compared: no float exceeds `LIMIT`, and discontinuous ops (compare, sort,
+argmax, max, ...) are only applied to *exact* floats: multiples of 2**-grid that the dtype represents for any order of
+summation, so that they are bit-identical on every mesh.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ ELEMENTS = 1024
 
 
 class SkipOp(Exception):
-    """The op finds no operands here."""
+    """Raised by an op without suitable operands."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What is known of a value: its type, how large it can be, and 2**-grid it is a multiple of, if it is exact."""
+    """Facts of a value: type, bound, and, if exact, the grid: it is a multiple of 2**-grid."""
 
     type: Type
     bound: float = 1.0
@@ -73,7 +73,7 @@ class Facts:
 
 @dataclass(slots=True)
 class Frame:
-    """A block under construction; a closed one sees nothing of what is around it."""
+    """A block under construction; a closed one does not see values of enclosing blocks."""
 
     params: list[int]
     closed: bool
@@ -99,7 +99,7 @@ def _abstract(kind: Type) -> jax.ShapeDtypeStruct:
 
 
 class Builder:
-    """Grows one program; ops ask it for operands and emit records."""
+    """Builds one program; ops request operands and emit records."""
 
     def __init__(self, rng: random.Random, mesh: dict[str, int]):
         self.rng, self.mesh = rng, mesh
@@ -126,7 +126,7 @@ class Builder:
         return self.rng.randrange(self.facts[x].ndim)
 
     def dims(self, x: int) -> tuple[int, ...]:
-        """One dim of a value or more, in order."""
+        """One or more dims of a value, in order."""
         if not self.facts[x].ndim:
             raise SkipOp
         return tuple(sorted(self.rng.sample(range(self.facts[x].ndim), self.rng.randint(1, self.facts[x].ndim))))
@@ -143,7 +143,7 @@ class Builder:
         return found
 
     def pick(self, wanted: Callable[[Facts], bool], make: Callable[[], Type] | None = None) -> int:
-        """A visible value, rather a late one; or a new argument of the type that `make` gives."""
+        """A visible value, preferably a recent one, or a new argument of the type that `make` returns."""
         open_here = not any(f.closed for f in self.frames)
         found = [v for v in self.visible if wanted(self.facts[v])]
         if make is not None and open_here and (not found or self.chance(0.2)):
@@ -155,7 +155,7 @@ class Builder:
         return found[-1 - int(len(found) * self.rng.random() ** 3)]
 
     def float(self, low: int = 0, high: int = 5, *, exact: bool = False, wanted=lambda f: True) -> int:
-        """A float value with a number of dims within bounds."""
+        """A float value with its number of dims within bounds."""
 
         def fits(f: Facts) -> bool:
             return f.type.dtype in BITS and low <= f.ndim <= high and (f.exact or not exact) and wanted(f)
@@ -176,7 +176,7 @@ class Builder:
         return self.float(low, high) if self.chance(0.85) else self.int(low, high)
 
     def any(self, low: int = 0, high: int = 5) -> int:
-        """Any array but one of keys."""
+        """Any array except of PRNG keys."""
         return self.pick(lambda f: f.type.dtype != "key" and low <= f.ndim <= high, lambda: self.new_type(low))
 
     def new_type(self, low: int = 0) -> Type:
@@ -190,7 +190,7 @@ class Builder:
         return tuple(shape)
 
     def like(self, x: int, **more: Any) -> int:
-        """A value of the same type: there already, stretched from another one, or a new argument."""
+        """A value of the same type: an existing one, one broadcast from another, or a new argument."""
         f = self.facts[x]
         way = self.rng.random()
         if way < 0.6:
@@ -206,7 +206,7 @@ class Builder:
         return x
 
     def argument(self, kind: Type) -> int:
-        """A new argument of the program; a body sees it from outside."""
+        """A new argument of the program; bodies close over it."""
         if any(f.closed for f in self.frames):
             raise SkipOp
         v = self.new(fresh(kind))
@@ -231,7 +231,7 @@ class Builder:
         grid: int | None = None,
         spec: SpecData | None = None,
     ) -> int:
-        """One record of one result, scaled or wrapped where it could grow too large."""
+        """Emits a record with one result, scaled or wrapped if it could exceed the limit."""
         types = tuple(self.facts[v].type for v in operands)
         kind = self.inferred(text, types)
         if isinstance(kind, tuple) or math.prod(kind.shape) > ELEMENTS or len(kind.shape) > 6:
@@ -248,7 +248,7 @@ class Builder:
         return v
 
     def emit_all(self, op: str, text: str, operands: Sequence[int], facts: Callable[[Type], Facts]) -> list[int]:
-        """One record of several results."""
+        """Emits a record with several results."""
         kinds = self.inferred(text, tuple(self.facts[v].type for v in operands))
         if not isinstance(kinds, tuple) or any(math.prod(k.shape) > ELEMENTS for k in kinds):
             raise SkipOp
@@ -263,7 +263,7 @@ class Builder:
             raise AssertionError(f"the grammar wrote {text} for {types}") from e
 
     def checked(self, kind: Type, bound: float, grid: int | None) -> Facts:
-        """The facts of a new value; exact only while its dtype holds it."""
+        """Facts of a new value; exact only if its dtype can represent it."""
         if kind.dtype in BITS:
             if grid is not None and bound * 2.0**grid > 2.0 ** BITS[kind.dtype]:
                 grid = None
@@ -277,7 +277,7 @@ class Builder:
         self.frames[-1].visible += record.results
 
     def open(self, params: Sequence[Facts], *, closed: bool) -> list[int]:
-        """Begins a body; gives its parameters."""
+        """Begins a body and returns its parameters."""
         values = [self.new(f) for f in params]
         self.frames.append(Frame(list(values), closed, visible=list(values)))
         return values
@@ -287,7 +287,7 @@ class Builder:
         return Block(params=tuple(frame.params), records=tuple(frame.records), results=tuple(results))
 
     def fit(self, facts: Facts) -> int:
-        """A value of the given type, bound and exactness, made of what is visible here."""
+        """A value of the given type, bound and exactness, built from visible values."""
         kind = facts.type
         if kind.dtype not in ("F", "int32"):
             return self.pick(lambda f: f.type == kind)
@@ -309,7 +309,7 @@ class Builder:
     # specs
 
     def spec(self, shape: tuple[int, ...], *, divides: bool, open_dims: float = 0.25) -> SpecData:
-        """A random spec: axes on dims, open dims, tuples that may grow."""
+        """A random spec: axes on dims, open dims, tuples ending in `...`."""
         axes = list(self.mesh)
         self.rng.shuffle(axes)
         entries: list[Entry] = []
@@ -332,7 +332,7 @@ class Builder:
 
 
 def fresh(kind: Type) -> Facts:
-    """What is known of an argument, see `prelude.array`."""
+    """Facts of an argument, see `prelude.array`."""
     if kind.dtype in BITS:
         return Facts(type=kind, bound=2.0, grid=3)
     return Facts(type=kind, bound=7 if kind.dtype == "int32" else 1)

@@ -1,6 +1,6 @@
-"""A case: one program as a list of op records, with its mesh, its arguments and what is asked of them.
+"""A case: a program as a list of op records, with its mesh, arguments and specs.
 
-Values are numbers, unique in the whole program; a body sees the values around it. A record's text is a Python
+Values are integers, unique in the program; a body sees the values of enclosing blocks. A record's text is a Python
 expression in which `$0` is its first operand, `$f0` its first body and `$s` its spec.
 """
 
@@ -17,13 +17,13 @@ from typing import Any
 from . import prelude
 
 Entry = Any
-"""Of one dim: None, "?" for unconstrained, an axis, or a tuple of axes whose last may be "..."."""
+"""Entry of one dim: None, "?" for unconstrained, an axis, or a tuple of axes whose last may be "..."."""
 SpecData = tuple[Entry, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Type:
-    """A value's shape and dtype; "F", "H" and "C" are the program's float, half and complex."""
+    """A value's shape and dtype; "F", "H" and "C" are the program's float, half and complex dtypes."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -57,7 +57,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Argument:
-    """One argument: its value and type, the spec asked of it, and where it lies when the program is called."""
+    """One argument: its value and type, its annotated spec, and its sharding when the program is called."""
 
     value: int
     type: Type
@@ -75,14 +75,14 @@ class Case:
     records: tuple[Record, ...]
     results: tuple[int, ...]
     exact: tuple[bool, ...]
-    """Per result whether its floats are dyadic numbers that float32 holds: no order of summation changes them."""
+    """Per result whether its floats are dyadic and exact in float32, so that no order of summation changes them."""
     out_specs: tuple[SpecData | None, ...] | None = None
     by: tuple[int, ...] = ()
-    """The arguments by which the gradient is taken; none: only the values."""
+    """Arguments to differentiate with respect to; empty: values only."""
     counted: tuple[int, ...] = ()
-    """The results whose sum is differentiated."""
+    """Results whose sum is differentiated."""
     coarse: bool = False
-    """Whether rounding to bfloat16 meets inexact values."""
+    """Whether inexact values are rounded to bfloat16."""
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))
@@ -93,7 +93,7 @@ class Case:
 
 
 def _read(kind: Any, data: Any) -> Any:
-    """A dataclass from nested dicts and lists."""
+    """A dataclass built from nested dicts and lists."""
     parts = {"type": Type, "types": Type, "bodies": Block, "records": Record, "arguments": Argument}
 
     def value(name: str, x: Any) -> Any:
@@ -105,7 +105,7 @@ def _read(kind: Any, data: Any) -> Any:
 
 
 def walk(records: tuple[Record, ...]) -> Iterator[Record]:
-    """All records, those in bodies too."""
+    """All records, including those in bodies."""
     for record in records:
         yield record
         for body in record.bodies:
@@ -125,7 +125,7 @@ def spec_text(spec: SpecData | None) -> str:
 
 
 def body_text(case: Case) -> str:
-    """The function `make(annotate, jit)` that gives the program."""
+    """Source of the function `make(annotate, jit)` that returns the program."""
     lines = ["def make(annotate, jit):", *_function("program", [a.value for a in case.arguments], case, "    ")]
     last = f"with_gradients(program, {case.by!r}, {case.counted!r})" if case.by else "program"
     return "\n".join([*lines, f"    return {last}"]) + "\n"
@@ -154,7 +154,7 @@ def expression(record: Record) -> str:
 
 
 def dtypes_text(wide: bool) -> str:
-    """What F, H and C stand for: 32 bits, or `wide`, 64."""
+    """Definitions of F, H and C: 32-bit, or 64-bit if `wide`."""
     if wide:
         return "F, H, C = jnp.float64, jnp.float64, jnp.complex128"
     return "F, H, C = jnp.float32, jnp.bfloat16, jnp.complex64"
@@ -178,7 +178,7 @@ def options_text(case: Case) -> str:
 
 
 def program_text(case: Case) -> str:
-    """A Python file that runs the case on its mesh and on one device, and says how far the results are apart."""
+    """A Python file that runs the case on its mesh and on one device and prints the errors."""
     size = 1
     for _, n in case.mesh:
         size *= n

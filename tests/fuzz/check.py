@@ -1,11 +1,11 @@
-"""One case on its mesh and on one device: equal numbers, types and shapes, and what the completion promises.
+"""Checks a case on its mesh against one device: numbers, types and shapes, and the invariants of the completion.
 
-How equal: integers, bools and exact floats are the same bits. Other floats are summed up in another order on a mesh,
-so they are held to `TIGHT` of the result's norm, with `FLOOR` per element for results that cancel out. A program may
-magnify rounding beyond that; then it is run in float64 on both sides, where rounding is 2**29 times smaller and a wrong
-value is as wrong as before. There it is held to the same limits over 2**24, or, where a result is all but lost to
-cancellation, to its own error in float32 over 2**24. Nothing is compared with a wider limit but programs that round
-inexact values to bfloat16 (`coarse`), whose half is float64 in the second run, too.
+Integers, bools and exact floats must be bit-identical. Other floats are summed in another order on a mesh, so their
+error must be within `TIGHT` of the result's norm, plus `FLOOR` per element for results that cancel out. A program may
+amplify rounding beyond that; it then runs in float64 on both sides, where rounding is 2**29 times smaller and a wrong
+value is as wrong as before. The limits there are the same over 2**24, or, for results nearly lost to cancellation, the
+float32 error over 2**24. Limits are wider only for programs that round inexact values to bfloat16 (`coarse`), whose
+half dtype is float64 in the second run, too.
 """
 
 from __future__ import annotations
@@ -35,30 +35,30 @@ WIDE = 2.0**-24
 
 
 class Mismatch(AssertionError):
-    """The case shows a fault."""
+    """Raised when a case shows a bug."""
 
 
 class Rejected(Exception):
-    """Plain JAX on one device refuses the program, so it says nothing of us."""
+    """Raised when plain JAX on one device rejects the program."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How a case went that showed no fault."""
+    """Outcome of a case without a bug."""
 
     arbitrated: bool
-    """Whether float64 had to decide."""
+    """Whether the comparison needed float64."""
     values: int
     conflicts: int
 
 
 def check(case: Case, *, options: dict[str, Any] | None = None, twice: bool = True) -> Outcome:
-    """Runs a case. Raises Mismatch, or whatever the library raised.
+    """Runs a case. Raises Mismatch, or any error of the library.
 
     Args:
-        case: what to run.
-        options: the compiler's, for both sides; then the program runs through `lower`, not by a call.
-        twice: complete a second time, to see that it gives the same.
+        case: the case to run.
+        options: compiler options for both sides; with them the program runs through `lower` instead of a call.
+        twice: whether to complete a second time and compare.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*XLA pads it")
@@ -77,7 +77,7 @@ def check(case: Case, *, options: dict[str, Any] | None = None, twice: bool = Tr
 
 @dataclass(frozen=True, slots=True)
 class _Miss:
-    """How far a result is off, and how large it is."""
+    """Error and norm of a result."""
 
     error: float
     norm: float
@@ -98,7 +98,7 @@ def _in_float64(case: Case, options: dict[str, Any] | None) -> dict[int, _Miss]:
 
 
 def namespace(case: Case, wide: bool) -> dict[str, Any]:
-    """The case's text executed: `make` and `arguments`."""
+    """Namespace of the executed program text: `make` and `arguments`."""
     names = {**vars(prelude), "jax": jax, "jnp": jnp, "lax": lax, "np": np, "sharding": sharding, "P": P}
     for text in (dtypes_text(wide), body_text(case), arguments_text(case)):
         exec(compile(text, "case.py", "exec"), names)
@@ -115,7 +115,7 @@ def _alone(case: Case, wide: bool, options: dict[str, Any] | None) -> list[Any]:
         raise Rejected(f"{type(e).__name__}: {e}") from e
     try:
         out = jax.block_until_ready(lowered.compile(options)(*args))
-    except jax.errors.JaxRuntimeError:  # XLA fails at the whole of it on one device: op by op it is simpler
+    except jax.errors.JaxRuntimeError:  # XLA fails to compile the full program on one device: run it op by op
         with jax.disable_jit():
             out = step(*args)
     return list(map(_numpy, out))
@@ -152,7 +152,7 @@ def _on_mesh(
 
 
 def completed(case: Case) -> sharding.Completion:
-    """The completion of a case; nothing is compiled."""
+    """The completion of a case, without compiling."""
     names = namespace(case, False)
     with warnings.catch_warnings(), mesh_of(case.mesh):
         warnings.filterwarnings("ignore", message=".*XLA pads it")
@@ -178,7 +178,7 @@ def _numpy(x: Any) -> np.ndarray:
 
 
 def _compare(case: Case, ours: list[Any], alone: list[Any], tight: float, floor: float) -> dict[int, _Miss]:
-    """The float results that are further off than allowed; raises where no float64 run can help."""
+    """Float results with errors beyond the limits; raises for mismatches that a float64 run cannot resolve."""
     if len(ours) != len(alone):
         raise Mismatch(f"{len(ours)} results instead of {len(alone)}")
     far: dict[int, _Miss] = {}
@@ -201,18 +201,23 @@ def _compare(case: Case, ours: list[Any], alone: list[Any], tight: float, floor:
 
 
 def _check_completion(case: Case, c: sharding.Completion) -> None:
-    """Every closed annotation is met; why, the table and its HTML can be told."""
+    """Checks that every closed annotation is met, and that why, the table and its HTML can be produced."""
     a = c.assignment
-    for v, pin in a.graph.pins.items():
-        for d, (asked, got) in enumerate(zip(pin.spec.dims, a.specs[v].dims, strict=True)):
+    for v, annotation in a.graph.annotations.items():
+        for d, (asked, got) in enumerate(zip(annotation.spec.dims, a.specs[v].dims, strict=True)):
             if (got.axes[: len(asked.axes)] if asked.open else got.axes) != asked.axes:
-                raise Mismatch(f"{a.graph.label(v)} dim {d}: asked {asked} by {pin.origin}, got {got}")
+                raise Mismatch(f"{a.graph.label(v)} dim {d}: asked {asked} by {annotation.origin}, got {got}")
     for spec in a.specs:
         used = [axis for dim in spec.dims for axis in dim.axes]
         if len(set(used)) != len(used):
             raise Mismatch(f"an axis is used twice: {spec}")
     for record in case.records:
-        if record.op == "annotate" and "name=" in record.text and record.spec is not None and not a.graph.clashes:
+        if (
+            record.op == "annotate"
+            and "name=" in record.text
+            and record.spec is not None
+            and not a.graph.annotation_conflicts
+        ):
             _check_name(case, record, c)
     for name in a.graph.names:
         lines = tuple(c.why(name))
@@ -224,7 +229,7 @@ def _check_completion(case: Case, c: sharding.Completion) -> None:
 def _check_name(case: Case, record: Any, c: sharding.Completion) -> None:
     name = record.text.split('name="')[1].split('"')[0]
     if name not in c.assignment.graph.names:
-        return  # repeated: by a derivative that traces the program again
+        return  # repeated by a derivative that traces the program again
     got = c.assignment.specs[c.assignment.graph.names[name]]
     sizes = dict(case.mesh)
     entries = (*record.spec, *[None] * (len(got.dims) - len(record.spec)))
@@ -237,5 +242,5 @@ def _check_name(case: Case, record: Any, c: sharding.Completion) -> None:
 
 
 def ops_of(case: Case) -> list[str]:
-    """The names of the ops of a case."""
+    """Names of the ops of a case."""
     return [record.op for record in walk(case.records)]

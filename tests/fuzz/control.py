@@ -10,11 +10,11 @@ from .case import Block, Record, Type, walk
 
 DEPTH = 2
 Grow = Callable[[Builder, int], None]
-"""(builder, how many ops) -> None; more ops in the innermost body."""
+"""(builder, number of ops) -> None; adds ops to the innermost body."""
 
 
 def with_bodies(g: Builder, op: str, text: str, operands: Sequence[int], facts: Sequence[Facts], bodies) -> list[int]:
-    """One record with bodies; its text sees them as `$f0`, ..."""
+    """Emits a record with bodies, which its text refers to as `$f0`, ..."""
     if any(f.size > ELEMENTS or f.ndim > 6 for f in facts):
         raise SkipOp
     values = [g.new(f) for f in facts]
@@ -27,7 +27,7 @@ def with_bodies(g: Builder, op: str, text: str, operands: Sequence[int], facts: 
 
 
 def loose(f: Facts) -> Facts:
-    """What is known of a carried value: it changes from step to step, so its floats are not exact."""
+    """Facts of a carried value: it changes from step to step, so its floats are not exact."""
     if f.type.dtype == "F":
         return Facts(type=f.type, bound=max(f.bound, 1.0))
     return Facts(type=f.type, bound=max(f.bound, 6))
@@ -38,7 +38,7 @@ def names(values: Sequence[int], start: int = 0) -> str:
 
 
 def carried(g: Builder) -> list[int]:
-    """One or two values that a loop can carry."""
+    """One or two values to carry through a loop."""
     found = [g.float(1, 3, wanted=lambda f: f.type.dtype == "F")]
     if g.chance(0.4):
         found.append(g.float(0, 3, wanted=lambda f: f.type.dtype == "F") if g.chance(0.6) else g.int(0, 2))
@@ -46,7 +46,7 @@ def carried(g: Builder) -> list[int]:
 
 
 def body(g: Builder, grow: Grow, params: Sequence[Facts], results: Sequence[Facts], *, closed: bool = False) -> Block:
-    """A body of a few random ops that gives values of the given types."""
+    """A body of a few random ops that returns values of the given types."""
     depth = len(g.frames)
     if depth > DEPTH:
         raise SkipOp
@@ -61,7 +61,7 @@ def body(g: Builder, grow: Grow, params: Sequence[Facts], results: Sequence[Fact
 
 
 def free_body(g: Builder, grow: Grow, params: Sequence[Facts], *, closed: bool = False) -> tuple[Block, list[Facts]]:
-    """A body that gives one or two floats of whatever types it comes to."""
+    """A body that returns one or two floats of any types."""
     depth = len(g.frames)
     if depth > DEPTH:
         raise SkipOp
@@ -111,7 +111,7 @@ def scan(g: Builder, grow: Grow) -> None:
 
 
 def while_loop(g: Builder, grow: Grow) -> None:
-    """Not differentiated: it sees its operands alone, as constants."""
+    """Not differentiated: its body is closed, and its operands are constants."""
     inits = carried(g)
     times = g.int(0, 0)
     carry = [loose(g.facts[v]) for v in inits]
@@ -129,7 +129,7 @@ def fori_loop(g: Builder, grow: Grow) -> None:
 
 
 def cond(g: Builder, grow: Grow) -> None:
-    """Two branches by a bool, or three by an integer."""
+    """A cond of two branches, or a switch of three."""
     operands = carried(g)
     params = [inexact(g.facts[v]) for v in operands]
     results = [Facts(type=f.type, bound=6 if f.type.dtype == "int32" else 1) for f in params]
@@ -166,13 +166,13 @@ def call(g: Builder, grow: Grow) -> None:
 
 
 def _refuse_backward_rules(block: Block) -> None:
-    """JAX has no tangent of a function with a backward rule of its own."""
+    """Not under a tangent: JAX cannot forward-differentiate a custom_vjp function."""
     if any(record.op == "custom_vjp" for record in walk(block.records)):
         raise SkipOp
 
 
 def derivative(g: Builder, grow: Grow) -> None:
-    """A gradient or a tangent in the midst of the program."""
+    """A gradient or a tangent in the middle of the program."""
     op = g.choice(["gradient", "tangent"])
     operands = [g.float(1, 3, wanted=lambda f: f.type.dtype == "F") for _ in range(g.choice([1, 2]))]
     params = [inexact(g.facts[v]) for v in operands]
@@ -180,7 +180,7 @@ def derivative(g: Builder, grow: Grow) -> None:
     if op == "tangent":
         _refuse_backward_rules(block)
     shapes = params if op == "gradient" else results
-    loud = [Facts(type=f.type, bound=1) for f in shapes]  # of unknown size: what follows takes them through tanh
+    loud = [Facts(type=f.type, bound=1) for f in shapes]  # unbounded: subsequent ops take them through tanh
     values = with_bodies(g, op, f"{op}($f0, {names(operands)})", operands, loud, [block])
     for v in values:
         g.emit("tanh", "jnp.tanh($0)", [v], bound=1)
@@ -229,7 +229,7 @@ def associative_scan(g: Builder, grow: Grow) -> None:
 
 
 def reduce_alike(g: Builder, grow: Grow) -> None:
-    """`lax.reduce` of two arrays with a computation of its own; it has no derivative."""
+    """`lax.reduce` of two arrays with a custom computation, which has no derivative."""
     del grow
     x = g.int(1, 3)
     y = g.like(x)
@@ -255,4 +255,4 @@ OPS = {
     associative_scan: 1,
     reduce_alike: 1,
 }
-"""Op -> how often it comes."""
+"""Op -> relative frequency."""

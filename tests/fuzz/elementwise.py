@@ -42,7 +42,7 @@ BROKEN = {
     "clamp": "lax.clamp(-0.5, $0, 1.5)",
     "is_finite": "jnp.isfinite($0)",
 }
-"""What is not continuous, or has a kink."""
+"""Discontinuous or non-differentiable ops."""
 
 COMPARE = ("==", "!=", "<", "<=", ">", ">=")
 
@@ -135,7 +135,7 @@ def _boolean(g: Builder, shape):
 
 
 def void(_: object) -> None:
-    """Drops a result."""
+    """Discards its argument."""
 
 
 def integer(g: Builder) -> None:
@@ -209,7 +209,7 @@ def bitcast(g: Builder) -> None:
 
 
 def constant(g: Builder) -> None:
-    """An expression of no operand: every device makes its own part."""
+    """An expression without operands, so each device creates its own shard."""
     x = g.float(1)
     shape = g.facts[x].shape
     d = g.dim(x)
@@ -250,7 +250,7 @@ def barrier(g: Builder) -> None:
 
 
 def same(g: Builder) -> None:
-    """A group of values that nobody annotates, so that no two annotations in it contradict each other."""
+    """A sharding group of values without annotations, so that annotations in it cannot conflict."""
     x = g.float(0, 4, wanted=lambda f: f.type.dtype == "F")
     y = g.like(x)
     bound = max(g.facts[x].bound, g.facts[y].bound)
@@ -276,4 +276,4 @@ OPS = {
     barrier: 1,
     same: 2,
 }
-"""Op -> how often it comes."""
+"""Op -> relative frequency."""

@@ -25,7 +25,7 @@ MESHES = (
 FLAT = [*elementwise.OPS.items(), *shapes.OPS.items(), *numbers.OPS.items(), *indexing.OPS.items()]
 DEEP = list(control.OPS.items())
 SOFT = {"F"}
-"""The types by which gradients are taken."""
+"""Types of differentiable arguments."""
 
 
 def grow(g: Builder, n: int) -> None:
@@ -33,7 +33,7 @@ def grow(g: Builder, n: int) -> None:
     ops, weights = zip(*FLAT, strict=True)
     deep, deep_weights = zip(*DEEP, strict=True)
     for _ in range(n):
-        for _ in range(4):  # an op that finds no operands gives way to another one
+        for _ in range(4):  # an op without suitable operands is replaced by another
             frames, records = len(g.frames), len(g.frames[-1].records)
             try:
                 if g.chance(0.13):
@@ -46,7 +46,7 @@ def grow(g: Builder, n: int) -> None:
 
 
 def generate(rng: random.Random) -> Case:
-    """One case, from 3 to 15 ops beside those in bodies."""
+    """A random case of 3 to 15 ops, not counting those in bodies."""
     mesh = dict(rng.choice(MESHES))
     g = Builder(rng, mesh)
     g.argument(g.new_type(1))
@@ -79,7 +79,7 @@ def generate(rng: random.Random) -> Case:
 
 
 def _results(g: Builder, records: tuple[Record, ...]) -> tuple[int, ...]:
-    """What nothing else uses, and now and then something that is."""
+    """Unused values, and occasionally a used one."""
     made = [r for record in records for r in record.results]
     used = set(_used(records))
     ends = [r for r in made if r not in used]
@@ -96,7 +96,7 @@ def _used(records: tuple[Record, ...]):
 
 
 def _differentiated(g: Builder, results: tuple[int, ...]) -> tuple[int, ...]:
-    """The arguments to differentiate by, in half of the cases where that can be done."""
+    """Arguments to differentiate with respect to, in half of the differentiable cases."""
     soft = tuple(i for i, a in enumerate(g.arguments) if a.type.dtype in SOFT)
     if not soft or not any(g.facts[r].type.dtype == "F" for r in results) or g.chance(0.5):
         return ()
@@ -104,7 +104,7 @@ def _differentiated(g: Builder, results: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _asked(g: Builder, *, with_gradients: bool) -> tuple[Argument, ...]:
-    """The arguments with specs for some, some placed beforehand, now and then one donated."""
+    """The arguments, some with specs, some placed before the call, occasionally one donated."""
     del with_gradients
     found = []
     for a in g.arguments:
@@ -118,14 +118,14 @@ def _asked(g: Builder, *, with_gradients: bool) -> tuple[Argument, ...]:
 
 
 def closed(spec: SpecData) -> SpecData:
-    """A spec that an array can be placed by."""
+    """A spec that an array can be placed with."""
     return tuple(tuple(a for a in e if a != "...") if isinstance(e, tuple) else None if e == "?" else e for e in spec)
 
 
 def numbered(seed: int, number: int) -> Case:
-    """Case `number` of a run; the same on every machine."""
+    """Case `number` of a seed, the same on every machine."""
     return generate(random.Random(f"{seed}/{number}"))
 
 
 cases = st.randoms(use_true_random=False).map(generate)
-"""Random cases for hypothesis."""
+"""Hypothesis strategy of random cases."""

@@ -29,7 +29,7 @@ def take(g: Builder) -> None:
 
 
 def index(g: Builder) -> None:
-    """Several index arrays at once, and plain slices beside them."""
+    """Several index arrays combined with plain slices."""
     x = g.number(2, 4)
     f = g.facts[x]
     i = _indices(g, 1)
@@ -55,7 +55,7 @@ def along(g: Builder) -> None:
 
 
 def scatter(g: Builder) -> None:
-    """`x.at[i]`: added to (also out of range, which is dropped), or set where no index comes twice."""
+    """`x.at[i]`: add (out-of-range indices are dropped), or set without duplicate indices."""
     x = g.number(1, 3)
     f = g.facts[x]
     i = _indices(g, 1)
@@ -132,7 +132,7 @@ def one_hot(g: Builder) -> None:
 
 
 def in_batches(g: Builder) -> None:
-    """A gather, a dynamic slice or a scatter under vmap: batch dims on both sides."""
+    """A gather, dynamic slice or scatter under vmap, with batch dims of operand and indices."""
     x = g.number(2, 3)
     f = g.facts[x]
     n, m = f.shape[:2]
@@ -164,4 +164,4 @@ OPS = {
     one_hot: 2,
     in_batches: 3,
 }
-"""Op -> how often it comes."""
+"""Op -> relative frequency."""

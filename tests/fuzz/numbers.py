@@ -27,7 +27,7 @@ def product(g: Builder) -> None:
 
 
 def summed(g: Builder, op: str, text: str, operands: list[int], terms: int) -> int:
-    """An op whose result is a sum of that many products of its operands."""
+    """An op whose result sums that many products of its operands."""
     facts = [g.facts[v] for v in operands]
     bound = terms * math.prod(f.bound for f in facts)
     return g.emit(op, text, operands, bound=bound, grid=_sum([f.grid for f in facts]))
@@ -46,7 +46,7 @@ def matmul(g: Builder) -> None:
 
 
 def convolution(g: Builder) -> None:
-    """One or two spatial dims, any order of dims; strides, padding, dilation, groups of features or of the batch."""
+    """A convolution: one or two spatial dims, any dim order, strides, padding, dilation, feature or batch groups."""
     x = g.float(3, 4, wanted=lambda f: f.type.dtype == "F")
     f = g.facts[x]
     space = f.ndim - 2
@@ -98,7 +98,7 @@ def pool(g: Builder) -> None:
 
 
 def total(g: Builder) -> None:
-    """Sums and what is made of sums."""
+    """Sums and ops derived from sums."""
     x = g.float(1)
     f, dims = g.facts[x], g.dims(x)
     n = math.prod(f.shape[d] for d in dims)
@@ -172,7 +172,7 @@ def sort(g: Builder) -> None:
         y = g.like(x)
         text = f"lax.sort(($0, $1), dimension={d}, num_keys=1)"
 
-        def facts(kind: Type) -> Facts:  # the first result has the key's facts, and both share bounds
+        def facts(kind: Type) -> Facts:  # the first result has the facts of the key, and both share bounds
             grids = [f.grid, g.facts[y].grid]
             return g.checked(kind, max(f.bound, g.facts[y].bound), None if None in grids else max(grids))
 
@@ -226,7 +226,7 @@ def random_numbers(g: Builder) -> None:
 
 
 def keys(g: Builder) -> None:
-    """More keys of a key; numbers from an array of keys."""
+    """Key splitting, and random numbers from an array of keys."""
     key = g.pick(lambda f: f.type.dtype == "key" and f.ndim < 2, lambda: Type(shape=g.choice([(), (4,)]), dtype="key"))
     ndim = g.facts[key].ndim
     op = g.choice(["split", "fold_in", "key_data"])
@@ -289,4 +289,4 @@ OPS = {
     fourier: 1,
     linear_algebra: 1,
 }
-"""Op -> how often it comes."""
+"""Op -> relative frequency."""

@@ -1,4 +1,4 @@
-"""What the generated programs call besides JAX; its source goes in front of a printed program.
+"""Helpers called by generated programs; its source is prepended to a printed program.
 
 Loops, branches and wrappers take flat functions: arrays in, a tuple of arrays out.
 """
@@ -10,7 +10,7 @@ from jax import lax
 
 
 def plain(x, spec=None, *, name=None, priority=0):
-    """In place of `sharding.annotate` where there is no mesh."""
+    """Replaces `sharding.annotate` without a mesh."""
     return x
 
 
@@ -26,7 +26,7 @@ def scan(f, carried, length, *args, **options):
 
 
 def while_loop(f, times, *args):
-    """`f` again and again; `times` is a number that only the device knows."""
+    """Repeats `f`; the trip count `times` is known only at run time."""
     return lax.while_loop(lambda s: s[0] < times, lambda s: (s[0] + 1, *f(*s[1:])), (jnp.int32(0), *args))[1:]
 
 
@@ -35,7 +35,7 @@ def fori_loop(f, times, *args):
 
 
 def custom_vjp(f, *args):
-    """`f` with a derivative rule of its own, which is the true one."""
+    """`f` with a custom derivative rule equal to its true derivative."""
     g = jax.custom_vjp(f)
     g.defvjp(lambda *xs: (f(*xs), xs), lambda xs, ct: jax.vjp(f, *xs)[1](ct))
     return g(*args)
@@ -48,7 +48,7 @@ def custom_jvp(f, *args):
 
 
 def gradient(f, *args):
-    """The gradient of a sum over what `f` gives, by all arguments."""
+    """Gradients of the sum of `f`'s results with respect to all arguments."""
     return jax.grad(lambda *xs: sum(jnp.sum(jnp.sin(y)) for y in f(*xs)), argnums=tuple(range(len(args))))(*args)
 
 
@@ -57,7 +57,7 @@ def tangent(f, *args):
 
 
 def with_gradients(f, by, counted):
-    """`f` whose result is followed by the gradients of a sum over its results `counted`, by its arguments `by`."""
+    """`f` that also returns the gradients of the sum of its results `counted` with respect to its arguments `by`."""
 
     def loss(*args):
         out = f(*args)

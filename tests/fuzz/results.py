@@ -1,4 +1,4 @@
-"""The counts of runs in one file: each run as it was, and what all of them come to."""
+"""Statistics of fuzzing runs in one JSON file: each run, and totals."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ COUNTED = ("ops", "meshes", "rejected_by_jax")
 
 
 def add(path: Path, run: Mapping[str, Any]) -> None:
-    """Adds a run to a file, which is made if it isn't there; one of the same programs on the same JAX gives way.
+    """Adds a run to a file, created if absent; replaces a run of the same programs on the same JAX version.
 
     Args:
-        path: of a JSON file.
-        run: its `seed`, `first` and `jax`, and what it counted.
+        path: JSON file.
+        run: `seed`, `first` and `jax`, and the counts.
     """
     kept = json.loads(path.read_text()) if path.exists() else {"runs": []}
     which = [run[key] for key in ("seed", "first", "jax")]
@@ -30,7 +30,7 @@ def add(path: Path, run: Mapping[str, Any]) -> None:
 
 
 def revision() -> str:
-    """The commit that is checked out, where there is one."""
+    """Short hash of the checked-out commit; empty outside a repository."""
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
     found = subprocess.run(command, capture_output=True, text=True, check=False)
     return found.stdout.strip()

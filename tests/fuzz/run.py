@@ -1,4 +1,4 @@
-"""A run of many cases: progress, counts, and what to do with a failure."""
+"""Runs many cases: progress, statistics, and minimising a failure."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EVERY = 100
 
 
 def run(args: Namespace) -> int:
-    """Runs cases until the budget or the time is spent, or one fails."""
+    """Runs cases until the budget or the time limit is reached, or one fails."""
     budget = args.budget if args.budget is not None else (1000 if args.minutes is None else 10**9)
     started, counts = time.monotonic(), Counter()
     ops, meshes, rejected = Counter(), Counter(), Counter()
@@ -74,7 +74,7 @@ def run(args: Namespace) -> int:
 
 
 def signature(error: Exception) -> str:
-    """What kind of failure it is: small cases have to fail alike."""
+    """Kind of a failure, which minimised cases must share."""
     kind = type(error).__name__
     if isinstance(error, Mismatch):
         numbers = "is exact" in str(error) or "is off by" in str(error)
@@ -83,7 +83,7 @@ def signature(error: Exception) -> str:
 
 
 def alike(a: str, b: str) -> bool:
-    """Whether two failures are of one kind: the same words, whatever the numbers."""
+    """Whether two failures are of the same kind: equal messages up to numbers."""
 
     def words(text: str) -> str:
         text = text.partition("wrong numbers")[0] + "wrong numbers" if "wrong numbers" in text else text
@@ -93,7 +93,7 @@ def alike(a: str, b: str) -> bool:
 
 
 def failure(case: Case) -> str | None:
-    """How a case fails; None if it does not."""
+    """Signature of a case's failure; None if it passes."""
     try:
         check(case)
     except Rejected:
@@ -112,9 +112,9 @@ def failing_like(first: str) -> Callable[[Case], bool]:
 
 
 def report(case: Case, error: Exception, args: Namespace, number: int) -> int:
-    """Makes a failing case small, prints it and writes it to files."""
+    """Minimises a failing case, prints it and writes it to files."""
     traceback.print_exception(error)
-    print("making it small ...", flush=True)
+    print("minimising ...", flush=True)
     small = shrink(case, failing_like(signature(error)))
     text, name = program_text(small), f"fuzz-failure-{args.seed}-{number}"
     args.out.mkdir(parents=True, exist_ok=True)
@@ -126,7 +126,7 @@ def report(case: Case, error: Exception, args: Namespace, number: int) -> int:
 
 
 def replay(path: Path) -> int:
-    """Runs one case again."""
+    """Runs a stored case again."""
     case = Case.from_json(path.read_text())
     print(program_text(case))
     found = failure(case)

@@ -1,4 +1,4 @@
-"""Ops that move, reshape, join and cut arrays."""
+"""Ops that transpose, reshape, concatenate, slice and pad arrays."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .builder import ELEMENTS, Builder, SkipOp
 
 
 def kept(g: Builder, op: str, text: str, x: int) -> int:
-    """An op of one operand whose values are those of the operand."""
+    """An op with one operand that preserves its values."""
     return g.emit(op, text, [x], bound=g.facts[x].bound, grid=g.facts[x].grid)
 
 
@@ -28,7 +28,7 @@ def broadcast(g: Builder) -> None:
 
 
 def reshape(g: Builder) -> None:
-    """Merges dims, splits a dim, or both at once."""
+    """A reshape that merges dims, splits a dim, or both."""
     x = g.any(1)
     shape = list(g.facts[x].shape)
     for _ in range(g.choice([1, 1, 2, 3])):
@@ -79,7 +79,7 @@ def concatenate(g: Builder) -> None:
 
 
 def pad(g: Builder) -> None:
-    """Widths below 0 cut, widths inside put zeros between."""
+    """A pad: negative widths crop, interior widths insert zeros."""
     x = g.number(1)
     f = g.facts[x]
     widths = []
@@ -126,7 +126,7 @@ def tile(g: Builder) -> None:
 
 
 def split(g: Builder) -> None:
-    """One array in parts of unequal size."""
+    """A split into parts of unequal size."""
     x = g.number(1)
     f, d = g.facts[x], g.dim(x)
     n = f.shape[d]
@@ -169,4 +169,4 @@ OPS = {
     triangle: 1,
     diagonal: 1,
 }
-"""Op -> how often it comes."""
+"""Op -> relative frequency."""

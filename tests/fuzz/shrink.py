@@ -1,6 +1,6 @@
-"""Makes a failing case small: fewer results, ops, specs and mesh axes, as long as it fails in the same way.
+"""Minimises a failing case: removes results, ops, specs and mesh axes while it fails in the same way.
 
-An op goes by making arguments of its results, or by passing one of its operands on; what nothing needs goes with it.
+An op is removed by turning its results into arguments or replacing them with an operand; unused ops go with it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ Fails = Callable[[Case], bool]
 
 
 def shrink(case: Case, fails: Fails, *, tries: int = 400) -> Case:
-    """The smallest case that was found to fail, after at most so many tries."""
+    """The smallest failing case found, after a limited number of tries."""
     left = tries
     progress = True
     while progress and left > 0:
@@ -35,7 +35,7 @@ def shrink(case: Case, fails: Fails, *, tries: int = 400) -> Case:
 
 
 def pruned(case: Case) -> Case:
-    """Without records and arguments that no result needs."""
+    """The case without unused records and arguments."""
     needed = set(case.results)
     records = _needed(case.records, needed)
     kept = [i for i, a in enumerate(case.arguments) if a.value in needed or i in case.by]
@@ -107,7 +107,7 @@ def _paths(records: tuple[Record, ...], at: tuple = ()) -> Iterator[tuple[tuple,
 
 
 def _edited(records: tuple[Record, ...], path: tuple, edit: Callable[[Record], Record | None]) -> tuple[Record, ...]:
-    """The records with the one at a path changed, or gone."""
+    """The records with the one at a path replaced or removed."""
     i, *rest = path
     record = records[i]
     if rest:
@@ -122,7 +122,7 @@ def _edited(records: tuple[Record, ...], path: tuple, edit: Callable[[Record], R
 
 def _fewer_records(case: Case) -> Iterator[Case]:
     n, size = len(case.records), len(case.records) // 2
-    while size > 1:  # stretches of the program first
+    while size > 1:  # consecutive records first
         for start in range(0, n, size):
             yield _replaced(case, case.records[start : start + size], [])
         size //= 2
@@ -131,7 +131,7 @@ def _fewer_records(case: Case) -> Iterator[Case]:
 
 
 def _replaced(case: Case, gone, paths) -> Case:
-    """Records that become arguments of the program."""
+    """Turns the results of records into arguments of the program."""
     made = [Argument(value=r, type=t) for record in gone for r, t in zip(record.results, record.types, strict=True)]
     if paths:
         records = _edited(case.records, paths[0], lambda _: None)
@@ -182,7 +182,7 @@ def _simpler_calls(case: Case) -> Iterator[Case]:
 
 
 def _simpler(spec: SpecData) -> Iterator[SpecData]:
-    """One entry less."""
+    """Variants of a spec with one entry less."""
     if spec and spec[-1] is None:
         yield spec[:-1]
     for d, entry in enumerate(spec):

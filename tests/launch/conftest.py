@@ -1,37 +1,37 @@
-"""Runs that several tests look at."""
+"""Runs shared by several tests."""
 
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from runs import STEPS, train
+from support.short_runs import STEPS, train
 
-from sharding.launch.tasks import bert, gpt
-from sharding.launch.text import source
+from sharding.launch.text import text_batches
+from sharding.launch.workloads import bert_text, gpt_text
 
 
 @pytest.fixture(scope="session", autouse=True)
-def little_is_held_out() -> Iterator[None]:
-    """Fewer tokens: looking at all of them takes ten times as long as the few steps of such runs."""
+def few_heldout_tokens() -> Iterator[None]:
+    """Fewer held-out tokens: evaluating all takes ten times as long as the few steps of these runs."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (bert, gpt, source):
+        for module in (bert_text, gpt_text, text_batches):
             patch.setattr(module, "NUM_HELDOUT_TOKENS", 2**12)
         yield
 
 
 @pytest.fixture(scope="session")
-def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that nothing disturbed."""
+def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of an uninterrupted run."""
     out = tmp_path_factory.mktemp("whole")
     train(out)
     return out
 
 
 @pytest.fixture
-def half_run(whole_run: Path, tmp_path: Path) -> Path:
-    """The run as if it had been killed after its checkpoint of step 3."""
+def killed_run(finished_run: Path, tmp_path: Path) -> Path:
+    """A copy of the run as if killed after its checkpoint of step 3."""
     out = tmp_path / "half"
-    shutil.copytree(whole_run, out)
+    shutil.copytree(finished_run, out)
     shutil.rmtree(out / "checkpoints" / str(STEPS))
     return out

@@ -1,27 +1,28 @@
-"""A GPT with experts trains the same on every mesh, and the metrics say how its experts are used."""
+"""A GPT with experts trains the same on every mesh, and its metrics show the expert load."""
 
 import dataclasses
 import math
 
 import numpy as np
 import pytest
-from runs import check_same, losses, train, two_steps
+from support.short_runs import check_same, losses, run_two_steps, train
 
-from sharding.launch import config, main, metrics, tasks
-from sharding.launch.config import Optimization
-from sharding.launch.pipeline_config import PipelineChoice
-from sharding.launch.sequence_config import SequenceChoice
-from sharding.launch.tasks import gpt_moe
+from sharding.launch import main, metrics, workloads
+from sharding.launch.config import mesh_config, model_config
+from sharding.launch.config.optimizer_config import Optimization
+from sharding.launch.config.pipeline_config import PipelineOptions
+from sharding.launch.config.sequence_config import SequenceOptions
+from sharding.launch.workloads import gpt_moe_text
 from sharding.models.gpt_moe import Config
 
 MODEL = Config(vocab=64, context=16, layers=2, features=32, heads=4, kv_heads=4, mlp_features=64, capacity_factor=1.0)
 
 
 def step(sizes, config=MODEL, kind=None, schedule=None, executor=None, **options):
-    pipeline = PipelineChoice(schedule=schedule, executor=executor).over(sizes)
-    sequence = SequenceChoice(attention=kind).over(sizes, pipeline)
+    pipeline = PipelineOptions(schedule=schedule, executor=executor).resolve(sizes)
+    sequence = SequenceOptions(attention=kind).resolve(sizes, pipeline)
     optimization = Optimization(warmup=0, pipeline=pipeline, sequence=sequence, **options)
-    return two_steps(gpt_moe.FAMILY.build("gpt-moe", config, optimization, steps=10, seed=0), sizes)
+    return run_two_steps(gpt_moe_text.FAMILY.build("gpt-moe", config, optimization, steps=10, seed=0), sizes)
 
 
 @pytest.fixture(scope="module")
@@ -52,8 +53,8 @@ def test_steps_are_those_of_one_device(sizes, options, one_device):
 
 
 def check_figures(found, wanted):
-    """Of parameters themselves Adam's first step makes more than rounding where a gradient is nearly zero."""
-    for ours, theirs in zip(found.figures, wanted.figures, strict=True):
+    """Compare metrics, not parameters: Adam's first step amplifies rounding where a gradient is nearly zero."""
+    for ours, theirs in zip(found.metrics_per_step, wanted.metrics_per_step, strict=True):
         assert ours.keys() == theirs.keys()
         for name in theirs:
             np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-5)
@@ -76,7 +77,7 @@ def check_figures(found, wanted):
     ids=str,
 )
 def test_sequences_over_an_axis(sizes, kind, one_device):
-    """The tokens that are dropped are the same ones too: they keep their order."""
+    """The same tokens are dropped, because they keep their order."""
     found = step(sizes, kind=kind)
     check_figures(found, one_device)
     kinds = [(c.kind, c.axes) for c in found.completion.communication()]
@@ -86,7 +87,7 @@ def test_sequences_over_an_axis(sizes, kind, one_device):
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", [{"capacity_factor": None}, {"capacity_factor": 0.8}, {"scan": True}], ids=str)
 def test_sequences_of_other_models(changes):
-    """Without places, with a number of them that the axis doesn't divide, and stacked."""
+    """Without capacity, with a capacity that the axis doesn't divide, and stacked."""
     config = dataclasses.replace(MODEL, **changes)
     check_figures(step({"expert": 2, "seq": 2}, config, "ring"), step({"expert": 1}, config))
 
@@ -113,28 +114,28 @@ PAIRS = dataclasses.replace(MODEL, layers=4, scan=True)
     ids=str,
 )
 def test_stages_are_those_of_one_device(sizes, changes, options):
-    """Of a batch in as many parts: each draws second experts of its own. What layers measure comes along."""
+    """Compared with gradient accumulation, as each microbatch draws its own second experts; metrics are equal too."""
     config = dataclasses.replace(PAIRS, **changes)
     check_same(step(sizes, config, **options), step({"expert": 1}, config, accumulate=4))
 
 
 def test_figures(one_device):
-    for each in one_device.figures:
+    for each in one_device.metrics_per_step:
         assert 1 <= each["peak_load"] <= MODEL.num_experts
         assert 0 < each["dropped_share"] < 1
         assert 0 < each["auxiliary_loss"] < 0.01 * MODEL.num_experts
 
 
-def test_a_mesh_gets_its_axis():
-    family, _ = tasks.find(config.ModelChoice(name="gpt-moe-tiny"))
-    assert tasks.with_own_axes({"data": 2, "tensor": 2}, family) == {"data": 2, "tensor": 2, "expert": 1}
-    assert tasks.with_own_axes({"expert": 4, "data": 2}, family) == {"expert": 4, "data": 2}
-    assert config.batch_parts({"expert": 4, "data": 2, "tensor": 3}) == 8
+def test_a_mesh_gets_the_expert_axis():
+    family, _ = workloads.find(model_config.ModelOptions(name="gpt-moe-tiny"))
+    assert workloads.with_required_axes({"data": 2, "tensor": 2}, family) == {"data": 2, "tensor": 2, "expert": 1}
+    assert workloads.with_required_axes({"expert": 4, "data": 2}, family) == {"expert": 4, "data": 2}
+    assert mesh_config.batch_parts({"expert": 4, "data": 2, "tensor": 3}) == 8
 
 
 @pytest.mark.slow
 def test_run(tmp_path):
-    """The command line: another mesh, parts of a batch and text of its own."""
+    """The command line: another mesh, gradient accumulation, and sampling."""
     model = ["--model", "gpt-moe-tiny"]
     lines = train(tmp_path / "a", *model, "--sample", "8", mesh="data=2,expert=4")
     assert losses(lines) == pytest.approx(losses(train(tmp_path / "b", *model, mesh="data=1")), rel=1e-4)
@@ -159,12 +160,12 @@ def test_a_run_of_sequences_over_an_axis(tmp_path, mesh):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--mesh pipe=2 --schedule terapipe", "whose layers need whole sequences"),
+        ("--mesh pipe=2 --schedule terapipe", "whose layers need full sequences"),
         ("--mesh pipe=4,expert=2", "2 blocks, 4 stages"),
         ("--mesh pipe=2,seq=2,expert=2 --attention ring", "--attention ulysses"),
     ],
 )
-def test_no_stages(arguments, message, capsys):
+def test_invalid_pipelines(arguments, message, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["explain", "--model", "gpt-moe-tiny", *arguments.split()])
     assert message in capsys.readouterr().err

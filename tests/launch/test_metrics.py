@@ -3,10 +3,10 @@ import xml.etree.ElementTree as xml
 
 import pytest
 
-from sharding.launch import curve, metrics
+from sharding.launch import loss_plot, metrics
 
 
-def test_lines_are_there_at_once_and_exact(tmp_path):
+def test_lines_are_flushed_and_exact(tmp_path):
     loss = 1 / 3
     with metrics.start(tmp_path) as file:
         file.log(1, {"loss": loss})
@@ -16,7 +16,7 @@ def test_lines_are_there_at_once_and_exact(tmp_path):
         assert file.series("heldout_bits_per_byte") == [(1, 2.5)]
 
 
-def test_resume_forgets_what_came_after(tmp_path):
+def test_resume_drops_later_lines(tmp_path):
     with metrics.start(tmp_path) as file:
         for step in range(1, 6):
             file.log(step, {"loss": float(step)})
@@ -25,7 +25,7 @@ def test_resume_forgets_what_came_after(tmp_path):
     assert metrics.series(metrics.read(tmp_path / metrics.FILE_NAME), "loss") == [(1, 1), (2, 2), (3, 3), (4, 0.5)]
 
 
-def test_a_line_cut_short_is_left_out(tmp_path):
+def test_a_truncated_line_is_dropped(tmp_path):
     path = tmp_path / metrics.FILE_NAME
     path.write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo')
     assert metrics.read(path) == [{"step": 1, "loss": 2.0}]
@@ -47,7 +47,7 @@ POINTS = [(step, 8 / step**0.2) for step in range(1, 200)]
 @pytest.mark.parametrize("train", [POINTS, POINTS[:1], [], [(1, float("nan"))], [(1, 2.0), (2, 2.0)]])
 @pytest.mark.parametrize("heldout", [POINTS[::50], []])
 def test_the_curve_is_an_svg_picture(train, heldout, x_scale, y_scale):
-    picture = curve.svg(train, heldout, title="a < b & c", x_scale=x_scale, y_scale=y_scale)
+    picture = loss_plot.svg(train, heldout, title="a < b & c", x_scale=x_scale, y_scale=y_scale)
     root = xml.fromstring(picture)
     assert root.tag == "{http://www.w3.org/2000/svg}svg"
     assert "nan" not in picture
@@ -55,18 +55,18 @@ def test_the_curve_is_an_svg_picture(train, heldout, x_scale, y_scale):
 
 
 def test_points_lie_inside_the_frame():
-    root = xml.fromstring(curve.svg(POINTS, POINTS[::50]))
+    root = xml.fromstring(loss_plot.svg(POINTS, POINTS[::50]))
     for line in root.findall("{*}polyline"):
         for point in line.attrib["points"].split():
             x, y = map(float, point.split(","))
-            assert curve.LEFT <= x <= curve.WIDTH - curve.RIGHT
-            assert curve.TOP <= y <= curve.HEIGHT - curve.BOTTOM
+            assert loss_plot.LEFT <= x <= loss_plot.WIDTH - loss_plot.RIGHT
+            assert loss_plot.TOP <= y <= loss_plot.HEIGHT - loss_plot.BOTTOM
 
 
 @pytest.mark.parametrize(("low", "high"), [(1.9, 8.1), (2.0, 2.1), (0.01, 300)])
 @pytest.mark.parametrize("scale", ["linear", "log"])
 def test_ticks_lie_inside_and_are_few(low, high, scale):
-    ticks = curve.Axis(low=low, high=high, start=0, end=100, scale=scale).ticks()
+    ticks = loss_plot.Axis(low=low, high=high, start=0, end=100, scale=scale).ticks()
     assert 3 <= len(ticks) <= 16
     assert all(low <= tick <= high for tick in ticks)
     assert ticks == sorted(ticks)

@@ -1,53 +1,58 @@
-"""A step whose loss is not finite: named with its batch and the line where it began; the run stops, or skips it."""
+"""The first non-finite value, by its path or source line."""
 
-from pathlib import Path
-
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sharding import checkpoint, launch
-from sharding.launch import clicks, metrics
-
-BAD = 2
-"""The batch that holds a number which is none."""
+import sharding
+from sharding import P
+from sharding.launch import nonfinite
 
 
-@pytest.fixture
-def bad_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = clicks.HiddenClicks.train_batch
-
-    def train_batch(self, step, rows=None):
-        batch = whole(self, step, rows)
-        if step == BAD:
-            batch.numbers[0, 0] = np.nan
-        return batch
-
-    monkeypatch.setattr(clicks.HiddenClicks, "train_batch", train_batch)
+def loss(params, x):
+    hidden = jax.nn.relu(x @ params["w1"])
+    logits = jnp.log(hidden @ params["w2"])  # log(0) if no unit is active
+    return jnp.mean(logits)
 
 
-def train(out: Path, *args: str) -> None:
-    options = ["--model", "dlrm-tiny", "--mesh", "data=2", "--batch", "8", "--steps", "5", "--eval-every", "0"]
-    launch.main(["train", *options, "--checkpoint-every", "1", "--out", str(out), *args])
+def arguments():
+    return {"w1": jnp.ones((4, 8)), "w2": jnp.ones((8, 2))}, jnp.ones((3, 4))
 
 
-def test_it_stops_and_says_where(bad_batch, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit, match="2"):
-        train(tmp_path)
-    said = capsys.readouterr().err
-    assert said.startswith(f"error: step {BAD + 1}\n") and "the loss is nan" in said
-    assert f"batch {BAD} of seed 0" in said and "first nan in batch/numbers" in said
-    # What was saved before is as good as it was.
-    assert checkpoint.steps(tmp_path / "checkpoints")[-1] == BAD
-    assert checkpoint.verify(tmp_path / "checkpoints", BAD) == {BAD: ""}
+def lines(f, *args):
+    return [str(origin) for origin in nonfinite.origins(f, *args)]
 
 
-@pytest.mark.slow
-def test_it_skips_the_step_and_goes_on(bad_batch, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    train(tmp_path, "--nonfinite", "skip")
-    assert f"step {BAD + 1} is skipped: the loss is nan" in capsys.readouterr().out
-    lines = metrics.read(tmp_path / metrics.FILE_NAME)
-    assert [step for step, _ in metrics.series(lines, "loss")] == [1, 2, 4, 5]
-    assert metrics.series(lines, "skipped") == [(BAD + 1, 1.0)]
-    before, after = (checkpoint.restore_named(tmp_path / "checkpoints", step) for step in (BAD + 1, BAD + 2))
-    assert all(np.isfinite(array).all() for array in after.values())
-    assert int(before["step"]) == BAD + 1 and int(after["step"]) == BAD + 2
+def test_nothing_is_found_where_all_is_finite():
+    assert lines(loss, *arguments()) == []
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint], ids=["plain", "jit", "checkpoint"])
+def test_the_line_that_makes_it(wrap):
+    params, x = arguments()
+    (found,) = lines(wrap(loss), params, -x)
+    assert found.startswith("inf in float32[3, 2] of log at test_nonfinite.py:") and found.endswith("(loss)")
+
+
+def test_an_argument_by_its_path():
+    params, x = arguments()
+    assert lines(loss, params | {"w2": params["w2"].at[1, 1].set(jnp.nan)}, x) == ["nan in args/0/w2"]
+
+
+def test_the_first_nan_and_the_infinity_before_it():
+    def f(x):
+        big = jnp.exp(x)
+        return jnp.sum(big - big)
+
+    inf, nan = lines(f, jnp.full((2,), 100.0))
+    assert inf.startswith("inf in float32[2] of exp") and nan.startswith("nan in float32[2] of sub")
+
+
+def test_of_a_gradient_on_a_mesh():
+    params, x = arguments()
+    step = jax.value_and_grad(lambda params, x: jnp.sum(jnp.sqrt(params["w1"][0])) + jnp.sum(x))
+    with sharding.mesh(data=2, tensor=2, devices=jax.devices()[:4]):
+        params = params | {"w1": sharding.put(np.zeros((4, 8), np.float32), P(None, "tensor"))}
+        found = lines(step, params, x)
+    assert found and "test_nonfinite.py" in found[-1] and found[-1].startswith("inf")

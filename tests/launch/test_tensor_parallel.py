@@ -1,23 +1,27 @@
-"""Steps with a split vocabulary and a split residual stream are steps of one device."""
+"""Steps with a sharded vocabulary and residual stream equal those of one device."""
 
 import numpy as np
 import pytest
-from runs import check_same, refused, two_steps
+from support.short_runs import check_same, error_output, run_two_steps
 
-from sharding.launch import explain
-from sharding.launch.config import Explain, ModelChoice, Optimization
-from sharding.launch.pipeline_config import Pipelining
-from sharding.launch.sequence_config import Sequencing
-from sharding.launch.tasks import gpt
+from sharding.launch.commands import explain
+from sharding.launch.config.explain_config import Explain
+from sharding.launch.config.model_config import ModelOptions
+from sharding.launch.config.optimizer_config import Optimization
+from sharding.launch.config.pipeline_config import PipelineConfig
+from sharding.launch.config.sequence_config import SequenceConfig
+from sharding.launch.workloads import gpt_text
 from sharding.models.gpt import Config
 
 MODEL = Config(vocab=64, context=16, layers=2, features=32, heads=4, kv_heads=4, mlp_features=64)
 BATCH = 16
-PIPE = Pipelining(devices=2, schedule="1f1b", microbatches=2)
+PIPE = PipelineConfig(devices=2, schedule="1f1b", microbatches=2)
 
 
 def two(sizes, **options):
-    return two_steps(gpt.FAMILY.build("gpt", MODEL, Optimization(warmup=0, **options), steps=10, seed=0), sizes)
+    return run_two_steps(
+        gpt_text.FAMILY.build("gpt", MODEL, Optimization(warmup=0, **options), steps=10, seed=0), sizes
+    )
 
 
 @pytest.fixture(scope="module")
@@ -48,8 +52,8 @@ def test_steps_are_those_of_one_device(sizes, options, one_device):
 
 @pytest.mark.slow
 def test_beside_an_axis_of_sequences(one_device):
-    sequencing = Sequencing(devices=2, kind="ring")
-    found = two({"data": 2, "tensor": 2, "seq": 2}, sequence_parallel=True, sequence=sequencing)
+    sequence_config = SequenceConfig(devices=2, kind="ring")
+    found = two({"data": 2, "tensor": 2, "seq": 2}, sequence_parallel=True, sequence=sequence_config)
     check_same(found, one_device)
     large = 4 * BATCH // 2 * MODEL.context // 2 * MODEL.features
     ledger = found.completion.communication()
@@ -60,25 +64,25 @@ def test_beside_an_axis_of_sequences(one_device):
 @pytest.mark.slow
 def test_stages_of_a_pipeline(one_device):
     found = two({"pipe": 2, "tensor": 2}, sequence_parallel=True, pipeline=PIPE)
-    for ours, theirs in zip(found.figures, one_device.figures, strict=True):
+    for ours, theirs in zip(found.metrics_per_step, one_device.metrics_per_step, strict=True):
         np.testing.assert_allclose(ours["loss"], theirs["loss"], rtol=1e-5)
         np.testing.assert_allclose(ours["gradient_norm"], theirs["gradient_norm"], rtol=1e-5)
 
 
-@pytest.mark.parametrize("is_split", [False, True])
-def test_what_explain_says(is_split):
-    asked = Explain(model=ModelChoice(scan=True), mesh="data=2,tensor=4", batch=8, sequence_parallel=is_split)
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_explain(is_sharded):
+    asked = Explain(model=ModelOptions(scan=True), mesh="data=2,tensor=4", batch=8, sequence_parallel=is_sharded)
     kinds = explain.complete(asked).communication().by_kind()
-    assert ("reduce-scatter" in kinds) == is_split
+    assert ("reduce-scatter" in kinds) == is_sharded
 
 
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (["--mesh", "data=2"], "the axis tensor"),
+        (["--mesh", "data=2"], "an axis tensor larger than 1"),
         (["--mesh", "tensor=3"], "128 positions over tensor=3"),
-        (["--model", "bert-tiny", "--mesh", "tensor=2"], "models whose length can be split are gpt-tiny"),
+        (["--model", "bert-tiny", "--mesh", "tensor=2"], "a model that supports sequence parallelism: one of gpt-tiny"),
     ],
 )
-def test_what_can_not_be(args, words, capsys):
-    assert words in refused(capsys, *args, "--sequence-parallel")
+def test_invalid_options(args, words, capsys):
+    assert words in error_output(capsys, *args, "--sequence-parallel")

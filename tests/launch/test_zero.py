@@ -1,20 +1,22 @@
-"""Steps with states over the axis data are steps of one device, and each device has its part."""
+"""Steps with ZeRO equal those of one device, and the state is sharded over the axis data."""
 
 import jax
 import numpy as np
 import pytest
-from runs import check_same, two_steps
+from support.short_runs import check_same, run_two_steps
 
 from sharding.launch import main
-from sharding.launch.config import Optimization
-from sharding.launch.tasks import gpt
+from sharding.launch.config.optimizer_config import Optimization
+from sharding.launch.workloads import gpt_text
 from sharding.models.gpt import Config
 
 MODEL = Config(vocab=64, context=16, layers=2, features=32, heads=4, kv_heads=4, mlp_features=64)
 
 
 def step(sizes, zero=0):
-    return two_steps(gpt.FAMILY.build("gpt", MODEL, Optimization(zero=zero, warmup=0), steps=10, seed=0), sizes)
+    return run_two_steps(
+        gpt_text.FAMILY.build("gpt", MODEL, Optimization(zero=zero, warmup=0), steps=10, seed=0), sizes
+    )
 
 
 @pytest.fixture(scope="module")
@@ -51,4 +53,4 @@ def test_steps_are_those_of_one_device(zero, sizes, one_device):
 def test_an_axis_is_needed(capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["train", "--mesh", "tensor=2", "--zero", "1", "--steps", "1"])
-    assert "the axis data" in capsys.readouterr().err
+    assert "an axis data larger than 1" in capsys.readouterr().err

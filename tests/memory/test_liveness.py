@@ -1,21 +1,21 @@
-"""Lifetimes against a walk over every instant, and against bytes counted by hand."""
+"""Lifetimes against a scan of every step, and against bytes counted by hand."""
 
 import random
 
 import jax
 import jax.numpy as jnp
-import peaks
 import pytest
 from jax import lax
+from support import peak_memory
 
 import sharding
 from sharding import P
 from sharding.memory import usage
 from sharding.memory.fusion import fuse
+from sharding.memory.heap_simulator import block_bytes
 from sharding.memory.instruction import Body, Instruction
+from sharding.memory.kernel_order import program_order, xla_cpu_order
 from sharding.memory.liveness import lifetimes
-from sharding.memory.packing import block_bytes
-from sharding.memory.schedule import as_ready, as_written
 
 
 def random_body(seed):
@@ -24,24 +24,24 @@ def random_body(seed):
     made = [Instruction("argument", "argument", [], (64,), 256) for _ in range(3)]
     arguments = list(made)
     for _ in range(rng.randint(5, 40)):
-        role = rng.choice(["loop", "loop", "library", "view"])
-        num_operands = 1 if role == "view" else rng.randint(1, 3)
+        role = rng.choice(["fusible", "fusible", "unfusible", "bitcast"])
+        num_operands = 1 if role == "bitcast" else rng.randint(1, 3)
         operands = [rng.choice(made[-8:]) for _ in range(num_operands)]
-        shape = operands[0].shape if role != "library" else (rng.choice([16, 64, 128, 1024]),)
-        name = rng.choice(["add", "exp", "transpose"]) if role == "loop" else role
-        group = rng.choice(["x", "y"]) if role == "library" and rng.random() < 0.3 else None
+        shape = operands[0].shape if role != "unfusible" else (rng.choice([16, 64, 128, 1024]),)
+        name = rng.choice(["add", "exp", "transpose"]) if role == "fusible" else role
+        group = rng.choice(["x", "y"]) if role == "unfusible" and rng.random() < 0.3 else None
         facts = {"elementwise": name in ("add", "exp"), "expensive": name == "exp", "group": group}
         made.append(Instruction(name, role, operands, shape, 4 * shape[0], **facts))
     return Body(made, arguments, rng.sample(made[3:], min(2, len(made) - 3)))
 
 
 def bytes_by_walking(found, step):
-    """What is there at one instant: every buffer asked in turn."""
-    return sum(b.num_bytes for b in found.buffers if b.is_own and b.born <= step <= b.dies)
+    """Live bytes at one step, by checking every buffer."""
+    return sum(b.num_bytes for b in found.buffers if b.is_temporary and b.born <= step <= b.dies)
 
 
-@pytest.mark.parametrize("order", [as_ready, as_written])
-def test_timeline_is_the_sum_of_what_is_there_at_each_instant(order):
+@pytest.mark.parametrize("order", [xla_cpu_order, program_order])
+def test_timeline_is_the_sum_of_live_buffers(order):
     for seed in range(60):
         found = lifetimes(random_body(seed), [], set(), order)
         walked = [bytes_by_walking(found, k) for k in range(len(found.steps))]
@@ -49,8 +49,8 @@ def test_timeline_is_the_sum_of_what_is_there_at_each_instant(order):
         assert found.peak_bytes() == max(walked) <= block_bytes(found.intervals())
 
 
-@pytest.mark.parametrize("order", [as_ready, as_written])
-def test_nothing_is_read_before_it_is_made_or_after_its_place_is_taken(order):
+@pytest.mark.parametrize("order", [xla_cpu_order, program_order])
+def test_nothing_is_read_before_it_is_produced_or_after_its_buffer_is_reused(order):
     for seed in range(60):
         body = random_body(seed)
         found = lifetimes(body, [], set(), order)
@@ -60,14 +60,14 @@ def test_nothing_is_read_before_it_is_made_or_after_its_place_is_taken(order):
                 buffer, born, k = place[x]
                 assert (born < now or x.role == "argument") and now <= buffer.dies
                 later = buffer.makers[k + 1 :]
-                views = [m for _, m in later if m.role == "view"]
+                views = [m for _, m in later if m.role == "bitcast"]
                 assert all(at >= now for at, m in later if m not in views), (seed, x)
 
 
-def test_every_stored_value_is_made_once_and_all_that_is_read_is_stored():
+def test_every_stored_value_is_produced_once_and_every_operand_is_stored():
     for seed in range(60):
         body = random_body(seed)
-        kernels = fuse(body.needed(), body.results)
+        kernels = fuse(body.live_instructions(), body.results)
         roots = {kernel.root for kernel in kernels}
         assert len(roots) == len(kernels)
         assert all(x in roots for kernel in kernels for x in kernel.operands)
@@ -99,36 +99,40 @@ def loop(x):
 
 BY_HAND = {
     "one dot makes the result": (lambda x: x @ x, 0),
-    "the first dot, as the result is not yet there for the second": (lambda x: dots(x, 2), 1),
-    "every second dot lies where the result will be": (lambda x: dots(x, 9), 1),
+    "the first dot, as its buffer is live while the second writes the result": (lambda x: dots(x, 2), 1),
+    "every second dot is placed in the result's buffer": (lambda x: dots(x, 9), 1),
     "an elementwise chain is one kernel": (lambda x: jnp.sin(x * 2 + 1) * x, 0),
-    "what a dot reads is stored": (lambda x: (jnp.sin(x * 2 + 1) * x) @ x, 1),
-    "a cheap op is computed for each reader": (lambda x: ((x + 4) @ x, ((x + 3) * 2) @ x), 1),
+    "the operand of a dot is stored": (lambda x: (jnp.sin(x * 2 + 1) * x) @ x, 1),
+    "a cheap op is duplicated into each consumer": (lambda x: ((x + 4) @ x, ((x + 3) * 2) @ x), 1),
     "a stack of five, the carry and the next one": (loop, 7),
 }
-"""What is stored -> a function of one square array, and how many arrays its temporaries take."""
+"""Case -> a function of one square array, and the number of arrays in its temporaries."""
 
 
 @pytest.mark.parametrize("name", BY_HAND)
 def test_temporaries_counted_by_hand(name):
     f, count = BY_HAND[name]
-    assert on_one_device(f, peaks.floats(64, 64)).temporary_bytes == count * SQUARE
+    assert on_one_device(f, peak_memory.floats(64, 64)).temporary_bytes == count * SQUARE
 
 
-@peaks.NEWEST
+@peak_memory.newest_jax_only
 @pytest.mark.parametrize("name", BY_HAND)
 def test_xla_stores_as_much(name):
     f, _ = BY_HAND[name]
-    peak = peaks.of(f, peaks.floats(64, 64), sizes={"data": 8})
+    peak = peak_memory.peak_of(f, peak_memory.floats(64, 64), sizes={"data": 8})
     assert 0 <= peak.compiled - peak.predicted <= 128  # counters of loops
 
 
-def test_a_dear_op_with_two_readers_is_stored_and_a_cheap_one_is_not():
+def test_an_expensive_op_with_two_readers_is_stored_and_a_cheap_one_is_not():
     def two(f):
         return lambda x: ((f(x) + 1) @ x, (f(x) * 2) @ x)
 
     stored = [
-        [k.root.name for step in on_one_device(two(f), peaks.floats(64, 64)).lifetimes.steps for k in step.kernels]
+        [
+            k.root.name
+            for step in on_one_device(two(f), peak_memory.floats(64, 64)).lifetimes.steps
+            for k in step.kernels
+        ]
         for f in (lambda x: x + 3, jnp.tanh)
     ]
     assert [names.count("tanh") for names in stored] == [0, 1]
@@ -136,22 +140,22 @@ def test_a_dear_op_with_two_readers_is_stored_and_a_cheap_one_is_not():
 
 
 def test_a_loop_holds_its_carry_once_and_its_stack_from_the_start():
-    found = on_one_device(loop, peaks.floats(64, 64))
-    alive = [(b.num_bytes, [m.name for _, m in b.makers]) for b in found.lifetimes.buffers if b.is_own]
-    assert (5 * SQUARE, ["broadcast", "scan"]) in alive  # the stack takes the place of zeros
+    found = on_one_device(loop, peak_memory.floats(64, 64))
+    alive = [(b.num_bytes, [m.name for _, m in b.makers]) for b in found.lifetimes.buffers if b.is_temporary]
+    assert (5 * SQUARE, ["broadcast", "scan"]) in alive  # the stack reuses the zeros' buffer
     assert (SQUARE, ["copy", "scan"]) in alive  # the carry begins as a copy of an argument
     assert (
-        max(found.lifetimes.inner(k) for k in range(len(found.lifetimes.steps))) == SQUARE
+        max(found.lifetimes.nested_peak_bytes(k) for k in range(len(found.lifetimes.steps))) == SQUARE
     )  # the new carry, while the old one is still read
 
 
-def test_all_reduces_that_do_not_wait_for_each_other_are_one_step():
+def test_independent_all_reduces_are_one_step():
     def f(a, b):
         total = a.sum(0)
         return total, b.sum(0), (b * total[None]).sum(0)
 
     with sharding.mesh(data=8):
-        c = sharding.jit(f, in_shardings=P("data")).complete(peaks.floats(8, 64), peaks.floats(8, 64))
+        c = sharding.jit(f, in_shardings=P("data")).complete(peak_memory.floats(8, 64), peak_memory.floats(8, 64))
     steps = usage(c.assignment).lifetimes.steps
-    together = [len(s.kernels) for s in steps if s.kernels[0].root.name == "all-reduce"]
-    assert together == [2, 1]
+    combined = [len(s.kernels) for s in steps if s.kernels[0].root.name == "all-reduce"]
+    assert combined == [2, 1]

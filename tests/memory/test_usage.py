@@ -1,42 +1,42 @@
-"""Predicted memory against XLA's own account of the compiled program."""
+"""Predicted memory against the compiled program's `memory_analysis()`."""
 
-import peaks
 import pytest
-from steps import known, models, written
-from steps.step import MESHES, STYLES
+from support import peak_memory
+from support.train_steps import hand_written, known_misses, small_models
+from support.train_steps.step import MESHES, STYLES
 
-STEPS = models.STEPS | written.STEPS
+STEPS = small_models.STEPS | hand_written.STEPS
 HALF = {
-    "gpt, 16 bits": models.of_gpt(dtype="bfloat16"),
-    "gpt, 16 bits, scanned": models.of_gpt(dtype="bfloat16", scan=True),
-    "gpt, 16 bits, scanned, remat": models.of_gpt(dtype="bfloat16", scan=True, remat=True),
-    "gpt, remat": models.of_gpt(remat=True, layers=4),
+    "gpt, 16 bits": small_models.gpt_step(dtype="bfloat16"),
+    "gpt, 16 bits, scanned": small_models.gpt_step(dtype="bfloat16", scan=True),
+    "gpt, 16 bits, scanned, remat": small_models.gpt_step(dtype="bfloat16", scan=True, remat=True),
+    "gpt, remat": small_models.gpt_step(remat=True, layers=4),
 }
 
 WITHIN = 0.1
 
 
-@peaks.NEWEST
+@peak_memory.newest_jax_only
 @pytest.mark.parametrize("name", ["experts", "lstm", "gpt, 16 bits, scanned, remat", "gpt, remat"])
 def test_prediction_is_near(name):
-    peak = peaks.of_step((STEPS | HALF)[name]("weights", MESHES[-1]), MESHES[-1])
+    peak = peak_memory.peak_of_step((STEPS | HALF)[name]("weights", MESHES[-1]), MESHES[-1])
     assert abs(peak.ratio - 1) <= WITHIN, peak
 
 
-@peaks.NEWEST
+@peak_memory.newest_jax_only
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(MESHES)))
 @pytest.mark.parametrize("name", STEPS | HALF)
 def test_every_prediction_is_near(name, number):
     for style in STYLES:
-        peak = peaks.of_step((STEPS | HALF)[name](style, MESHES[number]), MESHES[number])
-        bound, why = known.PEAKS.get((name, number, style), (WITHIN, ""))
+        peak = peak_memory.peak_of_step((STEPS | HALF)[name](style, MESHES[number]), MESHES[number])
+        bound, why = known_misses.PEAKS.get((name, number, style), (WITHIN, ""))
         assert abs(peak.ratio - 1) <= bound, (peak, style, why)
 
 
-@peaks.NEWEST
+@peak_memory.newest_jax_only
 @pytest.mark.parametrize("wrap", ["plain", "remat"])
-def test_a_barrier_keeps_what_is_recomputed_out_of_the_forward_pass(wrap):
-    make = models.of_gpt(layers=4, remat=wrap == "remat")
-    peak = peaks.of_step(make("batch", {"data": 8}), {"data": 8})
+def test_a_barrier_keeps_rematerialised_ops_out_of_the_forward_pass(wrap):
+    make = small_models.gpt_step(layers=4, remat=wrap == "remat")
+    peak = peak_memory.peak_of_step(make("batch", {"data": 8}), {"data": 8})
     assert abs(peak.ratio - 1) <= WITHIN, peak

@@ -1,4 +1,4 @@
-"""BERT sees both sides, its output is asked at the hidden positions alone, and its forms agree."""
+"""BERT attends in both directions, predicts at the masked positions only, and its variants agree."""
 
 import dataclasses
 import functools
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from sharding.models import bert, gpt, transformer
+from sharding.models import bert, gpt, transformer_layers
 
 SMALL = bert.Config(vocab=32, context=12, layers=2, features=16, heads=4, mlp_features=32)
 
@@ -55,19 +55,19 @@ def test_shapes(changes):
     assert jnp.isfinite(logits).all()
 
 
-def test_the_norm_at_the_open_end_of_the_stream():
+def test_which_end_of_the_stream_has_a_norm():
     assert _model().final_norm is None and _model().embed_norm is not None
     assert _model(order="pre").embed_norm is None and _model(order="pre").final_norm is not None
 
 
-# Published: 110 and 340 million, with segments and the layer for the next sentence, which are left out here.
+# Published: 110 and 340 million, with segment embeddings and the next-sentence layer, which are omitted here.
 @pytest.mark.parametrize("name, params", [("bert-tiny", 0.86e6), ("bert-base", 110e6), ("bert-large", 336e6)])
 def test_preset_sizes(name, params):
     model = jax.eval_shape(lambda: bert.BERT(bert.PRESETS[name], rngs=nnx.Rngs(0)))
     assert gpt.num_params(model) == pytest.approx(params, rel=0.01)
 
 
-def test_every_position_sees_every_other():
+def test_every_position_attends_to_every_other():
     model, tokens = _model(), _batch().tokens
     before = model.encode(tokens)
     for place in (0, 6, 11):
@@ -108,8 +108,8 @@ def _block(x_SM, block, order):
 
 
 @pytest.mark.parametrize("order", ["pre", "post"])
-def test_the_whole_model_written_out(order):
-    # Biases and scales start at zero and one: other values, so that leaving one out would show.
+def test_equals_a_numpy_reference(order):
+    # Biases and scales start at zero and one; perturb them, so that omitting one changes the result.
     model = jax.tree.map(lambda x: x + 0.1 * jax.random.normal(jax.random.key(x.size), x.shape), _model(order=order))
     batch = _batch()
     logits = _logits(model, batch)
@@ -143,7 +143,7 @@ def test_forms_agree(changes):
     np.testing.assert_allclose(*norms, rtol=1e-5)
 
 
-def test_dropout_is_decided_by_the_key():
+def test_dropout_depends_on_the_key():
     model = _model(dropout=0.5)
     loss = jax.jit(bert.masked_loss)
     values = [float(loss(model, _batch(), key)) for key in (None, jax.random.key(1), jax.random.key(1))]
@@ -152,15 +152,15 @@ def test_dropout_is_decided_by_the_key():
 
 
 def test_branches_can_be_replaced():
-    causal = functools.partial(transformer.Attention, attend=transformer.causal_attention)
+    causal = functools.partial(transformer_layers.Attention, attend=transformer_layers.causal_attention)
     model = bert.BERT(SMALL, rngs=nnx.Rngs(0), attention=causal)
     tokens = _batch().tokens
     before, after = model.encode(tokens), model.encode(tokens.at[:, 11].set(0))
     np.testing.assert_array_equal(before[:, :11], after[:, :11])
 
 
-def test_too_long_a_sequence_is_an_error():
-    with pytest.raises(ValueError, match="13 tokens in a sequence, the context is 12"):
+def test_a_sequence_beyond_the_context_is_an_error():
+    with pytest.raises(ValueError, match="13 tokens in a sequence exceed the context of 12"):
         _model().encode(jnp.zeros((1, 13), int))
 
 
@@ -172,6 +172,6 @@ def test_too_long_a_sequence_is_an_error():
         ({"order": "middle", "dtype": "float16"}, "dtype='float16' must be .*; order='middle' must be"),
     ],
 )
-def test_config_mistakes_are_errors(changes, message):
+def test_config_errors(changes, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(SMALL, **changes)

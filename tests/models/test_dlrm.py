@@ -1,4 +1,4 @@
-"""A DLRM is its published parts, one by one, and its tables are rows of one array that an axis may split."""
+"""A DLRM equals its published parts, and its tables are rows of one array that can be sharded."""
 
 import dataclasses
 import functools
@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 import sharding
-from sharding.launch import clicks
+from sharding.launch.datasets import synthetic_clicks
 from sharding.models import dlrm, gpt, layouts
 
 SMALL = dlrm.Config(numbers=3, tables=(7, 2, 130), features=4, bottom=(5,), top=(6, 3))
@@ -58,7 +58,7 @@ def test_interactions_pair_by_pair():
         np.testing.assert_allclose(found[example], expected, rtol=1e-5)
 
 
-def test_the_whole_model_written_out():
+def test_equals_a_numpy_reference():
     model, batch = _model(), _batch()
     tables = np.split(np.asarray(model.tables.rows[...], np.float64), [7, 9, 139])[:3]
     logits = model(batch.numbers, batch.categories)
@@ -84,7 +84,7 @@ def test_loss_is_the_log_loss():
 
 @pytest.mark.filterwarnings("ignore:.*XLA pads it")
 @pytest.mark.parametrize("sizes", [{"tensor": 8}, {"data": 2, "fsdp": 2, "tensor": 2}], ids=str)
-def test_a_lookup_in_split_tables_is_the_lookup(sizes):
+def test_sharded_tables_give_the_same_loss_and_gradients(sizes):
     model, batch = _model(), _batch()
     graph, params = nnx.split(model)
 
@@ -98,13 +98,13 @@ def test_a_lookup_in_split_tables_is_the_lookup(sizes):
     with sharding.mesh(sizes):
         step = sharding.jit(gradient, in_shardings=(None, layouts.batch(sizes)))
         assert step.complete(params, batch).spec("tables/rows")[0] == "tensor"
-        split_value, split_grads = jax.device_get(step(params, batch))
-    assert float(split_value) == pytest.approx(float(value), rel=1e-6)
-    for a, b in zip(jax.tree.leaves(split_grads), jax.tree.leaves(grads), strict=True):
+        sharded_value, sharded_grads = jax.device_get(step(params, batch))
+    assert float(sharded_value) == pytest.approx(float(value), rel=1e-6)
+    for a, b in zip(jax.tree.leaves(sharded_grads), jax.tree.leaves(grads), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
-def test_split_tables_are_never_gathered_over_tensor():
+def test_sharded_tables_are_never_all_gathered_over_tensor():
     sizes = {"data": 2, "tensor": 4}
     graph, params = nnx.split(_model(tables=(1000, 24)))
     batch = dataclasses.replace(_batch(), categories=_batch().categories[:, :2])
@@ -124,11 +124,11 @@ def test_auc_pair_by_pair():
     logits, clicked = generator.integers(0, 5, 40).astype(float), generator.integers(0, 2, 40).astype(float)
     pairs = [(a, b) for a in logits[clicked > 0] for b in logits[clicked == 0]]
     expected = np.mean([1.0 if a > b else 0.5 if a == b else 0.0 for a, b in pairs])
-    assert clicks.auc(logits, clicked) == pytest.approx(expected)
+    assert synthetic_clicks.auc(logits, clicked) == pytest.approx(expected)
 
 
 def test_the_hidden_model_adds_up_values_and_pairs():
-    hidden = clicks.hidden(numbers=2, tables=(4, 3, 2000))
+    hidden = synthetic_clicks.click_model(numbers=2, tables=(4, 3, 2000))
     numbers, categories = np.array([[0.5, -1.0]]), np.array([[3, 1, 1500]])
     rows = [3, 1, 500]
     vectors = [table[row] for table, row in zip(hidden.vectors, rows, strict=True)]
@@ -138,15 +138,15 @@ def test_the_hidden_model_adds_up_values_and_pairs():
 
 
 def test_nothing_does_better_than_the_hidden_model():
-    source = clicks.make(numbers=4, tables=(50, 20), batch_size=256, seed=0)
+    source = synthetic_clicks.make(numbers=4, tables=(50, 20), batch_size=256, seed=0)
     batches = source.heldout_batches()
     numbers, categories, clicked = (
         np.concatenate([getattr(batch, name) for batch in batches]) for name in ("numbers", "categories", "clicked")
     )
-    logits = source.hidden.logits(numbers, categories)
-    assert clicks.log_loss(logits, clicked) == pytest.approx(source.best_nats, rel=1e-3)
+    logits = source.model.logits(numbers, categories)
+    assert synthetic_clicks.log_loss(logits, clicked) == pytest.approx(source.best_nats, rel=1e-3)
     for worse in (logits * 1.3, logits * 0.7, logits + 0.2, logits - 0.2):
-        assert clicks.log_loss(worse, clicked) > source.best_nats
+        assert synthetic_clicks.log_loss(worse, clicked) > source.best_nats
     shares = 1 / (1 + np.exp(-logits))
     entropy = -np.mean(shares * np.log(shares) + (1 - shares) * np.log(1 - shares))
     assert source.best_nats == pytest.approx(entropy, rel=0.02)
@@ -160,6 +160,6 @@ def test_nothing_does_better_than_the_hidden_model():
         ({"dtype": "float16"}, "dtype='float16' must be"),
     ],
 )
-def test_config_mistakes_are_errors(changes, message):
+def test_config_errors(changes, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(SMALL, **changes)

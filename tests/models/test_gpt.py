@@ -1,4 +1,4 @@
-"""The model says the same however it is written: stacked or not, rematerialised or not, grouped heads or repeated."""
+"""All variants of the model agree: stacked or not, rematerialised or not, grouped heads or repeated."""
 
 import dataclasses
 import functools
@@ -110,10 +110,10 @@ def test_preset_sizes(name, params):
 
 
 @pytest.mark.parametrize(("layers", "features", "billions"), [(96, 12_288, 174.6), (128, 25_600, 1008.0)])
-def test_megatrons_count_of_parameters(layers, features, billions):
+def test_megatrons_parameter_count(layers, features, billions):
     """12 l h^2 (1 + 13 / (12 h) + (V + s) / (12 l h)): Narayanan et al., SC 2021 (2104.04473), equation 2.
 
-    There are 2 h less in a layer here: its two norms have no biases. Those behind the last layer aren't counted there.
+    A layer here has 2 h fewer: its two norms have no biases. The formula omits the norm after the last layer.
     """
     vocab, context = 51_200, 2048
     sizes = dict.fromkeys(("heads", "kv_heads"), features // 128)
@@ -180,12 +180,12 @@ def test_grouped_heads_are_repeated_heads():
     np.testing.assert_allclose(_call(repeated, _tokens()), _call(grouped, _tokens()), rtol=1e-4, atol=1e-5)
 
 
-def test_rotation_keeps_lengths_and_sees_only_distance():
+def test_rotation_preserves_norms_and_depends_on_distance_only():
     q, k = jax.random.normal(jax.random.key(0), (2, 8))
     same = jnp.broadcast_to(jnp.stack([q, k])[None, None, :, :], (1, 12, 2, 8))
-    turned = gpt.rotate(same)[0]
-    np.testing.assert_allclose(jnp.linalg.norm(turned, axis=-1), jnp.linalg.norm(same[0], axis=-1), rtol=1e-5)
-    score = turned[:, 0] @ turned[:, 1].T
+    rotated = gpt.rotate(same)[0]
+    np.testing.assert_allclose(jnp.linalg.norm(rotated, axis=-1), jnp.linalg.norm(same[0], axis=-1), rtol=1e-5)
+    score = rotated[:, 0] @ rotated[:, 1].T
     for distance in range(-11, 12):
         diagonal = jnp.diagonal(score, distance)
         np.testing.assert_allclose(diagonal, jnp.full_like(diagonal, diagonal[0]), rtol=1e-4, atol=1e-5)
@@ -213,9 +213,9 @@ def test_remat_changes_nothing(scan):
     _assert_close(_paths(remat_grads), _paths(grads))
 
 
-def test_remat_keeps_the_attention_output_alone():
-    # Each block in the backward pass runs the attention's projection and w2 no more: 6 dots forward and 12 back would
-    # be 18 with all kept; computing again costs qkv, the scores, the mixing and w1.
+def test_remat_saves_the_attention_output_only():
+    # The backward pass of a block recomputes neither the attention's output projection nor w2: 6 dots forward and 12
+    # backward are 18 with everything saved; rematerialisation repeats qkv, the scores, the weighted values and w1.
     def dots(remat):
         jaxpr = jax.make_jaxpr(jax.grad(gpt.next_token_loss))(_model(layers=1, remat=remat), _tokens())
         return str(jaxpr).count("dot_general[")
@@ -223,7 +223,7 @@ def test_remat_keeps_the_attention_output_alone():
     assert dots(remat=True) - dots(remat=False) == 4
 
 
-def test_dropout_is_decided_by_the_key():
+def test_dropout_depends_on_the_key():
     model = _model(dropout=0.5)
     one = _call(model, _tokens(), jax.random.key(1))
     np.testing.assert_array_equal(one, _call(model, _tokens(), jax.random.key(1)))
@@ -239,17 +239,17 @@ def test_dropout_keeps_the_mean():
 
 
 @pytest.mark.parametrize(("positions", "grows"), [("rotary", True), ("learned", False)])
-def test_slices_of_a_sequence_make_the_whole(positions, grows):
+def test_slices_of_a_sequence_equal_one_call(positions, grows):
     model, tokens = _model(positions=positions), _tokens()
 
     @jax.jit
     def sliced(model, tokens):
-        pasts = [model.past(2, None if grows else 16) for _ in model.blocks]
+        caches = [model.past(2, None if grows else 16) for _ in model.blocks]
         parts, start = [], jnp.int32(0)
         for part in jnp.split(tokens, (3, 10, 11), axis=1):
             x = model.before_blocks(part, start)
             for i, block in enumerate(model.blocks):
-                x, pasts[i] = block.continued(x, pasts[i])
+                x, caches[i] = block.continued(x, caches[i])
             parts.append(model.after_blocks(x))
             start += part.shape[1]
         return jnp.concatenate(parts, axis=1)
@@ -257,7 +257,7 @@ def test_slices_of_a_sequence_make_the_whole(positions, grows):
     np.testing.assert_allclose(sliced(model, tokens), _call(model, tokens), rtol=1e-5, atol=1e-6)
 
 
-def test_only_causal_attention_goes_on_from_a_slice_to_the_next():
+def test_slices_need_causal_attention():
     model = gpt.GPT(SMALL, rngs=nnx.Rngs(0), attention=functools.partial(gpt.Attention, attend=lambda q, k, v: q))
     with pytest.raises(ValueError, match="needs attend=causal_attention"):
         model.blocks[0].continued(jnp.zeros((2, 3, 32)), model.past(2))
@@ -288,8 +288,8 @@ def _generate(model, prompt, seed, *, steps, temperature):
     return gpt.generate(model, prompt, steps=steps, key=jax.random.key(seed), temperature=temperature)
 
 
-def test_generate_greedily_is_the_likeliest_next_token():
-    # Nine steps run past the context of eight, where only the last eight tokens count.
+def test_greedy_generation_takes_the_likeliest_next_token():
+    # Nine steps exceed the context of eight: only the last eight tokens count then.
     model, prompt = _model(layers=1, context=8, positions="learned"), _tokens(length=3)
     out = _generate(model, prompt, 0, steps=9, temperature=0)
     for end in range(3, 12):
@@ -310,8 +310,8 @@ def test_generate_samples_by_the_key():
     assert (tokens(0) < SMALL.vocab).all()
 
 
-def test_too_long_a_sequence_is_an_error():
-    with pytest.raises(ValueError, match="17 tokens in a sequence, the context is 16"):
+def test_a_sequence_beyond_the_context_is_an_error():
+    with pytest.raises(ValueError, match="17 tokens in a sequence exceed the context of 16"):
         _model()(_tokens(length=17))
 
 
@@ -327,6 +327,6 @@ def test_too_long_a_sequence_is_an_error():
         ({"dropout": 1.0, "kv_heads": 3}, "multiple of kv_heads=3; dropout=1.0 must be at least 0"),
     ],
 )
-def test_config_mistakes_are_errors(changes, message):
+def test_config_errors(changes, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(SMALL, **changes)

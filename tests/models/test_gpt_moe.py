@@ -1,4 +1,4 @@
-"""A GPT with experts: stacked or not, rematerialised or not; its sizes are those of the literature."""
+"""A GPT with experts: stacked or not, rematerialised or not; its sizes match the literature."""
 
 import dataclasses
 import functools
@@ -26,17 +26,17 @@ TOKENS = jax.random.randint(jax.random.key(7), (2, 9), 0, SMALL.vocab)
 
 
 @pytest.mark.slow
-def test_scanned_says_the_same():
+def test_scanned_equals_unrolled():
     call = jax.jit(gpt_moe.next_token_loss)
-    wanted, balance = call(init(SMALL), TOKENS, KEY)
+    expected, balance = call(init(SMALL), TOKENS, KEY)
     found = call(init(dataclasses.replace(SMALL, scan=True)), TOKENS, KEY)
     assert balance.load.shape == (2, 4) and balance.dropped.sum() > 0
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4), found, (wanted, balance))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4), found, (expected, balance))
 
 
 @functools.cache
 def gradient(**changes):
-    """Loss and balance; gradients with stacked layers, whichever the model has."""
+    """Loss and balance, and gradients with stacked layers for either form of the model."""
 
     @jax.jit
     def both(model):
@@ -55,9 +55,9 @@ def gradient(**changes):
 
 @pytest.mark.slow
 def test_gradients_scanned_and_rematerialised_are_the_same():
-    wanted, found = gradient(), gradient(scan=True, remat=True, dropout=0.0)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), found, wanted)
-    assert all(np.any(leaf) for leaf in wanted[1])  # routers among them
+    expected, found = gradient(), gradient(scan=True, remat=True, dropout=0.0)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), found, expected)
+    assert all(np.any(leaf) for leaf in expected[1])  # including routers
 
 
 @pytest.mark.parametrize(("name", "billions"), [("gpt-moe-2b", 1.9), ("gpt-moe-140b", 142), ("gpt-moe-1t", 1134)])

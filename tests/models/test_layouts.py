@@ -1,4 +1,4 @@
-"""Layouts reach every parameter they speak of, and a tensor axis costs a layer the promised reductions."""
+"""Layout rules match their parameters, and a tensor axis costs each layer the promised all-reduces."""
 
 import dataclasses
 import re
@@ -46,13 +46,13 @@ def test_specs():
     }
 
 
-def test_rules_of_both_axes_are_joined():
+def test_rules_of_both_axes_are_merged():
     specs = _specs(_model(), layouts.gpt(("fsdp", "tensor")))
     assert specs["embed/table"] == P("tensor", "fsdp")
     assert specs["blocks/1/attention/out"] == P("tensor", U, "fsdp")
 
 
-def test_stacked_layers_stay_open():
+def test_leading_dims_of_stacked_layers_are_unconstrained():
     specs = _specs(_model(scan=True), layouts.gpt(("tensor",)))
     assert specs["blocks/attention/qkv"] == P(U, U, "tensor", U, U)
     assert specs["embed/table"] == P("tensor", U)
@@ -78,9 +78,9 @@ def test_patterns_with_and_without_index(pattern):
     assert specs.keys() <= {"blocks/0/mlp/w1", "blocks/1/mlp/w1"}
 
 
-def test_unused_rules_are_errors_that_name_the_nearest():
+def test_unused_rules_are_errors_that_suggest_the_nearest():
     layout = (*layouts.gpt(("tensor",)), layouts.Rule("*/mlp/w3", P(U, "tensor")), layouts.Rule("heads", P("tensor")))
-    with pytest.raises(ShardingError, match=r"(?s)rule '\*/mlp/w3'.*try: +blocks/mlp/w\d.*rule 'heads'"):
+    with pytest.raises(ShardingError, match=r"(?s)rule '\*/mlp/w3'.*fix: +blocks/mlp/w\d.*rule 'heads'"):
         layouts.specs(_model(), layout)
 
 
@@ -94,26 +94,28 @@ def _closed(mesh, spec):
 
 
 def _compiled(function, config, **axes):
-    """The compiled text of `function(model, tokens)` under plain `jax.jit`, parameters placed by the layout."""
+    """Compiled HLO of `function(model, tokens)` under plain `jax.jit`, parameters sharded by the layout."""
     model = jax.eval_shape(lambda: gpt.GPT(config, rngs=nnx.Rngs(0)))
     with sharding.mesh(**axes) as mesh:
         specs = layouts.specs(model, layouts.gpt(axes))
-        places = jax.tree.map(lambda spec: _closed(mesh, spec), specs, is_leaf=lambda x: x is None or isinstance(x, P))
-        step = jax.jit(function, in_shardings=(places, NamedSharding(mesh, layouts.batch(axes))))
+        shardings = jax.tree.map(
+            lambda spec: _closed(mesh, spec), specs, is_leaf=lambda x: x is None or isinstance(x, P)
+        )
+        step = jax.jit(function, in_shardings=(shardings, NamedSharding(mesh, layouts.batch(axes))))
         return step.lower(model, jax.ShapeDtypeStruct((8, 17), jnp.int32)).compile().as_text()
 
 
 def _count(text, shape):
-    """Arrays of this shape that are all-reduced; combined reductions count one for each array."""
+    """Number of all-reduced arrays of this shape; a combined all-reduce counts each of its arrays."""
     results = re.findall(r"= (.*?) all-reduce(?:-start)?\(", text)
     return sum(result.count(shape) for result in results)
 
 
 @pytest.mark.parametrize("remat", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("axes", [pytest.param({"tensor": 8}, marks=pytest.mark.slow), {"data": 2, "tensor": 4}])
-def test_a_layer_reduces_twice_forward_and_twice_back(axes, remat):
-    # [B / data, S, M] is the shape of the residual stream, which only the tensor axis reduces; outside of the layers
-    # that is once for the embedding and once for the gradient of the head's input.
+def test_a_layer_all_reduces_twice_forward_and_twice_backward(axes, remat):
+    # [B / data, S, M] is the local shape of the residual stream, all-reduced over the tensor axis only; outside the
+    # layers once for the embedding and once for the gradient of the head's input.
     shape = f"f32[{8 // axes.get('data', 1)},16,32]"
     both = jax.value_and_grad(gpt.next_token_loss)
     config, deeper, scanned = (

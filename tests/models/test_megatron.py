@@ -1,4 +1,4 @@
-"""The layout's few weight annotations give Megatron's tensor parallelism, in the compiled program."""
+"""The layout's few weight annotations compile to Megatron-LM's tensor parallelism."""
 
 from collections import Counter
 
@@ -25,7 +25,7 @@ QUICK = FORMS[:1] + FORMS[-1:]
 
 
 def program(layers: int, scan: bool, remat: bool, kv_heads: int, *, backward: bool):
-    """The loss of a GPT, or its value and gradients, with only its weight kinds annotated."""
+    """The loss of a GPT, or its value and gradients, with only the weights annotated."""
     config = gpt.Config(
         vocab=64,
         context=16,
@@ -48,12 +48,12 @@ def program(layers: int, scan: bool, remat: bool, kv_heads: int, *, backward: bo
 
 
 def arrays(facts: CompiledFacts, *, times: int) -> Counter:
-    """How many arrays each (kind, axes) moves of those that are moved so many times."""
+    """Number of arrays per collective (kind, axes), of those executed `times` times."""
     return Counter((c.kind, c.axes) for c in facts.collectives if c.count == times)
 
 
 def per_layer(scan: bool, remat: bool, kv_heads: int, *, backward: bool) -> Counter:
-    """Collectives of one layer: what a third layer adds, or what the loops' bodies have."""
+    """Collectives of one layer: those that a third layer adds, or those in the loop bodies."""
 
     def facts(layers: int) -> CompiledFacts:
         f, args = program(layers, scan, remat, kv_heads, backward=backward)
@@ -69,7 +69,7 @@ def check(scan: bool, remat: bool, kv_heads: int) -> None:
     forward = per_layer(scan, remat, kv_heads, backward=False)
     both = per_layer(scan, remat, kv_heads, backward=True)
     assert forward == {("all-reduce", ("tensor",)): 2}
-    # Six arrays of parameters a layer: four weights and two norm scales, summed over the batch's axis.
+    # Six parameters per layer, four weights and two norm scales, are all-reduced over the batch axis.
     assert both == {("all-reduce", ("tensor",)): 4, ("all-reduce", ("data",)): 6}
 
 
@@ -85,7 +85,7 @@ def test_every_form_of_the_model_has_the_same_all_reduces(scan, remat, kv_heads)
 
 
 @pytest.mark.parametrize("scan", [False, True])
-def test_every_activation_of_the_block_is_completed(scan):
+def test_every_activation_of_the_block_is_inferred(scan):
     f, args = program(2, scan, False, 4, backward=True)
     with sharding.mesh(SIZES):
         completion = f.complete(*args)

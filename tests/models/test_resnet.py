@@ -1,4 +1,4 @@
-"""A ResNet is its published sizes, its convolutions are the textbook's, and batch norm is over the whole batch."""
+"""A ResNet has its published sizes and textbook convolutions, and batch norm is over the global batch."""
 
 import dataclasses
 import functools
@@ -11,7 +11,7 @@ from flax import nnx
 
 import sharding
 from sharding import P
-from sharding.models import gpt, images, resnet
+from sharding.models import gpt, image_classifier, resnet
 
 SMALL = resnet.Config(image=8, channels=2, classes=5, stages=(1, 1), width=4, stem="small")
 
@@ -80,9 +80,9 @@ def _normed(x, norm):
 
 
 @pytest.mark.parametrize("block", ["basic", "bottleneck"])
-def test_the_whole_model_written_out(block):
+def test_equals_a_numpy_reference(block):
     model = _model(block=block)
-    # The last norm of a block starts at zero, which would hide what comes before it.
+    # The last norm of a block starts at zero, which would hide the layers before it.
     for each in model.blocks:
         each.norm2.scale[...] = each.norm2.scale[...] + 0.7
     x = np.maximum(_normed(_convolved(_images(), model.stem.kernel[...], 1), model.stem_norm), 0)
@@ -100,7 +100,7 @@ def test_the_whole_model_written_out(block):
     np.testing.assert_allclose(logits, expected, rtol=1e-3, atol=1e-4)
 
 
-def test_the_large_stem_takes_the_maximum_of_what_is_there():
+def test_the_max_pool_ignores_padding():
     x = _images(size=7)
     padded = np.pad(np.asarray(x), ((0, 0), (1, 1), (1, 1), (0, 0)), constant_values=-np.inf)
     found = resnet._maximum(x)
@@ -129,8 +129,8 @@ def test_running_averages_follow_the_batch():
     np.testing.assert_array_equal(same.stem_norm.mean[...], model.stem_norm.mean[...])
 
 
-def test_statistics_are_those_of_the_whole_batch_on_any_mesh():
-    # Each part of the batch has a mean of its own: statistics by part would differ.
+def test_batch_statistics_are_global_on_any_mesh():
+    # Shards of the batch have different means, so per-shard statistics would differ.
     pixels = _images(8) + jnp.arange(8.0)[:, None, None, None]
     graph, state = nnx.split(_model(stages=(1,)))
     alone, model = _call(nnx.merge(graph, state), pixels, training=True)
@@ -155,14 +155,14 @@ def test_gradients_reach_every_parameter():
 
     def loss(params):
         model = nnx.merge(graph, params, jax.tree.map(lambda x: x, variables))
-        return images.loss(model(_images(), training=True), jnp.array([0, 1, 2, 3]))
+        return image_classifier.loss(model(_images(), training=True), jnp.array([0, 1, 2, 3]))
 
     for path, leaf in jax.tree_util.tree_leaves_with_path(jax.grad(loss)(params)):
         assert jnp.abs(leaf).max() > 0, path
 
 
-def test_images_of_another_size_are_an_error():
-    with pytest.raises(ValueError, match=r"images of shape \(9, 9, 2\), the model is for \(8, 8, 2\)"):
+def test_images_of_a_wrong_shape_are_an_error():
+    with pytest.raises(ValueError, match=r"images of shape \(9, 9, 2\), expected \(8, 8, 2\)"):
         _model()(_images(size=9))
 
 
@@ -175,6 +175,6 @@ def test_images_of_another_size_are_an_error():
         ({"dtype": "float16"}, "dtype='float16' must be"),
     ],
 )
-def test_config_mistakes_are_errors(changes, message):
+def test_config_errors(changes, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(SMALL, **changes)

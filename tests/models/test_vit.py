@@ -1,4 +1,4 @@
-"""A vision transformer cuts an image into patches, reads the class where it says, and its forms agree."""
+"""Patches, class token and mean pooling of a vision transformer; its variants agree."""
 
 import dataclasses
 import functools
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from sharding.models import gpt, images, vit
+from sharding.models import gpt, image_classifier, vit
 
 SMALL = vit.Config(image=6, channels=2, patch=2, classes=5, layers=2, features=16, heads=4, mlp_features=32)
 
@@ -29,7 +29,7 @@ def _images(batch=3):
 
 @jax.jit
 def _value_and_grad(model, key=None):
-    return jax.value_and_grad(lambda model: images.loss(model(_images(), key), jnp.array([0, 4, 2])))(model)
+    return jax.value_and_grad(lambda model: image_classifier.loss(model(_images(), key), jnp.array([0, 4, 2])))(model)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_patches_one_by_one():
             np.testing.assert_array_equal(found[:, 3 * i + j], expected)
 
 
-def test_the_embedding_is_a_convolution_of_the_patch_s_size():
+def test_the_patch_embedding_is_a_convolution():
     model = _model(pool="mean")
     kernel = model.embed.w[...].reshape(2, 2, 2, 16)
     convolved = jax.lax.conv_general_dilated(
@@ -73,7 +73,7 @@ def test_the_embedding_is_a_convolution_of_the_patch_s_size():
     np.testing.assert_allclose(model.embed(_images()), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_the_class_token_comes_first_and_is_read():
+def test_the_head_reads_the_class_token():
     model = _model()
     model.embed.class_token[...] = jnp.arange(16.0)
     x = model.embed(_images())
@@ -88,7 +88,7 @@ def test_the_class_token_comes_first_and_is_read():
     np.testing.assert_allclose(model(_images()), model.head(plain(x)[:, 0]), rtol=1e-5, atol=1e-5)
 
 
-def test_the_mean_over_patches_does_not_know_their_order():
+def test_mean_pooling_ignores_the_order_of_patches():
     model = _model(pool="mean")
     model.embed.positions[...] = jnp.zeros_like(model.embed.positions[...])
     rolled = jnp.roll(_images(), 2, axis=2)
@@ -113,19 +113,19 @@ def test_forms_agree(changes):
     np.testing.assert_allclose(*norms, rtol=1e-5)
 
 
-def test_losses_are_cross_entropy_and_blanks_count_nowhere():
+def test_losses_are_cross_entropy_and_ignore_padding():
     logits, labels = jax.random.normal(jax.random.key(0), (6, 5)), jnp.array([0, 1, 2, 3, -1, -1])
     logits = logits.at[0, 0].set(9).at[1, 1].set(9)
     picked = jax.nn.log_softmax(logits)[jnp.arange(4), labels[:4]]
-    np.testing.assert_allclose(images.loss(logits[:4], labels[:4]), -picked.mean(), rtol=1e-6)
-    sums = images.sums(logits, labels)
+    np.testing.assert_allclose(image_classifier.loss(logits[:4], labels[:4]), -picked.mean(), rtol=1e-6)
+    sums = image_classifier.sums(logits, labels)
     assert sums["count"] == 4
     assert sums["hits"] == sum(np.argmax(np.asarray(logits[:4]), axis=1) == np.arange(4)) >= 2
     np.testing.assert_allclose(sums["nats"], -picked.sum(), rtol=1e-6)
 
 
-def test_images_of_another_size_are_an_error():
-    with pytest.raises(ValueError, match=r"images of shape \(8, 8, 1\), the model is for \(6, 6, 2\)"):
+def test_images_of_a_wrong_shape_are_an_error():
+    with pytest.raises(ValueError, match=r"images of shape \(8, 8, 1\), expected \(6, 6, 2\)"):
         _model()(jnp.zeros((1, 8, 8, 1)))
 
 
@@ -137,6 +137,6 @@ def test_images_of_another_size_are_an_error():
         ({"classes": 0}, "classes=0 must be at least 1"),
     ],
 )
-def test_config_mistakes_are_errors(changes, message):
+def test_config_errors(changes, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(SMALL, **changes)

@@ -1,4 +1,4 @@
-"""Loss and gradients of pipelines, by every schedule and both executors, equal those of one device."""
+"""Loss and gradients under every schedule and both executors equal those of one device."""
 
 import itertools
 import random
@@ -10,8 +10,8 @@ import pytest
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipelined import MLP, TIED, gap, pipelined, reference
-from pipelines import SYNCHRONOUS, made, synchronous_schedules
+from support.all_schedules import SYNCHRONOUS, make_schedule, synchronous_schedules
+from support.pipeline_reference import MLP, TIED, max_relative_error, pipelined, reference
 
 import sharding
 from sharding import P, pipeline
@@ -28,7 +28,9 @@ EXECUTORS = {"sharding.jit": {"jit": sharding.jit}, "jax.jit": {"jit": jax.jit},
 
 def check(example, schedule, **options):
     assert (
-        gap(pipelined(example, schedule, **options), reference(example, schedule.stages, schedule.microbatches))
+        max_relative_error(
+            pipelined(example, schedule, **options), reference(example, schedule.stages, schedule.microbatches)
+        )
         <= TOLERANCE
     )
 
@@ -36,16 +38,16 @@ def check(example, schedule, **options):
 @pytest.mark.parametrize("name", KINDS)
 def test_gradients_of_every_schedule(name):
     chance = random.Random(name)
-    check(MLP, made(name, 2, 4), placed=chance.random() < 0.5, jit=chance.choice([jax.jit, sharding.jit]))
+    check(MLP, make_schedule(name, 2, 4), placed=chance.random() < 0.5, jit=chance.choice([jax.jit, sharding.jit]))
 
 
 @pytest.mark.parametrize("name", ["one_f_one_b", "zb_v", "chimera"])
 def test_gradients_with_a_program_per_task(name):
-    check(MLP, made(name, 2, 4), executor="mpmd", placed=name == "zb_v")
+    check(MLP, make_schedule(name, 2, 4), executor="mpmd", placed=name == "zb_v")
 
 
 @pytest.mark.parametrize("executor", ["jax.jit", "mpmd"])
-def test_ends_and_what_rides_along(executor):
+def test_shared_ends_and_extra_activations(executor):
     check(TIED, schedules.zb_h1(stages=2, microbatches=3), **EXECUTORS[executor])
 
 
@@ -56,8 +58,8 @@ def test_gradients_over_all_axes(executor):
 
 
 @pytest.mark.parametrize("executor", ["jax.jit", "mpmd"])
-def test_tasks_over_devices_by_chance(executor):
-    """Stages on several devices, and whole backwards among those in parts."""
+def test_a_schedule_with_stages_on_several_devices(executor):
+    """Stages on several devices, with full and split backwards mixed."""
     orders = [
         [Task("forward", 0, 0), Task("forward", 2, 1), Task("backward", 2, 1), Task("backward", 0, 0)],
         [
@@ -77,7 +79,7 @@ def test_tasks_over_devices_by_chance(executor):
 
 
 def sampled():
-    """Every schedule on every number of devices; what else there is to choose by chance."""
+    """Every schedule on every number of devices, with other options drawn at random."""
     sizes = ((1, 3), (2, 2), (2, 8), (4, 4), (4, 8), (8, 8))
     for name, (devices, microbatches), executor in itertools.product(KINDS, sizes, EXECUTORS):
         if name.startswith("chimera") and (
@@ -101,7 +103,7 @@ def sampled():
 @pytest.mark.slow
 @pytest.mark.parametrize(("example", "case", "is_split", "options"), list(sampled()))
 def test_gradients_on_a_grid(example, case, is_split, options):
-    schedule = made(*case)
+    schedule = make_schedule(*case)
     check(example, schedule.split_backward() if is_split else schedule, **options)
 
 
@@ -113,7 +115,7 @@ def test_gradients_of_random_tables(schedule, executor, placed, example):
 
 
 def tiny(layers):
-    """The shapes of a model: what it has at first takes long to compile."""
+    """The shapes of a model, since its initialization takes long to compile."""
     config = gpt.Config(
         vocab=32, context=8, layers=layers, features=16, heads=2, kv_heads=2, mlp_features=24, tied=True
     )
@@ -145,7 +147,7 @@ def check_gpt(stages, sizes, schedule, *, axes, executor):
     padding = [i for i, size in enumerate(sizes) if size < max(sizes)]
     for leaf in jax.tree.leaves(found[1]["stages"]):
         assert not any(leaf[stage, sizes[stage] :].any() for stage in padding)
-    assert gap(found, wanted) <= TOLERANCE
+    assert max_relative_error(found, wanted) <= TOLERANCE
 
 
 def test_gpt_with_tied_embeddings_in_uneven_stages():
@@ -159,7 +161,7 @@ def test_gpt_with_tied_embeddings_in_uneven_stages():
 @pytest.mark.parametrize("name", ["one_f_one_b", "zb_h2", "chimera", "zb_v", "dualpipe_v"])
 def test_gpt_on_a_grid(name, axes, sizes, executor):
     devices = 2 if name in ("zb_v", "dualpipe_v") else 4
-    check_gpt(4, sizes, made(name, devices, 4), axes=axes, executor=executor)
+    check_gpt(4, sizes, make_schedule(name, devices, 4), axes=axes, executor=executor)
 
 
 ONE = schedules.one_f_one_b(stages=2, microbatches=4)
@@ -167,7 +169,7 @@ ONE = schedules.one_f_one_b(stages=2, microbatches=4)
 
 @pytest.fixture
 def compiled():
-    """What XLA has compiled so far."""
+    """Durations of XLA compilations so far."""
     found = []
 
     def listen(event, seconds, **_):
@@ -179,8 +181,8 @@ def compiled():
     jax.monitoring.unregister_event_duration_listener(listen)
 
 
-def given_to(step, compiled, *, params=None, inputs=None, targets=None):
-    """The refusal of a call, before which nothing compiles."""
+def message_of(step, compiled, *, params=None, inputs=None, targets=None):
+    """The error message of a call that fails before compilation."""
     params = MLP.params(2) if params is None else params
     batch = MLP.batch(4)
     args = params, batch[0] if inputs is None else inputs, batch[1] if targets is None else targets
@@ -195,11 +197,11 @@ def given_to(step, compiled, *, params=None, inputs=None, targets=None):
 def refused(compiled, *, schedule=ONE, stage_fn=MLP.stage_fn, loss_fn=MLP.loss_fn, options=None, mesh=None, **given):
     with sharding.mesh(**(mesh or {"pipe": 2}), devices=jax.devices()[:2]):
         step = pipeline.value_and_grad(stage_fn, loss_fn, schedule, **(options or {}))
-        return given_to(step, compiled, **given)
+        return message_of(step, compiled, **given)
 
 
 @pytest.mark.parametrize("executor", ["spmd", "mpmd"])
-def test_arrays_that_do_not_begin_as_they_must(compiled, executor):
+def test_wrong_leading_dims(compiled, executor):
     options, batch = {"executor": executor}, MLP.batch(3)
     text = refused(compiled, options=options, inputs=batch[0])
     assert "inputs" in text
@@ -215,10 +217,10 @@ def test_arrays_that_do_not_begin_as_they_must(compiled, executor):
     assert "2, the number of stages" in text
 
 
-def test_parameters_in_the_order_of_devices_are_as_many(compiled):
+def test_placed_parameters_have_a_row_per_device_stage(compiled):
     schedule = schedules.chimera(stages=2, microbatches=4)
     text = refused(compiled, schedule=schedule, options={"placed": True})
-    assert "begins with a dim of 4" in text
+    assert "a leading dim of 4" in text
     assert "pipeline.place" in text
 
 
@@ -230,7 +232,7 @@ def test_meshes_that_do_not_fit(compiled):
     assert "the mesh pipe=2" in text
     assert "gpipe over 4 devices" in text
     assert "sharding.mesh(pipe=4, ...)" in text
-    text = given_to(pipeline.value_and_grad(MLP.stage_fn, MLP.loss_fn, ONE), compiled)
+    text = message_of(pipeline.value_and_grad(MLP.stage_fn, MLP.loss_fn, ONE), compiled)
     assert "no mesh" in text
     assert "with sharding.mesh(pipe=2)" in text
 
@@ -243,10 +245,10 @@ def test_meshes_that_do_not_fit(compiled):
         (lambda w, x: (x, x), "it returns PyTreeDef((*, *))"),
     ],
 )
-def test_stages_that_change_what_passes(compiled, stage_fn, there):
+def test_stages_that_change_their_activations(compiled, stage_fn, there):
     text = refused(compiled, stage_fn=stage_fn)
     assert there in text
-    assert "same structure, shapes and dtypes" in text
+    assert "the input's structure, shapes and dtypes" in text
 
 
 def test_losses_that_are_no_scalars(compiled):
@@ -267,9 +269,9 @@ def test_parameters_in_parts(compiled):
 @pytest.mark.parametrize(
     ("schedule", "there"),
     [
-        (schedules.pipedream(stages=2, microbatches=4), "weights change after every 1 of 4"),
-        (schedules.pipedream_2bw(stages=2, microbatches=4), "weights change after every 2 of 4"),
-        (schedules.hetpipe(stages=2, microbatches=4), "weights change after every"),
+        (schedules.pipedream(stages=2, microbatches=4), "an update after every 1 of 4"),
+        (schedules.pipedream_2bw(stages=2, microbatches=4), "an update after every 2 of 4"),
+        (schedules.hetpipe(stages=2, microbatches=4), "an update after every"),
     ],
     ids=lambda it: getattr(it, "name", ""),
 )
@@ -280,7 +282,7 @@ def test_schedules_of_several_weights(schedule, there):
     assert schedule.name in str(caught.value)
 
 
-def test_a_table_that_waits_for_itself():
+def test_a_schedule_that_deadlocks():
     orders = [[Task("backward", 0, 0), Task("forward", 0, 0)]]
     with pytest.raises(ShardingError, match="mine"):
         pipeline.value_and_grad(
@@ -293,13 +295,13 @@ def test_executors(compiled):
         pipeline.value_and_grad(MLP.stage_fn, MLP.loss_fn, ONE, executor="threads")
     step = pipeline.value_and_grad(MLP.stage_fn, MLP.loss_fn, ONE, executor="mpmd")
     with sharding.mesh(pipe=2, devices=jax.devices()[:2]):
-        text = given_to(jax.jit(step), compiled)
+        text = message_of(jax.jit(step), compiled)
     assert "inside a trace" in text
     assert "executor='spmd'" in text
     with sharding.mesh(pipe=2, devices=2):
-        assert "a mesh over described devices" in given_to(step, compiled)
+        assert "a mesh over described devices" in message_of(step, compiled)
 
 
-def test_place_wants_every_stage():
+def test_place_requires_every_stage():
     with pytest.raises(ShardingError, match=r"place.*\n.*shape \[3, 8, 16\]"):
         pipeline.place(MLP.params(3), ONE)

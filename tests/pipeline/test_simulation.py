@@ -1,9 +1,18 @@
-"""Times, ticks and peaks against a slow clock, on published schedules and on random valid ones."""
+"""Times, ticks and peaks of published and random schedules against a tick-by-tick simulation."""
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipelines import GRID, by_name, clock, lockstep_clock, made, most_held, most_versions, random_schedules
+from support.all_schedules import (
+    GRID,
+    cases_by_schedule,
+    make_schedule,
+    peak_activations,
+    peak_weight_versions,
+    random_schedules,
+    simulate_by_clock,
+    simulate_in_lockstep,
+)
 
 from sharding.errors import ShardingError
 from sharding.pipeline import schedules
@@ -11,13 +20,13 @@ from sharding.pipeline import schedules
 SMALL = [(name, stages, microbatches) for name, stages, microbatches in GRID if stages * microbatches <= 16]
 
 
-def whole(schedule, kinds):
-    """Times that are whole numbers for this schedule's tasks, by kind."""
+def integer_times(schedule, kinds):
+    """Integer times of this schedule's tasks, by kind."""
     return lambda task: kinds[task.kind]
 
 
 def simulated(schedule, kinds, **options):
-    """The simulation in which a task takes what its kind does."""
+    """The simulation with these times per kind."""
     backward = kinds["backward-input"] + kinds["backward-weight"]
     return schedule.simulate(
         forward=lambda task: kinds["forward"],
@@ -35,9 +44,9 @@ KINDS = st.fixed_dictionaries(
 @settings(max_examples=100, deadline=None)
 @given(st.sampled_from(SMALL), KINDS, st.integers(0, 3))
 def test_times_of_published_schedules(case, kinds, send):
-    schedule = made(*case)
+    schedule = make_schedule(*case)
     simulation = simulated(schedule, kinds, send=send)
-    assert simulation.starts == clock(schedule, whole(schedule, kinds), send)
+    assert simulation.starts == simulate_by_clock(schedule, integer_times(schedule, kinds), send)
     assert simulation.makespan == max(max(ends) for ends in simulation.ends)
 
 
@@ -46,24 +55,24 @@ def test_times_of_published_schedules(case, kinds, send):
 def test_times_of_random_schedules(schedule, kinds, send):
     schedule.check()
     simulation = simulated(schedule, kinds, send=send)
-    assert simulation.starts == clock(schedule, whole(schedule, kinds), send)
-    assert schedule.ticks() == lockstep_clock(schedule)
-    assert list(simulation.peak_activations) == pytest.approx(most_held(schedule, simulation))
-    assert list(simulation.weight_versions) == most_versions(schedule)
+    assert simulation.starts == simulate_by_clock(schedule, integer_times(schedule, kinds), send)
+    assert schedule.ticks() == simulate_in_lockstep(schedule)
+    assert list(simulation.peak_activations) == pytest.approx(peak_activations(schedule, simulation))
+    assert list(simulation.weight_versions) == peak_weight_versions(schedule)
 
 
-@pytest.mark.parametrize(*by_name(GRID))
+@pytest.mark.parametrize(*cases_by_schedule(GRID))
 def test_ticks(cases):
     for case in cases:
-        assert made(*case).ticks() == lockstep_clock(made(*case))
+        assert make_schedule(*case).ticks() == simulate_in_lockstep(make_schedule(*case))
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.sampled_from(SMALL), KINDS, st.integers(0, 3))
 def test_lockstep_times(case, kinds, send):
-    """A tick takes as long as its longest task and one transfer."""
-    schedule = made(*case)
-    rows = lockstep_clock(schedule)
+    """A tick takes as long as its longest task plus one transfer."""
+    schedule = make_schedule(*case)
+    rows = simulate_in_lockstep(schedule)
     lengths = [max(kinds[task.kind] for task in row if task) + send for row in rows]
     simulation = simulated(schedule, kinds, send=send, lockstep=True)
     for device, order in enumerate(schedule.orders):
@@ -72,19 +81,19 @@ def test_lockstep_times(case, kinds, send):
     assert simulation.makespan <= sum(lengths)
 
 
-@pytest.mark.parametrize(*by_name(SMALL))
+@pytest.mark.parametrize(*cases_by_schedule(SMALL))
 def test_peak_activations(cases):
     for case in cases:
-        schedule = made(*case)
+        schedule = make_schedule(*case)
         simulation = simulated(schedule, dict.fromkeys(("forward", "backward", "backward-input", "backward-weight"), 1))
-        assert list(simulation.peak_activations) == pytest.approx(most_held(schedule, simulation))
+        assert list(simulation.peak_activations) == pytest.approx(peak_activations(schedule, simulation))
 
 
-@pytest.mark.parametrize(*by_name(GRID))
+@pytest.mark.parametrize(*cases_by_schedule(GRID))
 def test_devices_are_busy_idle_or_between(cases):
-    """All devices together do each microbatch once, whatever the order."""
+    """The devices' total busy time does not depend on the order."""
     for case in cases:
-        check_times_of_devices(made(*case))
+        check_times_of_devices(make_schedule(*case))
 
 
 def check_times_of_devices(schedule):
@@ -97,8 +106,8 @@ def check_times_of_devices(schedule):
     assert simulation.bubble_fraction == pytest.approx(sum(simulation.idle) / devices / simulation.makespan)
 
 
-def test_a_slow_tick_holds_up_all():
-    """In lockstep a tick with one long backward is long for all: of 1F1B two thirds are left of 0.842."""
+def test_a_slow_tick_delays_all_devices():
+    """In lockstep one backward makes a tick long for all devices: 1F1B's utilisation falls from 0.842 to 0.667."""
     parts = {"forward": 1.0, "backward": 2.0, "lockstep": True}
     for schedule, ticks, busy in [
         (schedules.gpipe, 38, 0.842),
@@ -111,18 +120,18 @@ def test_a_slow_tick_holds_up_all():
         assert 1 - table.simulate(**parts).bubble_fraction == pytest.approx(busy, abs=5e-4)
 
 
-@pytest.mark.parametrize(*by_name(GRID))
+@pytest.mark.parametrize(*cases_by_schedule(GRID))
 def test_split_backwards(cases):
-    """Takes as long as before, or less where the stage before waits for the first part only; in lockstep not longer."""
+    """At most the makespan before: the previous stage waits only for backward-input."""
     for case in cases:
-        check_split(made(*case))
+        check_split(make_schedule(*case))
 
 
-def check_split(whole_ones):
-    parts = whole_ones.split_backward()
+def check_split(unsplit):
+    parts = unsplit.split_backward()
     parts.check()
     assert not any(one.task.kind == "backward" for one in parts.located())
-    before, after = whole_ones.simulate(), parts.simulate()
+    before, after = unsplit.simulate(), parts.simulate()
     assert after.busy == pytest.approx(before.busy)
     assert after.makespan <= before.makespan + 1e-9
     assert after.peak_activations == before.peak_activations
@@ -131,9 +140,9 @@ def check_split(whole_ones):
 
 def test_split_backwards_in_lockstep():
     schedule = schedules.one_f_one_b(stages=4, microbatches=16)
-    whole_ones, parts = (each.simulate(lockstep=True) for each in (schedule, schedule.split_backward()))
-    assert parts.makespan < whole_ones.makespan
-    assert parts.bubble_fraction < 1 / 6 < whole_ones.bubble_fraction
+    unsplit, parts = (each.simulate(lockstep=True) for each in (schedule, schedule.split_backward()))
+    assert parts.makespan < unsplit.makespan
+    assert parts.bubble_fraction < 1 / 6 < unsplit.bubble_fraction
 
 
 def test_times_per_stage_and_by_task():
@@ -154,7 +163,7 @@ def test_a_chunk_and_a_slice_take_their_share():
     assert per_stage.busy[0] == 2 * (1 + 3) + 2 * 8
 
 
-def test_the_parts_of_a_backward_take_as_long_as_the_whole():
+def test_a_split_backward_takes_as_long_as_a_full_one():
     schedule = schedules.zb_h1(stages=2, microbatches=3)
     for weight in (None, 0.0, 0.5, 2.0):
         assert schedule.simulate(forward=1.0, backward=2.0, weight=weight).busy == (9.0, 9.0)
@@ -163,13 +172,13 @@ def test_the_parts_of_a_backward_take_as_long_as_the_whole():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"forward": -1.0}, r"simulate\(forward\)[\s\S]*-1.0[\s\S]*finite time"),
+        ({"forward": -1.0}, r"simulate\(forward\)[\s\S]*-1.0[\s\S]*finite non-negative time"),
         ({"backward": float("nan")}, r"simulate\(backward\)[\s\S]*nan"),
-        ({"forward": None}, r"simulate\(forward\)[\s\S]*None[\s\S]*finite time"),
+        ({"forward": None}, r"simulate\(forward\)[\s\S]*None[\s\S]*finite non-negative time"),
         ({"forward": [1.0]}, r"1 times for 2 stages[\s\S]*one time per stage"),
         ({"backward": [1.0, -2.0]}, r"simulate\(backward\[1\]\)[\s\S]*-2.0"),
         ({"forward": lambda task: -task.stage - 1.0}, r"forward\(forward of microbatch 0 at stage 0\)[\s\S]*-1.0"),
-        ({"weight": 3.0}, r"weight 3 and backward 2 of backward of microbatch 0[\s\S]*a part of backward"),
+        ({"weight": 3.0}, r"weight 3 and backward 2 of backward of microbatch 0[\s\S]*weight at most backward"),
         ({"send": float("inf")}, r"simulate\(send\)[\s\S]*inf"),
     ],
 )

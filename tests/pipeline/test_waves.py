@@ -1,4 +1,4 @@
-"""Workers that exchange waves: their clock against the published bound, their training against one device's."""
+"""Wave synchronous parallel: staleness against the published bound, training against an emulation on one device."""
 
 import random
 
@@ -26,7 +26,7 @@ def bound(concurrent, distance):
 @pytest.mark.parametrize("concurrent", [1, 2, 3, 4])
 @pytest.mark.parametrize("distance", [0, 1, 4])
 def test_missing_minibatches(concurrent, distance):
-    """No speeds let a worker miss more than the bound; some let it miss as many."""
+    """No worker speeds exceed the bound; some attain it."""
     chance, most = random.Random(concurrent * 10 + distance), 0
     for _ in range(6):
         waves = Waves(
@@ -50,7 +50,7 @@ def test_workers_of_one_speed_miss_only_what_is_under_way():
 
 
 def test_the_slowest_worker_is_waited_for():
-    """All take as long as it does but for the last waves; a longer distance makes nobody slower."""
+    """Faster workers wait for all but the last waves; a longer clock distance makes none slower."""
     spans = []
     for distance in (0, 1, 4):
         simulation = Waves(
@@ -75,13 +75,13 @@ def test_one_worker_is_its_schedule():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"speeds": ()}, r"speeds[\s\S]*over 0 for each worker"),
+        ({"speeds": ()}, r"speeds[\s\S]*one finite positive number per worker"),
         ({"speeds": (1.0, 0.0)}, r"speeds[\s\S]*0\.0"),
         ({"clock_distance": -1}, r"clock_distance[\s\S]*-1"),
         ({"microbatches": 5}, r"5 % 2 = 1[\s\S]*microbatches=6"),
         ({"concurrent": 4, "microbatches": 8}, r"at most 2 stages - 1 = 3"),
         ({"concurrent": 0}, "0"),
-        ({"forward": 0.0}, r"takes no time"),
+        ({"forward": 0.0}, "a task of zero time"),
     ],
 )
 def test_workers_that_cannot_be(arguments, words):
@@ -131,18 +131,18 @@ def drawn(seed, shape):
 
 
 class Emulated:
-    """Workers on one device, moment by moment, as the paper has them; durations are whole numbers.
+    """The paper's workers emulated on one device, step by step, with integer durations.
 
-    A worker's weights are one tree: those of all when it last pulled them, and its own updates since.
+    A worker's weights are one tree: the global weights at its last pull, plus its own updates since.
     """
 
     def __init__(self, model_loss, params, optimizer, inputs, targets, *, orders, wave, distance, paces):
         self.gradient = jax.jit(jax.value_and_grad(model_loss))
         self.update = jax.jit(optimizer.update)
         self.inputs, self.targets, self.orders, self.wave, self.distance = inputs, targets, orders, wave, distance
-        self.paces = paces  # per worker: how long a forward takes, half of a backward
+        self.paces = paces  # per worker: time of a forward, half of a backward's
         count = len(paces)
-        self.everyone, self.pushed = params, [0] * count
+        self.global_weights, self.pushed = params, [0] * count
         self.local, self.included = [params] * count, [[0] * count for _ in range(count)]
         self.states, self.sums = [optimizer.init(params)] * count, [None] * count
         self.done, self.met, self.losses = [0] * count, {}, {}
@@ -175,7 +175,7 @@ class Emulated:
         for worker, task in sorted((worker, task.microbatch) for (worker, _), (task, _) in running.items()):
             self.complete(worker, task)
         return (
-            self.everyone,
+            self.global_weights,
             self.states,
             jnp.stack(
                 [jnp.stack([self.losses[w, m] for m in range(len(self.inputs[0]))]) for w in range(len(self.paces))]
@@ -193,7 +193,7 @@ class Emulated:
         ) in ended
 
     def admitted(self, worker, task):
-        """Whether a minibatch may begin, after a pull where there must be one."""
+        """Whether a minibatch may start, after a pull if one is needed."""
         if task.kind != "forward" or task.stage > 0:
             return True
         others = [other for other in range(len(self.paces)) if other != worker]
@@ -201,7 +201,7 @@ class Emulated:
         if any(self.included[worker][other] < needed for other in others):
             if any(self.pushed[other] < needed for other in others):
                 return False
-            self.local[worker], self.included[worker] = self.everyone, list(self.pushed)
+            self.local[worker], self.included[worker] = self.global_weights, list(self.pushed)
         self.met[worker, task.microbatch] = self.local[worker]
         self.missing = max(
             self.missing, *(task.microbatch - self.included[worker][other] * self.wave for other in others), 0
@@ -219,7 +219,7 @@ class Emulated:
         self.sums[worker] = own if before is None else jax.tree.map(jnp.add, before, own)
         self.done[worker] += 1
         if self.done[worker] % self.wave == 0:
-            self.everyone = optax.apply_updates(self.everyone, self.sums[worker])
+            self.global_weights = optax.apply_updates(self.global_weights, self.sums[worker])
             self.sums[worker] = None
             self.pushed[worker] += 1
 
@@ -257,7 +257,7 @@ def trained(waves, optimizer, params, inputs, targets, **functions):
         return step(params, (optimizer.init(params),) * waves.workers, inputs, targets)
 
 
-def held_to_the_emulator(waves, name):
+def check_against_emulator(waves, name):
     optimizer, params = OPTIMIZERS[name], weights(waves.stages)
     inputs, targets = data(waves.workers, waves.microbatches)
     found, states, losses = trained(waves, optimizer, params, inputs, targets)
@@ -274,7 +274,7 @@ def held_to_the_emulator(waves, name):
 )
 def test_training(stages, concurrent, distance, speeds, name):
     microbatches = 12 if stages > 1 else 5
-    held_to_the_emulator(
+    check_against_emulator(
         Waves(stages=stages, microbatches=microbatches, concurrent=concurrent, clock_distance=distance, speeds=speeds),
         name,
     )
@@ -291,13 +291,13 @@ def test_training_with_all_distances(stages, concurrent, speeds, distance, name)
     waves = Waves(
         stages=stages, microbatches=20 - 20 % concurrent, concurrent=concurrent, clock_distance=distance, speeds=speeds
     )
-    held_to_the_emulator(waves, name)
+    check_against_emulator(waves, name)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("concurrent", [1, 2])
 def test_one_worker_trains_as_its_schedule(concurrent):
-    """With one minibatch under way that is plain training."""
+    """With one minibatch in flight this is ordinary training."""
     waves = Waves(stages=2, microbatches=6, concurrent=concurrent, speeds=(1.0,))
     optimizer, params = OPTIMIZERS["sgd"], weights(2)
     inputs, targets = data(1, 6)
@@ -347,19 +347,20 @@ def test_ends_and_another_stretch():
 
 @pytest.mark.slow
 def test_nothing_is_left_over(monkeypatch):
-    """Old weights, updates and sums of waves are all let go of."""
+    """Old weights, updates and wave sums are all freed."""
     waves = Waves(stages=2, microbatches=6, concurrent=1, clock_distance=1, speeds=(1.0, 0.2))
     runs = []
-    init = pipeline.wave_training.WaveRun.__init__
+    init = pipeline.wave_training.WorkerRun.__init__
     monkeypatch.setattr(
-        pipeline.wave_training.WaveRun, "__init__", lambda self, *args: (init(self, *args), runs.append(self))[0]
+        pipeline.wave_training.WorkerRun, "__init__", lambda self, *args: (init(self, *args), runs.append(self))[0]
     )
     trained(waves, OPTIMIZERS["sgd"], weights(2), *data(2, 6))
     for run in runs:
-        assert not (run.weights or run.ends or run.own or run.pushing or run.sums or run.end_sums or run.held)
-    everyone = runs[0].everyone
-    assert set(everyone.versions) == {(0, 12), (1, 12)}
-    assert not everyone.waiting
+        assert not (run.weights or run.ends or run.sums or run.end_sums or run.buffers)
+        assert not (run.local_updates or run.wave_sums)
+    server = runs[0].server
+    assert set(server.versions) == {(0, 12), (1, 12)}
+    assert not server.pending
 
 
 def refused(words, *, params=None, states=None, axes=None, shape=(2, 4), **functions):
@@ -373,7 +374,7 @@ def refused(words, *, params=None, states=None, axes=None, shape=(2, 4), **funct
 
 def test_requests_that_cannot_be():
     refused(r"workers_axis='rows'[\s\S]*the mesh data=2, pipe=2[\s\S]*sharding\.mesh\(rows=2", workers_axis="rows")
-    refused(r"opt_state[\s\S]*1 of them[\s\S]*\(optimizer\.init\(params\),\) \* 2", states=((),))
+    refused(r"opt_state[\s\S]*a tuple of 1[\s\S]*\(optimizer\.init\(params\),\) \* 2", states=((),))
     refused(r"train_waves: inputs[\s\S]*shape \[3, 4, 2, 3\][\s\S]*2, the number of workers", shape=(3, 4))
     refused(r"train_waves: inputs[\s\S]*4, the number of microbatches", shape=(2, 3))
     ends = {"stages": weights(2), "shared": jnp.ones((WIDTH, WIDTH))}

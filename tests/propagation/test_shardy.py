@@ -1,16 +1,16 @@
-"""Our pass against Shardy's, value by value."""
+"""Agreement with Shardy, value by value."""
 
 import jax
 import jax.numpy as jnp
 import optax
-import oracle
 import pytest
 from flax import nnx
-from programs import PROGRAMS
+from support import shardy_oracle
+from support.propagation_programs import PROGRAMS
 
 import sharding
 from sharding import P
-from sharding.graph import Pin
+from sharding.graph import Annotation
 from sharding.models import gpt, layouts
 from sharding.spec import from_partition_spec, indivisible
 
@@ -18,18 +18,18 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*XLA pads it")
 
 MESHES = ({"data": 2, "tensor": 4}, {"tensor": 8}, {"data": 4, "tensor": 2})
 
-MISSED = "Shardy leaves the first slice of a backward loop whole though the stack that it is cut from is split"
+MISSED = "Shardy replicates the first slice of a backward loop although its stacked array is sharded"
 KNOWN = {
     "lstm": (1, MISSED),
     "lstm, by state": (1, MISSED),
     "power": (1, MISSED),
-    "gpt, uneven in a loop": (2, "Shardy stops before its own fixed point: a slice has a part of its stack's axis"),
+    "gpt, uneven in a loop": (2, "Shardy stops before its fixed point: a slice has a sub-axis of its stacked array"),
 }
-"""Program -> (how many values may differ, why they do); the others agree on every value."""
+"""Program -> (maximum number of differences, reason); the others agree on every value."""
 
 
 def on_mesh(spec, sizes):
-    """The spec without axes that the mesh lacks."""
+    """Returns the spec without axes that are not in the mesh."""
 
     def entry(e):
         if isinstance(e, tuple):
@@ -40,7 +40,7 @@ def on_mesh(spec, sizes):
 
 
 def compared(fn, shapes, specs, sizes):
-    """The agreement on one program; what doesn't divide an argument is asked for inside, as JAX refuses it outside."""
+    """Compares one program; uneven arguments are annotated inside, since JAX rejects uneven `in_shardings`."""
     specs = [on_mesh(s, sizes) for s in (*specs, *[None] * (len(shapes) - len(specs)))]
     full = [s and from_partition_spec(s, x.shape, sizes, asked="") for s, x in zip(specs, shapes, strict=True)]
     inside = [s and indivisible(s, x.shape, sizes) for s, x in zip(full, shapes, strict=True)]
@@ -50,14 +50,16 @@ def compared(fn, shapes, specs, sizes):
 
     with sharding.mesh(sizes, devices=8) as mesh:
         program = jax.jit(annotated).trace(*shapes).jaxpr
-        pins = [Pin(spec=s, origin="in") if s and not i else None for s, i in zip(full, inside, strict=True)]
-        return oracle.compare(program, pins, mesh)
+        annotations = [
+            Annotation(spec=s, origin="in") if s and not i else None for s, i in zip(full, inside, strict=True)
+        ]
+        return shardy_oracle.compare(program, annotations, mesh)
 
 
 def check(agreement, name):
-    most, reason = KNOWN.get(name, (0, "no difference is known"))
+    most, reason = KNOWN.get(name, (0, "no known difference"))
     lines = "\n  ".join(agreement.differences)
-    assert len(agreement.differences) <= most, f"{agreement.share:.3f} of {agreement.counted}, {reason}:\n  {lines}"
+    assert len(agreement.differences) <= most, f"{agreement.share:.3f} of {agreement.num_sharded}, {reason}:\n  {lines}"
 
 
 @pytest.mark.parametrize("name", ["mlp", "attention", "pooled conv net", "lstm", "embedding", "reshaped, uneven"])
@@ -79,7 +81,7 @@ GPT_MESHES = ({"tensor": 8}, {"data": 2, "tensor": 4}, {"data": 2, "fsdp": 2, "t
 
 
 def train_step(sizes, *, heads=8, kv_heads=8, batch=16, length=16, features=64, **options):
-    """AdamW on a small GPT: the step, its arguments' shapes."""
+    """Returns an AdamW step of a small GPT and its abstract arguments."""
     config = gpt.Config(
         vocab=64,
         context=length,
@@ -112,7 +114,7 @@ def gpt_agreement(sizes, **options):
     with sharding.mesh(sizes, devices=8) as mesh:
         step, args = train_step(sizes, **options)
         program = jax.jit(step).trace(*args).jaxpr
-        return oracle.compare(program, [None] * len(jax.tree.leaves(args)), mesh)
+        return shardy_oracle.compare(program, [None] * len(jax.tree.leaves(args)), mesh)
 
 
 def test_gpt_unrolled():

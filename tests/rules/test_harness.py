@@ -1,7 +1,7 @@
-"""JAX's own primitive harness: every primitive on a mesh gives what it gives on one device.
+"""JAX's primitive harness: every primitive gives the same numbers on a mesh as on one device.
 
-The cases are those that JAX tests its exports with: several per group, a group for about every primitive. Each case
-gets its arguments split over random dims by a seed of its own.
+The cases are those of JAX's export tests: several per group, about one group per primitive. Each case shards its
+arguments over random dims with a seed of its own.
 """
 
 import functools
@@ -78,11 +78,11 @@ def compare(found, expected, case):
 
 
 def check(case):
-    """Whether the case says anything: plain JAX runs it on one device."""
+    """Compares a case on a mesh with one device; False if plain JAX cannot run it on this backend."""
     args = case.dyn_args_maker(np.random.RandomState(0))
     try:
         expected = jax.block_until_ready(jax.jit(case.dyn_fun)(*args))
-    except Exception:  # not for this backend
+    except Exception:  # not supported by this backend
         return False
     rng = np.random.default_rng(zlib.crc32(case.fullname.encode()))
     with sharding.mesh(SIZES) as mesh:

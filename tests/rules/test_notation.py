@@ -1,4 +1,4 @@
-"""Rules as text: what they mean at shapes, and what is refused."""
+"""Text notation of rules: the rules at given shapes, and malformed text."""
 
 import pytest
 
@@ -24,7 +24,7 @@ def test_at_shapes(text, ins, outs, expected):
     assert str(parse(text).rule(ins, outs)) == expected
 
 
-def test_sizes_of_products_follow_from_single_factors_or_are_told():
+def test_sizes_in_products_follow_from_single_factors_or_are_given():
     rule = parse("(i j) -> i j").rule([(12,)], [(4, 3)])
     assert rule.sizes == (4, 3)
     assert parse("(i j) -> (i j)", sizes={"i": 4}).rule([(12,)], [(12,)]).sizes == (4, 3)
@@ -45,12 +45,12 @@ def test_kinds():
         ("i j", {}, ["0 arrows"]),
         ("i -> j -> k", {}, ["2 arrows"]),
         ("i i -> i", {}, ["'i' twice in 'i i'"]),
-        ("i $ -> i", {}, ["'\\$'", "factors are names"]),
+        ("i $ -> i", {}, ["'\\$'", "factors that are names"]),
         ("i ... -> i", {}, ["\\.\\.\\. after 'i'"]),
         ("i j -> j", {"reduction": ["k"]}, ["reduction factor 'k'", "i, j"]),
         ("i j -> j", {"reduction": ["i"], "permutation": ["i"]}, ["'i' is reduction and permutation"]),
         ("i -> i", {"sizes": {"i": 0, "z": 2}}, ["size i=0", "size z=2"]),
-        ("i i -> $", {}, ["'i' twice", "factors are names"]),
+        ("i i -> $", {}, ["'i' twice", "factors that are names"]),
     ],
 )
 def test_malformed(text, options, complaints):
@@ -67,7 +67,7 @@ def test_malformed(text, options, complaints):
         ("... i -> i", [()], [(4,)], "operand 0 has 0 dims"),
         ("i k, k j -> i j", [(2, 3), (4, 5)], [(2, 5)], "k=3, but the dim has 4"),
         ("(i j), i, j -> i", [(12,), (4,), (4,)], [(4,)], "i=4 \\* j=4 = 16, but the dim has 12"),
-        ("(i j) -> (i j)", [(12,)], [(12,)], "nothing tells the sizes of i, j"),
+        ("(i j) -> (i j)", [(12,)], [(12,)], "unknown sizes of factors i, j"),
         ("(i j) -> i", [(12,)], [(5,)], "i=5 does not divide a dim of 12"),
     ],
 )

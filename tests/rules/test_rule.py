@@ -1,4 +1,4 @@
-"""Rules as values: the builder, pointwise rules, and how rules print."""
+"""`RuleBuilder`, pointwise rules, and rules as text."""
 
 import pytest
 
@@ -53,7 +53,7 @@ def test_everywhere_leaves_scalars_out():
     assert rule.blocked == {1}
 
 
-def test_as_many_dims_as_arrays_have_to_be_given():
+def test_a_factor_needs_one_dim_per_array():
     with pytest.raises(ValueError, match="zip"):
         RuleBuilder([(4,), (4,)], [(4,)]).factor([0], [0], 4)
 

@@ -1,13 +1,13 @@
-// The ledger of collectives.
+// The communication ledger.
 
-const hint = (words) => make("details", { class: "hint" }, make("summary", {}, "how to avoid it"), words);
+const hint = (text) => make("details", { class: "hint" }, make("summary", {}, "how to avoid it"), text);
 
 function showCommunication() {
-  const section = place("communication");
+  const section = byId("communication");
   const rows = data.collectives.map(([kind, axes, times, bytes, wire, seconds, line, cause, hint, op, dtype, num]) => (
     { kind, axes, times, bytes, wire, seconds, line, cause, hint, op, dtype, num }));
   if (!rows.length) {
-    section.append(make("p", { class: "note" }, "No device sends anything."));
+    section.append(make("p", { class: "note" }, "No collectives."));
     return;
   }
   const kinds = new Map();
@@ -16,7 +16,7 @@ function showCommunication() {
   const columns = [
     codeColumn("kind", (row) => row.kind),
     textColumn("axes", (row) => row.axes.join(), (row) => axisNames(row.axes)),
-    numberColumn("times", (row) => row.times),
+    numberColumn("count", (row) => row.times),
     bytesColumn("bytes", (row) => row.bytes),
     bytesColumn("sent", (row) => row.wire),
     ...(rows[0].seconds === null ? [] : [secondsColumn("time", (row) => row.seconds)]),
@@ -24,8 +24,8 @@ function showCommunication() {
     textColumn("cause", (row) => row.cause, (row) => [row.cause, ...(row.hint ? [hint(row.hint)] : [])]),
   ];
   section.append(
-    make("p", { class: "muted" }, "What each device takes part in over one call: bytes that it gets, and bytes that it sends by the ring algorithm. ",
-      "Layers that differ in their number only share a row."),
-    ...parted(sizes, bytesText),
+    make("p", { class: "muted" }, "Collectives of one device over one call: result bytes, and bytes sent with ring algorithms. ",
+      "Layers that differ only in their index share a row."),
+    ...stackedBar(sizes, bytesText),
     sortedTable("Collectives", columns, rows, { by: 3 }));
 }

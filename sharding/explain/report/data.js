@@ -1,10 +1,10 @@
-// The program: columns as `sharding/explain/report/values.py` writes them, and what follows from these.
+// The program: accessors to the columns that `sharding/explain/report/value_table.py` writes.
 
-const data = JSON.parse(place("data").textContent);
+const data = JSON.parse(byId("data").textContent);
 const text = (number) => data.strings[number];
 
 const program = (() => {
-  // Per spec its (dim, axis) pairs; per value where its reasons begin.
+  // Per spec its (dim, axis) pairs; per value the index of its first reason.
   const pairs = data.specs.map((dims) => dims.flatMap((axes, dim) => axes.map((axis) => [dim, axis])));
   const starts = new Int32Array(data.spec.length + 1);
   data.spec.forEach((spec, v) => { starts[v + 1] = starts[v] + pairs[spec].length; });
@@ -12,20 +12,20 @@ const program = (() => {
   const names = new Map();
   for (const [name, v] of [...data.arguments, ...data.named, ...data.results]) if (!names.has(v)) names.set(v, name);
 
-  const whole = new Map(data.whole.map(([v, dim, why]) => [`${v} ${dim}`, text(why)]));
+  const replicated = new Map(data.replicated.map(([v, dim, why]) => [`${v} ${dim}`, text(why)]));
   const size = (axes) => axes.reduce((product, axis) => product * data.axes[axis][2], 1);
 
   const dims = (v) => data.specs[data.spec[v]];
   const shape = (v) => data.types[data.type[v]][2];
   const dtype = (v) => data.types[data.type[v]][0];
-  const written = (v) => `${dtype(v)}[${shape(v).join(", ")}]`;
+  const typeText = (v) => `${dtype(v)}[${shape(v).join(", ")}]`;
 
   function bytes(v) {
     const own = dims(v);
     return shape(v).reduce((n, length, d) => n * Math.ceil(length / size(own[d])), data.types[data.type[v]][1]);
   }
 
-  // The same axis, or one that has a part of it in common by name: what `Assignment.reason` takes.
+  // Matches the axis, or else a sub-axis of the same mesh axis, as `Assignment.reason` does.
   function reason(v, dim, axis) {
     const own = pairs[data.spec[v]];
     const name = data.axes[axis][1];
@@ -61,9 +61,9 @@ const program = (() => {
   }
 
   return {
-    num: data.spec.length, names, dims, shape, dtype, written, bytes, chain, origin, specText, axisText, size,
-    label: (v) => names.get(v) ?? written(v),
-    whole: (v, dim) => whole.get(`${v} ${dim}`) ?? "no annotation reaches it",
+    num: data.spec.length, names, dims, shape, dtype, typeText, bytes, chain, origin, specText, axisText, size,
+    label: (v) => names.get(v) ?? typeText(v),
+    whyReplicated: (v, dim) => replicated.get(`${v} ${dim}`) ?? "not reached by any annotation",
     shards: (v) => dims(v).reduce((n, axes) => n * size(axes), 1),
   };
 })();
@@ -71,7 +71,7 @@ const program = (() => {
 const meshAxes = data.mesh.map(([name]) => name);
 const numDevices = data.mesh.reduce((n, [, size]) => n * size, 1);
 
-// An axis by its name, in its colour.
+// An axis name in its mesh axis' colour.
 function axisChip(name, mesh = name) {
   return make("span", { class: `axis c${Math.max(0, meshAxes.indexOf(mesh)) % 8}` }, name);
 }

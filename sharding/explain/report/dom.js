@@ -1,4 +1,4 @@
-// Elements from plain data. Texts only ever become text nodes: nothing in the data is read as markup.
+// Builds elements from plain data. Strings only become text nodes: the data is never parsed as markup.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -13,8 +13,8 @@ function filled(element, attributes, children) {
 
 const make = (tag, attributes = {}, ...children) => filled(document.createElement(tag), attributes, children);
 const draw = (tag, attributes = {}, ...children) => filled(document.createElementNS(SVG, tag), attributes, children);
-const place = (id) => document.getElementById(id);
-const say = (text) => { place("said").textContent = text; };
+const byId = (id) => document.getElementById(id);
+const announce = (text) => { byId("announcement").textContent = text; };
 
 const counted = (n, one, many = one + "s") => `${n.toLocaleString("en")} ${n === 1 ? one : many}`;
 
@@ -25,15 +25,15 @@ function scaled(x, units) {
 
 const bytesText = (n) => (n < 1000 ? `${n} B` : scaled(n, [["TB", 1e12], ["GB", 1e9], ["MB", 1e6], ["kB", 1e3]]));
 const secondsText = (s) => (s === 0 ? "0 s" : scaled(s, [["s", 1], ["ms", 1e-3], ["µs", 1e-6], ["ns", 1e-9]]));
-function shareText(part, whole) {
-  const share = (100 * part) / whole;
-  if (!whole) return "";
+function percentText(part, total) {
+  const share = (100 * part) / total;
+  if (!total) return "";
   return part && share < 0.05 ? "< 0.1 %" : `${share.toFixed(1)} %`;
 }
 
 const bytesCell = (n) => make("span", { title: `${n.toLocaleString("en")} bytes` }, bytesText(n));
 
-// A list that grows by a button, so that thousands of rows cost nothing until they are asked for.
+// A list that renders `size` rows at a time, so that thousands of rows cost nothing until shown.
 function growing(parent, items, render, size = 100) {
   let shown = 0;
   function grow() {
@@ -46,13 +46,13 @@ function growing(parent, items, render, size = 100) {
   return { grow, left: () => items.length - shown };
 }
 
-// A bar of parts that add up, with a legend that says all of it in words.
-function parted(parts, text) {
-  const whole = parts.reduce((sum, part) => sum + part.size, 0) || 1;
+// A stacked bar with a legend that carries all of its information as text.
+function stackedBar(parts, text) {
+  const total = parts.reduce((sum, part) => sum + part.size, 0) || 1;
   const bar = make("div", { class: "bar", "aria-hidden": "true" },
-    parts.map((part) => make("span", { class: part.style, style: `flex-grow:${part.size / whole}` })));
+    parts.map((part) => make("span", { class: part.style, style: `flex-grow:${part.size / total}` })));
   const legend = make("ul", { class: "legend" }, parts.map((part) => make("li", {},
     make("span", { class: `swatch ${part.style}`, "aria-hidden": "true" }), `${part.name} `,
-    make("b", {}, text(part.size)), make("span", { class: "muted" }, ` ${shareText(part.size, whole)}`))));
+    make("b", {}, text(part.size)), make("span", { class: "muted" }, ` ${percentText(part.size, total)}`))));
   return [bar, legend];
 }

@@ -1,25 +1,25 @@
-// The devices as a grid: the last axis across, the one before it down, the others as panels.
+// The mesh as a grid of devices: the last axis across, the one before it down, the others as panels.
 
 const MOST = { panels: 4, rows: 8, columns: 16 };
 const CELL = 26, GAP = 3, EDGE = 22, HEAD = 20;
 
-// Numbers up to n, with null for those that are left out in the middle.
+// 0 to n - 1, with null for an omitted middle.
 function visible(n, most) {
   if (n <= most) return [...Array(n).keys()];
   return [...Array(most - 2).keys(), null, n - 1];
 }
 
-// Which part of an axis a place along it has.
-function partOf(axis, place) {
-  const [written, name, size] = data.axes[axis];
-  const part = /\((\d+)\)/.exec(written.slice(name.length));
-  const whole = data.mesh.find(([own]) => own === name)[1];
-  return part ? Math.floor(place / (whole / (Number(part[1]) * size))) % size : place;
+// The coordinate along an axis or sub-axis of a device with a given coordinate along its mesh axis.
+function axisIndex(axis, coordinate) {
+  const [label, name, size] = data.axes[axis];
+  const subAxis = /\((\d+)\)/.exec(label.slice(name.length));
+  const meshSize = data.mesh.find(([own]) => own === name)[1];
+  return subAxis ? Math.floor(coordinate / (meshSize / (Number(subAxis[1]) * size))) % size : coordinate;
 }
 
-// Whether a device has the same part of a value as the first one.
-function isAlike(v, places) {
-  return program.dims(v).flat().every((axis) => partOf(axis, places[meshAxes.indexOf(data.axes[axis][1])]) === 0);
+// Whether a device holds the same shard of a value as device 0.
+function hasFirstShard(v, coordinates) {
+  return program.dims(v).flat().every((axis) => axisIndex(axis, coordinates[meshAxes.indexOf(data.axes[axis][1])]) === 0);
 }
 
 function meshPicture(v) {
@@ -33,13 +33,13 @@ function meshPicture(v) {
 
   function panel(number) {
     if (number === null) return make("div", { class: "left-out" }, "…");
-    const places = [];
+    const coordinates = [];
     let rest = number;
-    for (const [, size] of [...outer].reverse()) { places.unshift(rest % size); rest = Math.floor(rest / size); }
+    for (const [, size] of [...outer].reverse()) { coordinates.unshift(rest % size); rest = Math.floor(rest / size); }
     const top = outer.length ? HEAD : 0;
     const picture = draw("svg", { viewBox: `0 0 ${width} ${height}`, width, height, "aria-hidden": "true" });
     if (outer.length) {
-      picture.append(draw("text", { x: EDGE, y: 12, class: "panel-name" }, outer.map(([name], k) => `${name} ${places[k]}`).join(", ")));
+      picture.append(draw("text", { x: EDGE, y: 12, class: "panel-name" }, outer.map(([name], k) => `${name} ${coordinates[k]}`).join(", ")));
     }
     columns.forEach((column, i) => {
       const x = EDGE + i * (CELL + GAP);
@@ -55,8 +55,8 @@ function meshPicture(v) {
       columns.forEach((column, i) => {
         if (row === null || column === null) return;
         const x = EDGE + i * (CELL + GAP), device = (number * numRows + row) * numColumns + column;
-        const at = axes.length > 1 ? [...places, row, column] : [column];
-        const marked = v !== null && isAlike(v, at);
+        const at = axes.length > 1 ? [...coordinates, row, column] : [column];
+        const marked = v !== null && hasFirstShard(v, at);
         picture.append(draw("rect", { x, y, width: CELL, height: CELL, rx: 4, class: marked ? "device marked" : "device" }),
           draw("text", { x: x + CELL / 2, y: y + CELL / 2 + 4, class: marked ? "number marked" : "number" }, String(device)));
       });
@@ -68,15 +68,15 @@ function meshPicture(v) {
 }
 
 function meshText(v) {
-  const sizes = data.mesh.map(([name, size]) => `${name} of ${size}`).join(", ");
+  const sizes = data.mesh.map(([name, size]) => `${name}=${size}`).join(", ");
   const all = `${counted(numDevices, "device")}: ${sizes || "no axes"}.`;
-  if (v === null) return `${all} Choose a value to mark the devices that hold the same part of it as device 0.`;
+  if (v === null) return `${all} Select a value to mark the devices that hold the same shard as device 0.`;
   const copies = numDevices / program.shards(v);
-  return `${all} Marked: the ${counted(copies, "device")} with the same part of ${program.label(v)} as device 0.`;
+  return `${all} Marked: the ${counted(copies, "device")} that hold the same shard of ${program.label(v)} as device 0.`;
 }
 
 function showMesh(v) {
-  place("mesh").replaceChildren(place("mesh-title"),
+  byId("mesh").replaceChildren(byId("mesh-title"),
     make("p", { class: "axes" }, data.mesh.map(([name, size]) => [axisChip(name), ` ${size} `])),
     make("div", { class: "wide", role: "img", "aria-label": meshText(v) }, meshPicture(v)),
     make("p", { class: "muted" }, meshText(v)));

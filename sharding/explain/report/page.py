@@ -1,4 +1,4 @@
-"""The page as one file: markup, style, code and data, nothing of which is fetched."""
+"""The page as one self-contained HTML file: markup, style, scripts and data, with no external resources."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from pathlib import Path
 from typing import Any
 
 SCRIPTS = ("dom", "data", "mesh", "why", "values", "table", "communication", "memory", "time", "page")
-"""In the order in which they build on each other."""
+"""In dependency order."""
 HEIGHT_PIXELS = 720
-"""Of a page inside another."""
+"""The height of an embedded page."""
 _ESCAPED = {ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"}
 
 
 def page(contents: Mapping[str, Any]) -> str:
-    """A whole HTML document.
+    """A complete HTML document.
 
     Args:
-        contents: of `report.contents`. Texts in it may be anything: they are data, never markup.
+        contents: the result of `report.contents`. Its strings are untrusted: they are data, never markup.
     """
     data = json.dumps(contents, separators=(",", ":"), allow_nan=False).translate(_ESCAPED)
     parts = {
@@ -29,7 +29,7 @@ def page(contents: Mapping[str, Any]) -> str:
         "data": data,
         "script": "\n".join(_text(f"{name}.js") for name in SCRIPTS),
     }
-    # One after the other, each found once: what is put in is never looked through.
+    # One pass over the template: inserted text is never searched for placeholders.
     found, rest = [], _text("page.html")
     for name, text in parts.items():
         before, _, rest = rest.partition(f"<!--{name}-->")
@@ -38,9 +38,9 @@ def page(contents: Mapping[str, Any]) -> str:
 
 
 def frame(contents: Mapping[str, Any]) -> str:
-    """The page inside another, as in a notebook; it can neither see nor change what is around it."""
+    """The page as a sandboxed iframe, for notebooks; it cannot read or change the surrounding document."""
     source = html.escape(page(contents), quote=True)
-    title = html.escape(f"How {contents['name']} is split", quote=True)
+    title = html.escape(f"Shardings of {contents['name']}", quote=True)
     return (
         f'<iframe title="{title}" sandbox="allow-scripts" srcdoc="{source}" '
         f'style="width:100%;height:{HEIGHT_PIXELS}px;border:1px solid #8884;border-radius:8px"></iframe>'

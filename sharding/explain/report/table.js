@@ -1,6 +1,6 @@
-// Tables that sort by a click on a column's head, and grow on demand.
+// Tables that sort by clicking a column header, and show more rows on demand.
 
-// columns: { name, key: row -> what it sorts by, cell: row -> contents, number: whether it is one }
+// columns: { name, key: row -> sort key, cell: row -> contents, number: whether it is numeric }
 function sortedTable(caption, columns, rows, { by = 0, size = 12 } = {}) {
   let sorted = columns[by].number ? "descending" : "ascending", column = by;
   const body = make("tbody");
@@ -10,7 +10,7 @@ function sortedTable(caption, columns, rows, { by = 0, size = 12 } = {}) {
       sorted = column === k ? (sorted === "ascending" ? "descending" : "ascending") : one.number ? "descending" : "ascending";
       column = k;
       sort();
-      say(`${caption}: sorted by ${one.name}, ${sorted}`);
+      announce(`${caption}: sorted by ${one.name}, ${sorted}`);
     } }, one.name)));
   let list = null;
 
@@ -20,7 +20,7 @@ function sortedTable(caption, columns, rows, { by = 0, size = 12 } = {}) {
 
   function update() {
     more.hidden = list.left() === 0;
-    more.textContent = `Show more of ${list.left().toLocaleString("en")} others`;
+    more.textContent = `Show more (${list.left().toLocaleString("en")} left)`;
   }
 
   function sort() {
@@ -39,7 +39,7 @@ function sortedTable(caption, columns, rows, { by = 0, size = 12 } = {}) {
 
   sort();
   return make("div", { class: "wide", role: "region", "aria-label": caption, tabindex: 0 },
-    make("table", { class: "cards" }, make("caption", { class: "unseen" }, caption),
+    make("table", { class: "cards" }, make("caption", { class: "visually-hidden" }, caption),
       make("thead", {}, make("tr", {}, heads)), body), more);
 }
 

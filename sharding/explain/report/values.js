@@ -1,7 +1,7 @@
-// All values as a tree that opens on demand: named ones by path, the others by name scope or line.
+// All values as a tree that expands on demand: named values by path, the others by name scope or line.
 
 class Group {
-  // `adds`: whether its values are there at the same time, so that their bytes add up.
+  // `adds`: whether its values are live at the same time, so that their bytes add up.
   constructor(name, adds) {
     this.name = name;
     this.adds = adds;
@@ -18,7 +18,7 @@ class Group {
     return here;
   }
 
-  // Groups of nothing but one group are written as one, `a/b`.
+  // A chain of groups with a single child collapses into one, `a/b`.
   items() {
     const groups = [...this.groups.values()].map((group) => {
       let name = group.name, inner = group;
@@ -46,40 +46,40 @@ function byPath(name, named) {
   return root;
 }
 
-function byPlace(name) {
+function byLocation(name) {
   const root = new Group(name, false);
   for (let v = 0; v < program.num; v++) {
     if (program.names.has(v)) continue;
     const { op, line, scope, phase } = program.origin(v);
     const [, file, where] = /^(.*?):(.*)$/.exec(line) ?? [];
-    const place = file ? [file, `line ${where}`] : [op ? "no line known" : "constants, one for each use"];
-    root.at(scope ? [...scope.split("/"), line || "no line known"] : place).leaves.push([`${op || "constant"}${phase === "backward" ? ", backward" : ""}`, v]);
+    const location = file ? [file, `line ${where}`] : [op ? "unknown line" : "constants, one per use"];
+    root.at(scope ? [...scope.split("/"), line || "unknown line"] : location).leaves.push([`${op || "constant"}${phase === "backward" ? ", backward" : ""}`, v]);
   }
   return root;
 }
 
 const roots = [
   byPath("Arguments", data.arguments), byPath("Results", data.results),
-  byPath("Annotated by name", data.named), byPlace("All other values"),
+  byPath("Named values", data.named), byLocation("Other values"),
 ].filter((root) => root.groups.size || root.leaves.length);
 
 let tree = null;
-let chosen = null; // the treeitem that is selected
+let selected = null; // the selected treeitem
 
 const totalBytes = (group) => [...new Set(group.all())].reduce((sum, v) => sum + program.bytes(v), 0);
 
 function leafItem({ name, v }, level) {
-  const said = `${name}, ${program.written(v)}, ${program.specText(v)}, ${bytesText(program.bytes(v))} on a device`;
-  return make("li", { role: "treeitem", tabindex: -1, "aria-level": level, "aria-selected": "false", "aria-label": said, "data-value": v },
+  const label = `${name}, ${program.typeText(v)}, ${program.specText(v)}, ${bytesText(program.bytes(v))} per device`;
+  return make("li", { role: "treeitem", tabindex: -1, "aria-level": level, "aria-selected": "false", "aria-label": label, "data-value": v },
     make("div", { class: "row leaf", style: `--level:${level}` },
       make("span", { class: "name" }, name), specChips(v),
-      make("code", { class: "type" }, program.written(v)), make("span", { class: "bytes" }, bytesCell(program.bytes(v)))));
+      make("code", { class: "type" }, program.typeText(v)), make("span", { class: "bytes" }, bytesCell(program.bytes(v)))));
 }
 
 function groupItem({ name, group }, level) {
   const num = group.all().length, bytes = group.adds ? totalBytes(group) : 0;
-  const said = `${name}, ${counted(num, "value")}${group.adds ? `, ${bytesText(bytes)} on a device` : ""}`;
-  const item = make("li", { role: "treeitem", tabindex: -1, "aria-level": level, "aria-expanded": "false", "aria-label": said },
+  const label = `${name}, ${counted(num, "value")}${group.adds ? `, ${bytesText(bytes)} per device` : ""}`;
+  const item = make("li", { role: "treeitem", tabindex: -1, "aria-level": level, "aria-expanded": "false", "aria-label": label },
     make("div", { class: "row group", style: `--level:${level}` },
       make("span", { class: "name" }, make("span", { class: "twisty", "aria-hidden": "true" }), name),
       make("span", { class: "muted count" }, counted(num, "value")), make("span", { class: "type" }),
@@ -90,14 +90,14 @@ function groupItem({ name, group }, level) {
 
 const treeItem = (item, level) => (item.group ? groupItem(item, level) : leafItem(item, level));
 
-// Appends items with an item at the end that adds more.
+// Appends items, followed by an item that shows more.
 function fill(list, items, level) {
   const rows = growing(list, items, (item) => treeItem(item, level));
   function more() {
     const [first] = rows.grow();
     if (rows.left()) {
       const item = make("li", { role: "treeitem", tabindex: -1, "aria-level": level, class: "more" },
-        make("div", { class: "row", style: `--level:${level}` }, `Show more of ${counted(rows.left(), "other")}`));
+        make("div", { class: "row", style: `--level:${level}` }, `Show more (${rows.left().toLocaleString("en")} left)`));
       item.more = () => { item.remove(); focusOn(more()); };
       list.append(item);
     }
@@ -117,13 +117,13 @@ function toggle(item, open = item.getAttribute("aria-expanded") === "false") {
 
 function enterWhy(item) {
   activate(item);
-  place("why").focus();
+  byId("why").focus();
 }
 
 function activate(item) {
   if (item.more) item.more();
   else if (item.contents) toggle(item);
-  else choose(Number(item.dataset.value), item);
+  else select(Number(item.dataset.value), item);
 }
 
 function focusOn(item) {
@@ -155,7 +155,7 @@ function onTreeKey(event) {
   moves[event.key]();
 }
 
-function listed(words) {
+function showFiltered(words) {
   tree.replaceChildren();
   if (!words.length) {
     fill(tree, roots.map((group) => ({ name: group.name, group })), 1);
@@ -165,13 +165,13 @@ function listed(words) {
     const others = [];
     for (let v = 0; v < program.num; v++) if (!program.names.has(v)) others.push({ name: otherName(v), v });
     const found = [...named, ...others].filter(({ name, v }) => {
-      const all = `${name} ${program.written(v)} ${program.specText(v)}`.toLowerCase();
+      const all = `${name} ${program.typeText(v)} ${program.specText(v)}`.toLowerCase();
       return words.every((word) => all.includes(word));
     });
-    place("found").textContent = counted(found.length, "value");
+    byId("found").textContent = counted(found.length, "value");
     if (found.length) fill(tree, found, 1);
   }
-  if (!words.length) place("found").textContent = "";
+  if (!words.length) byId("found").textContent = "";
   tree.querySelector('[role="treeitem"]')?.setAttribute("tabindex", 0);
 }
 
@@ -189,18 +189,18 @@ function showValues() {
   const filter = make("input", { type: "search", id: "filter", placeholder: "w1, dot_general, bfloat16, tensor …", autocomplete: "off",
     oninput: () => {
       clearTimeout(waiting);
-      waiting = setTimeout(() => listed(filter.value.toLowerCase().split(/\s+/).filter(Boolean)), 120);
+      waiting = setTimeout(() => showFiltered(filter.value.toLowerCase().split(/\s+/).filter(Boolean)), 120);
     } });
-  place("values").append(
-    make("p", { class: "filter" }, make("label", { for: "filter" }, "Find "), filter, make("span", { id: "found", class: "muted", role: "status" })),
-    make("div", { class: "row head", "aria-hidden": "true" }, make("span", { class: "name" }, "name"), make("span", {}, "split by"),
-      make("span", { class: "type" }, "type"), make("span", { class: "bytes" }, "on a device")),
+  byId("values").append(
+    make("p", { class: "filter" }, make("label", { for: "filter" }, "Filter "), filter, make("span", { id: "found", class: "muted", role: "status" })),
+    make("div", { class: "row head", "aria-hidden": "true" }, make("span", { class: "name" }, "name"), make("span", {}, "spec"),
+      make("span", { class: "type" }, "type"), make("span", { class: "bytes" }, "per device")),
     tree,
-    make("p", { class: "muted", id: "tree-keys" }, "Arrow keys move and open, Enter shows why; the right arrow on a value goes to its reasons, Escape back."));
-  listed([]);
+    make("p", { class: "muted", id: "tree-keys" }, "Arrow keys navigate and expand, Enter explains a value's sharding; Right moves to the explanation, Escape back."));
+  showFiltered([]);
 }
 
-// The item of a value, with all groups around it opened; null where it is not listed, as for what is not found.
+// The item of a value, with all enclosing groups expanded; null if it is not listed, as when filtered out.
 function reveal(v) {
   let items = [...tree.children];
   for (;;) {
@@ -216,8 +216,8 @@ function reveal(v) {
   }
 }
 
-function markChosen(v, item) {
-  chosen?.setAttribute("aria-selected", "false");
-  chosen = v === null ? null : item ?? reveal(v);
-  chosen?.setAttribute("aria-selected", "true");
+function markSelected(v, item) {
+  selected?.setAttribute("aria-selected", "false");
+  selected = v === null ? null : item ?? reveal(v);
+  selected?.setAttribute("aria-selected", "true");
 }

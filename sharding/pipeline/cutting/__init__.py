@@ -1,15 +1,15 @@
-"""Where to cut a model into the stages of a pipeline, and how many devices each gets: published planners, exact.
+"""Planners that partition a model into pipeline stages. In: costs per layer, links. Out: stage sizes and placements.
 
-``pipeline.cut`` needs the layers' costs alone. The others weigh what crosses the links too: ``pipedream`` for pipelines
-without flush, ``dapple`` for a step that ends with one. Times and bytes come from you, measured or estimated, in units
-of your own: bandwidths are in these bytes per unit of these times.
+``pipeline.cut`` needs only the layers' costs. The others also model communication: ``pipedream`` for asynchronous
+pipelines, ``dapple`` for a step that ends with a flush. All are exact. Times and bytes, measured or estimated, are in
+units of your choice; bandwidths are in these bytes per these times.
 """
 
-from .balance import Cut, cut
-from .devices import POLICIES, Machines, Policy
-from .hierarchy import Level, ReplicatedCut, pipedream
-from .latency import Latency, Phase, latency
-from .search import PlacedCut, dapple
+from .dapple_planner import PlacedCut, dapple
+from .device_hierarchy import POLICIES, Machines, Policy
+from .even_stages import Cut, cut
+from .pipedream_partition import Level, ReplicatedCut, pipedream
+from .step_latency import Latency, Phase, latency
 
 __all__ = [
     "POLICIES",

@@ -1,4 +1,6 @@
-"""How a pipeline's gradients are computed: in one XLA program (`one_program`), or by a program per task (`per_stage`).
+"""Execution of a schedule: one XLA program (`one_program`) or one program per task and device (`per_stage`).
 
-Both run a stage's parts (`stage`), cut out of the equations of its traced function (`equations`, `products`).
+In: the user's stage functions, parameters and a schedule. Out: loss and gradients. Both executors run the forward and
+backward programs of a stage (`stage_programs`), partitioned from the equations of its traced function
+(`straight_line`).
 """

@@ -1,4 +1,4 @@
-"""Two pipelines in opposite directions over the same devices: Chimera."""
+"""Chimera: two pipelines in opposite directions over the same devices."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Literal
 
 from ...errors import ShardingError
 from ..schedule import Schedule
-from ..table import Kind, Task, at_least_one, whole_units
+from ..task_table import Kind, Task, check_multiple, check_positive
 
 Concatenation = Literal["direct", "doubling"]
 
@@ -15,25 +15,25 @@ Slot = tuple[int, Kind, int, int]
 
 
 def chimera(*, stages: int, microbatches: int, concatenation: Concatenation = "direct") -> Schedule:
-    """Half the microbatches go down the devices, half go up; each direction's bubbles hold the other's tasks.
+    """Chimera: half the microbatches run down the devices, half up, each filling the other's bubbles.
 
-    Device d has stages d and stages - 1 - d, so every stage is on two devices, whose gradients are to be added. With D
-    stages, F = B and N = D microbatches, D - 2 slots are idle, against 2 (D - 1) for 1F1B; devices hold between D/2 + 1
-    (the outer ones) and D (the inner ones) activations.
+    Device d runs stages d and stages - 1 - d, so every stage is on two devices, whose gradients are summed. With D
+    stages, F = B and N = D microbatches, D - 2 slots are idle, against 2 (D - 1) for 1F1B; devices stash between
+    D/2 + 1 (the outer ones) and D (the inner ones) activations.
 
     Args:
         stages: an even number.
-        microbatches: a multiple of ``stages``; of twice that with doubling.
-        concatenation: how more than ``stages`` microbatches follow each other. ``"direct"``: unit after unit, each
-            beginning in the bubbles at the end of the one before; ``"doubling"``: each slot has two microbatches, so
-            that two forwards take as long as one backward and no bubbles are left in the middle where backwards take
-            twice as long; devices hold twice as many activations.
+        microbatches: a multiple of ``stages``, or of twice that with doubling.
+        concatenation: how to run more than ``stages`` microbatches. ``"direct"``: unit after unit, each starting in the
+            bubbles at the end of the previous one. ``"doubling"``: two microbatches per slot, so that two forwards take
+            as long as one backward, which removes the intermediate bubbles where backwards take twice as long; devices
+            stash twice as many activations.
 
     References:
         Li and Hoefler, Chimera, SC 2021 (2107.06925), sections 3.1 and 3.5. The paper runs both forwards of a doubled
-        slot as one of twice the size; here the first is sent on as soon as it is done, so less time is idle.
+        slot as one of twice the size; here the first is sent as soon as it is done, which leaves smaller bubbles.
     """
-    at_least_one("schedules.chimera", stages=stages, microbatches=microbatches)
+    check_positive("schedules.chimera", stages=stages, microbatches=microbatches)
     _valid(stages, microbatches, concatenation)
     each = 2 if concatenation == "doubling" else 1
     orders = [
@@ -44,10 +44,10 @@ def chimera(*, stages: int, microbatches: int, concatenation: Concatenation = "d
 
 
 def _slots(stages: int, microbatches: int, device: int) -> list[Slot]:
-    """When a device's tasks are done, if all take one slot: no two share one.
+    """A device's tasks with their slots, in unit time: no two tasks share one.
 
-    The m-th microbatch of a direction's half unit is forward at stage s in slot s + 2m and backward in slot
-    2 stages - 1 - s + 2m; every unit of ``stages`` microbatches begins 2 stages slots after the one before.
+    The m-th microbatch of a direction's half unit runs forward at stage s in slot s + 2m and backward in slot
+    2 stages - 1 - s + 2m; every unit of ``stages`` microbatches starts 2 stages slots after the previous one.
     """
     found: list[Slot] = []
     for number in range(microbatches):
@@ -63,15 +63,15 @@ def _slots(stages: int, microbatches: int, device: int) -> list[Slot]:
 def _valid(stages: int, microbatches: int, concatenation: str) -> None:
     if concatenation not in ("direct", "doubling"):
         raise ShardingError(
-            "schedules.chimera(concatenation)", there=repr(concatenation), must="'direct' or 'doubling'"
+            "schedules.chimera(concatenation)", found=repr(concatenation), required="'direct' or 'doubling'"
         )
     if stages % 2:
         raise ShardingError(
             "schedules.chimera(stages)",
-            there=f"{stages}, which is odd",
-            must="an even number: each device has a stage of either direction",
+            found=f"{stages}, which is odd",
+            required="an even number: each device runs one stage per direction",
             fix=f"stages={stages + 1}",
         )
     unit = stages if concatenation == "direct" else 2 * stages
-    must = f"a multiple of {unit}, the microbatches of a unit of {stages} stages ({concatenation})"
-    whole_units("schedules.chimera", microbatches, unit, must=must)
+    must = f"a multiple of {unit}, one unit of {stages} stages ({concatenation})"
+    check_multiple("schedules.chimera", microbatches, unit, required=must)

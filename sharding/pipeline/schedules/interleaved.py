@@ -1,32 +1,32 @@
-"""Several chunks of the model per device, one after the other around the ring: Megatron's interleaved 1F1B."""
+"""Megatron's interleaved 1F1B: several model chunks (virtual stages) per device, round-robin over the devices."""
 
 from __future__ import annotations
 
 from ..schedule import Schedule
-from ..table import Kind, Task, at_least_one, whole_units
-from .order import alternating
+from ..task_table import Kind, Task, check_multiple, check_positive
+from .device_order import warmup_then_1f1b
 
 
 def interleaved(*, stages: int, microbatches: int, chunks: int = 2) -> Schedule:
-    """1F1B over ``chunks`` smaller stages per device, of which device d has d, d + stages, d + 2 stages, ...
+    """1F1B over ``chunks`` virtual stages per device; device d runs d, d + stages, d + 2 stages, ...
 
-    Idle time falls to 1/chunks of that of 1F1B; what travels grows by ``chunks``.
+    The bubble shrinks to 1/chunks of 1F1B's; communication grows by ``chunks``.
 
     Args:
-        stages: how many devices the model is cut for; the schedule has stages * chunks stages.
+        stages: the pipeline-parallel size; the schedule has stages * chunks stages.
         microbatches: a multiple of ``stages``.
-        chunks: per device.
+        chunks: virtual stages per device.
 
     References:
         Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters, SC 2021 (2104.04473), section
         2.2.
     """
-    at_least_one("schedules.interleaved", stages=stages, microbatches=microbatches, chunks=chunks)
-    must = "microbatches is a multiple of stages: devices take turns over groups of so many"
-    whole_units("schedules.interleaved", microbatches, stages, must=must)
+    check_positive("schedules.interleaved", stages=stages, microbatches=microbatches, chunks=chunks)
+    must = "a multiple of stages: a device runs groups of that size through each of its chunks"
+    check_multiple("schedules.interleaved", microbatches, stages, required=must)
 
     def task(kind: Kind, device: int, number: int) -> Task:
-        """The device's task of this number: groups of microbatches, in each the chunks, in each the microbatches."""
+        """The n-th task of a device: by group of microbatches, then by chunk, then by microbatch."""
         group, rest = divmod(number, stages * chunks)
         chunk, member = divmod(rest, stages)
         chunk = chunk if kind == "forward" else chunks - 1 - chunk
@@ -34,9 +34,9 @@ def interleaved(*, stages: int, microbatches: int, chunks: int = 2) -> Schedule:
 
     def order(device: int) -> list[Task]:
         count = microbatches * chunks
-        ahead = 2 * (stages - device - 1) + (chunks - 1) * stages + 1
+        warmup = 2 * (stages - device - 1) + (chunks - 1) * stages + 1
         forwards, backwards = ([task(kind, device, n) for n in range(count)] for kind in ("forward", "backward"))
-        return alternating(forwards, backwards, count if microbatches == stages else ahead)
+        return warmup_then_1f1b(forwards, backwards, count if microbatches == stages else warmup)
 
     return Schedule(
         name="interleaved",

@@ -1,61 +1,61 @@
-"""Backwards in two parts, of which the one for the weights waits until a device would be idle."""
+"""Zero-bubble schedules: split backwards, with the weight gradients deferred to fill bubbles."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from ..schedule import Schedule
-from ..table import at_least_one
-from .order import Step, numbered, one_forward_one_backward, with_weights
+from ..task_table import check_positive
+from .device_order import Step, one_forward_one_backward, with_microbatches, with_weight_tasks
 
 
 def zb_h1(*, stages: int, microbatches: int) -> Schedule:
-    """1F1B whose weight parts fill the end: a third of its idle time at its peak.
+    """ZB-H1: 1F1B with weight gradients in the cool-down; a third of its bubble at the same peak memory.
 
-    Stage s lets s weight parts wait, so that every device holds min(stages, microbatches) activations. Idle time is
-    (stages - 1)(F + I - W), of a forward and the two parts of a backward, against (stages - 1)(F + I + W).
+    Stage s defers s weight gradients, so that every device stashes min(stages, microbatches) activations. The bubble is
+    (stages - 1)(F + I - W), with I and W the two parts of a backward, against (stages - 1)(F + I + W).
 
     References:
         Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024 (2401.10241), section 2.1.
     """
-    at_least_one("schedules.zb_h1", stages=stages, microbatches=microbatches)
-    ahead = [stages - stage for stage in range(stages)]
-    return _handcrafted("zb_h1", microbatches, ahead, list(range(stages)))
+    check_positive("schedules.zb_h1", stages=stages, microbatches=microbatches)
+    warmup = [stages - stage for stage in range(stages)]
+    return _with_deferred_weights("zb_h1", microbatches, warmup, list(range(stages)))
 
 
 def zb_h2(*, stages: int, microbatches: int) -> Schedule:
-    """As many more microbatches ahead as fill the beginning too: no device is idle between its first and last task.
+    """ZB-H2: a longer warm-up that also fills the initial bubble; no device idles between its first and last task.
 
-    Needs 2 stages - 1 activations per device. Devices begin and end a step one after the other; that costs nothing
-    where the next step begins without a flush, with the optimizer's step validated afterwards. Idle time within a
-    device is (stages - 1)(F + I - 2 W).
+    Needs 2 stages - 1 activations per device. Devices start and end a step at different times, which is free where the
+    next step starts without a flush, with the optimizer step validated afterwards. The bubble within a device is
+    (stages - 1)(F + I - 2 W).
 
     References:
         Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024 (2401.10241), sections 2.2 and 4.
     """
-    at_least_one("schedules.zb_h2", stages=stages, microbatches=microbatches)
-    ahead = [2 * (stages - stage) - 1 for stage in range(stages)]
-    return _handcrafted("zb_h2", microbatches, ahead, [2 * stage for stage in range(stages)])
+    check_positive("schedules.zb_h2", stages=stages, microbatches=microbatches)
+    warmup = [2 * (stages - stage) - 1 for stage in range(stages)]
+    return _with_deferred_weights("zb_h2", microbatches, warmup, [2 * stage for stage in range(stages)])
 
 
 def zb_v(*, stages: int, microbatches: int) -> Schedule:
-    """Two chunks per device, down the devices and up again in a V: no idle time within a device at 1F1B's peak.
+    """ZB-V: two chunks per device, down the devices and up again in a V; no bubble within a device at 1F1B's peak.
 
-    Device d has stages d and 2 stages - 1 - d of the schedule's 2 stages, so the last chunk of the model is where the
-    first is, and backwards begin early there. With equal forwards, backward-inputs and backward-weights no device is
-    idle between its first and last task from 2 stages - 1 microbatches on, and none holds more than ``stages``
+    Device d runs stages d and 2 stages - 1 - d of the schedule's 2 stages, so the first and the last chunk of the model
+    share a device, where backwards start early. With equal forwards, backward-inputs and backward-weights, and at least
+    2 stages - 1 microbatches, no device idles between its first and last task, and none stashes more than ``stages``
     activations.
 
     Args:
-        stages: how many devices the model is cut for.
+        stages: the pipeline-parallel size; the schedule has twice as many stages.
         microbatches: of a step.
 
     References:
         Qi et al., Zero Bubble Pipeline Parallelism (2401.10241v2) and Pipeline Parallelism with Controllable Memory,
         NeurIPS 2024 (2405.15362): V-ZB.
     """
-    at_least_one("schedules.zb_v", stages=stages, microbatches=microbatches)
-    count = max(microbatches, 2 * stages - 1)  # so many fill it; numbered() leaves out those that there aren't
+    check_positive("schedules.zb_v", stages=stages, microbatches=microbatches)
+    count = max(microbatches, 2 * stages - 1)  # enough to fill the pipeline; with_microbatches() drops the surplus
 
     def steps(device: int) -> list[Step]:
         to_last = stages - device - 1
@@ -76,26 +76,26 @@ def zb_v(*, stages: int, microbatches: int) -> Schedule:
             *[weight] * (2 * device),
         ]
 
-    return _in_a_v("zb_v", stages, microbatches, steps)
+    return _v_shaped("zb_v", stages, microbatches, steps)
 
 
 def dualpipe_v(*, stages: int, microbatches: int) -> Schedule:
-    """Two chunks per device in a V, each forward beside a backward of the other chunk, whose exchanges it can hide.
+    """DualPipeV: two chunks per device in a V, pairing forwards with backwards of the other chunk to overlap transfers.
 
-    Backwards are whole but for those at the end, whose weight parts fill the gaps. Every device holds stages + 1/2
-    activations from 2 stages microbatches on. Pairs run one after the other here; devices that overlap them gain from
-    it.
+    Backwards are split only in the cool-down, where weight gradients fill the bubbles. Every device stashes
+    stages + 1/2 activations for at least 2 stages microbatches. Here the two tasks of a pair run one after the other;
+    devices that overlap them gain from it.
 
     Args:
-        stages: how many devices the model is cut for.
+        stages: the pipeline-parallel size; the schedule has twice as many stages.
         microbatches: of a step.
 
     References:
-        DeepSeek-AI, DeepSeek-V3 Technical Report (2412.19437), section 3.2.1: DualPipe, here cut in half to one
-        direction and one copy of the model, as in DeepSeek's later DualPipeV.
+        DeepSeek-AI, DeepSeek-V3 Technical Report (2412.19437), section 3.2.1: DualPipe, here halved to one direction
+        and one copy of the model, as in DeepSeek's later DualPipeV.
     """
-    at_least_one("schedules.dualpipe_v", stages=stages, microbatches=microbatches)
-    count = max(microbatches, 2 * stages)  # so many fill it; numbered() leaves out those that there aren't
+    check_positive("schedules.dualpipe_v", stages=stages, microbatches=microbatches)
+    count = max(microbatches, 2 * stages)  # enough to fill the pipeline; with_microbatches() drops the surplus
 
     def steps(device: int) -> list[Step]:
         to_last = stages - device - 1
@@ -119,17 +119,17 @@ def dualpipe_v(*, stages: int, microbatches: int) -> Schedule:
             *[weight] * (device + 1),
         ]
 
-    return _in_a_v("dualpipe_v", stages, microbatches, steps)
+    return _v_shaped("dualpipe_v", stages, microbatches, steps)
 
 
-def _handcrafted(name: str, microbatches: int, ahead: list[int], delays: list[int]) -> Schedule:
-    """Per stage so many microbatches go ahead, and so many weight parts wait."""
-    inputs = one_forward_one_backward(ahead, microbatches, backward="backward-input")
-    orders = [tuple(with_weights(order, delay)) for order, delay in zip(inputs, delays, strict=True)]
-    return Schedule(name=name, orders=orders, stages=len(ahead), microbatches=microbatches)
+def _with_deferred_weights(name: str, microbatches: int, warmup: list[int], delays: list[int]) -> Schedule:
+    """A warm-up of `warmup` forwards per stage, with `delays` deferred weight gradients."""
+    inputs = one_forward_one_backward(warmup, microbatches, backward="backward-input")
+    orders = [tuple(with_weight_tasks(order, delay)) for order, delay in zip(inputs, delays, strict=True)]
+    return Schedule(name=name, orders=orders, stages=len(warmup), microbatches=microbatches)
 
 
-def _in_a_v(name: str, stages: int, microbatches: int, steps: Callable[[int], list[Step]]) -> Schedule:
-    """Two stages per device, whose steps these are."""
-    orders = [tuple(numbered(steps(device), microbatches)) for device in range(stages)]
+def _v_shaped(name: str, stages: int, microbatches: int, steps: Callable[[int], list[Step]]) -> Schedule:
+    """A schedule of two stages per device from each device's steps."""
+    orders = [tuple(with_microbatches(steps(device), microbatches)) for device in range(stages)]
     return Schedule(name=name, orders=orders, stages=2 * stages, microbatches=microbatches, chunks=2)

@@ -1,4 +1,4 @@
-"""A Python environment beside ours for libraries that we only measure against."""
+"""A separate Python environment for peer libraries in benchmarks."""
 
 import json
 import re
@@ -10,24 +10,24 @@ from pathlib import Path
 
 PYTHONS = (*([sys.executable] if sys.version_info[:2] == (3, 11) else []), "python3.11")
 TORCH = "2.13.0"
-# What PyTorch imports, all of it small. Where pip finds a CPU build, `pip install torch` would come to the same. Most
-# indexes have a build for CUDA on Linux: it asks for several GB of packages besides, and does not import without them.
-# So PyTorch is installed without what it asks for, and these after it.
+# PyTorch's own imports, all small. Where pip finds a CPU build, plain `pip install torch` would do the same. Most
+# indexes serve a CUDA build on Linux: it requires several GB of further packages, and does not import without them.
+# So PyTorch is installed with --no-deps, and these after it.
 TORCH_NEEDS = ("filelock", "typing-extensions", "sympy", "networkx", "jinja2", "fsspec", "setuptools", "numpy")
 CUDA = re.compile(r"(nvidia|cuda|triton)\b(?!.*extra ==)")
 LONG_SECONDS = 1800
-"""Nothing here takes longer, even where all is downloaded."""
+"""Timeout of one command, with room for downloads."""
 
 
 class _Failed(Exception):
-    """Says why in one sentence."""
+    """The reason in one sentence."""
 
 
 def torch_python(cache: Path, *, pythons: Sequence[str] = PYTHONS, say: Callable[[str], object] = print) -> Path | None:
-    """The Python of an environment under `cache` that imports PyTorch for CPU; made there at the first call.
+    """The Python of an environment under `cache` with PyTorch for CPU; created by the first call.
 
-    Nothing but pip is asked, as it is configured on this machine. What comes back is None, after `say` got one sentence
-    why, where there is no Python 3.11, where pip finds no such PyTorch, or only one for CUDA, which isn't downloaded.
+    Uses only pip, as configured on this machine. Returns None, after passing the reason to `say`, if there is no Python
+    3.11, or if pip finds no such PyTorch or only a CUDA build, which is not downloaded.
     """
     folder = cache / f"torch-{TORCH}"
     python = folder / ("Scripts/python.exe" if sys.platform == "win32" else "bin/python")
@@ -50,33 +50,33 @@ def _imports(python: Path) -> bool:
 
 
 def _venv(folder: Path, pythons: Sequence[str]) -> None:
-    """An empty environment, by the first of the Pythons that can make one."""
+    """Creates an empty environment with the first Python that can."""
     found = [path for path in map(shutil.which, pythons) if path is not None]
     for path in found:
         if _run(path, "-m", "venv", "--clear", folder).returncode == 0:
             return
     if not found:
-        raise _Failed(f"There is no {' or '.join(pythons)} on this machine to make an environment for PyTorch with.")
-    raise _Failed(f"{' and '.join(found)} could not make a virtual environment in {folder}.")
+        raise _Failed(f"PyTorch needs {' or '.join(pythons)}, which is not installed on this machine.")
+    raise _Failed(f"{' and '.join(found)} could not create a virtual environment in {folder}.")
 
 
 def _lean(python: Path) -> None:
-    """Fails if the PyTorch that pip would install is built for CUDA; its metadata say so before it is downloaded."""
+    """Fails if pip would install a CUDA build of PyTorch, judging by its metadata, before the download."""
     report = json.loads(_pip(python, "install", "--dry-run", "--report", "-", "--no-deps", f"torch=={TORCH}"))
     needs = report["install"][0]["metadata"].get("requires_dist", [])
     if sys.platform == "linux" and any(map(CUDA.match, needs)):
         raise _Failed(
-            f"pip finds PyTorch {TORCH} only as a build for CUDA; give it an index of CPU builds (PIP_EXTRA_INDEX_URL)."
+            f"pip finds only a CUDA build of PyTorch {TORCH}; set PIP_EXTRA_INDEX_URL to an index of CPU builds."
         )
 
 
 def _pip(python: Path, *arguments: str) -> str:
-    """What pip prints."""
+    """Runs pip and returns its output."""
     done = _run(python, "-m", "pip", *arguments, "--quiet", "--no-input", "--disable-pip-version-check")
     if done.returncode:
         errors = [line.removeprefix("ERROR: ") for line in done.stderr.splitlines() if line.startswith("ERROR: ")]
-        wanted = " ".join(name for name in arguments if not name.startswith("-"))
-        raise _Failed(f"pip could not {wanted}: {errors[-1] if errors else 'it gave no reason'}.")
+        command = " ".join(name for name in arguments if not name.startswith("-"))
+        raise _Failed(f"pip {command} failed: {errors[-1] if errors else 'no reason given'}.")
     return done.stdout
 
 

@@ -1,9 +1,9 @@
-"""Train steps of a GPT in PyTorch whose batch (DDP), parameters (FSDP2) or layers (DTensor) several processes split.
+"""Data (DDP), FSDP2 and tensor (DTensor) parallel train steps of a GPT in PyTorch.
 
-    python torch_axes.py gpt.npz                                   # one device, then each of them
+    python torch_axes.py gpt.npz                                   # one device, then each axis
     python torch_axes.py gpt.npz --names data --threads 1 --compile
 
-A script of its own; the file that it reads, the model and what it prints are those of `torch_gpt`.
+A standalone script; its input file, model and output are those of `torch_gpt`.
 """
 
 import argparse
@@ -25,26 +25,26 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_gpt import Stage, Train, Weights, adam_of, loss_of, measure, num_layers, options
 
 
-def whole(weights: Weights, *, compiled: bool) -> Stage:
-    """All blocks with both ends."""
+def full_model(weights: Weights, *, compiled: bool) -> Stage:
+    """All blocks with embedding and head."""
     return Stage(weights, 0, num_layers(weights), compiled=compiled)
 
 
 def data(weights: Weights, *, compiled: bool) -> Train:
-    """Each process has all parameters and a part of the batch."""
-    return _of_rows(DistributedDataParallel(whole(weights, compiled=compiled)))
+    """Replicated parameters; the batch sharded over processes."""
+    return _data_parallel(DistributedDataParallel(full_model(weights, compiled=compiled)))
 
 
 def fsdp(weights: Weights, *, compiled: bool) -> Train:
-    """Each process has a part of each parameter and of the batch."""
+    """Parameters and batch sharded over processes."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    model = whole(weights, compiled=compiled)
+    model = full_model(weights, compiled=compiled)
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
-    return _of_rows(fully_shard(model, mesh=mesh))
+    return _data_parallel(fully_shard(model, mesh=mesh))
 
 
-def _of_rows(model: nn.Module) -> Train:
+def _data_parallel(model: nn.Module) -> Train:
     adam, rank, processes = adam_of(model.parameters()), dist.get_rank(), dist.get_world_size()
 
     def train(tokens: torch.Tensor) -> float:
@@ -61,18 +61,18 @@ def _of_rows(model: nn.Module) -> Train:
 
 
 def tensor(weights: Weights, *, compiled: bool) -> Train:
-    """Each process has some heads, hidden features and tokens of the vocabulary, as Megatron-LM splits them."""
+    """Heads, hidden features and vocabulary sharded over processes, as in Megatron-LM."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    model = whole(weights, compiled=compiled)
+    model = full_model(weights, compiled=compiled)
     for block in model.blocks:
         plan = {"qkv": ColwiseParallel(), "out": RowwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
         parallelize_module(block, mesh, plan)
     ends = {"embed": RowwiseParallel(input_layouts=Replicate()), "head": ColwiseParallel(use_local_output=False)}
     parallelize_module(model, mesh, ends)
-    # One optimizer takes either tensors that are split or others.
-    is_split = [isinstance(parameter, DTensor) for parameter in model.parameters()]
-    adams = [adam_of(p for p, split in zip(model.parameters(), is_split, strict=True) if split == which)
-             for which in (True, False)]  # fmt: skip
+    # One optimizer takes either DTensors or plain tensors.
+    adams = [
+        adam_of(p for p in model.parameters() if isinstance(p, DTensor) == is_dtensor) for is_dtensor in (True, False)
+    ]
 
     def train(tokens: torch.Tensor) -> float:
         for adam in adams:
@@ -90,10 +90,10 @@ def tensor(weights: Weights, *, compiled: bool) -> Train:
 AXES: dict[str, Callable[..., Train]] = {"data": data, "fsdp": fsdp, "tensor": tensor}
 
 
-def split(name: str, weights: Weights, asked: argparse.Namespace) -> tuple[Train, bool]:
-    """What this process does of a step."""
-    return AXES[name](weights, compiled=asked.compile), asked.compile
+def parallel(name: str, weights: Weights, arguments: argparse.Namespace) -> tuple[Train, bool]:
+    """The train step of this process."""
+    return AXES[name](weights, compiled=arguments.compile), arguments.compile
 
 
 if __name__ == "__main__":
-    measure(split, options([*AXES], __doc__ or "").parse_args())
+    measure(parallel, options([*AXES], __doc__ or "").parse_args())

@@ -1,20 +1,20 @@
-"""The GPT of `models.gpt` in PyTorch, its steps on one device, and processes that measure others together.
+"""The GPT of `models.gpt` in PyTorch, its train step on one device, and the harness for multi-process train steps.
 
-It imports PyTorch and nothing of ours, and runs in an environment that `environment` makes. A file that
-`workload.export` writes holds the weights of a `models.gpt` (untied head, rotary positions, as many key and value heads
-as query heads) by their paths there, and `tokens` [steps, B, S + 1]. The model is the same function, written as PyTorch
-users write it: `Linear` layers, its own attention, norm and cross entropy kernels; compiled, each block goes through
-`torch.compile`, which needs a C++ compiler.
+Imports PyTorch and nothing of ours; runs in the environment of `environment`. The file that `gpt_workload.export`
+writes holds the weights of a `models.gpt` (untied head, rotary positions, as many key and value heads as query heads)
+by path, and `tokens` [steps, B, S + 1]. The model is the same function in idiomatic PyTorch: `Linear` layers and
+PyTorch's own attention, norm and cross entropy kernels; with `--compile` each block goes through `torch.compile`, which
+needs a C++ compiler.
 
-Each line that is printed is one configuration as JSON:
-  - name, processes, threads, compiled: `single` is one process with the whole batch;
-  - step_seconds: one step with its optimizer update, from the moment when all processes stand ready until all are done;
-    the first ones, `--warmup`, also set up what PyTorch sets up once;
-  - median_seconds: over the steps after those;
+Each printed line is one configuration as JSON:
+  - name, processes, threads, compiled: `single` is one process with the full batch;
+  - step_seconds: one step with its optimizer update, from one barrier of all processes to the next;
+    the first `--warmup` steps include PyTorch's one-time setup;
+  - median_seconds: over the steps after warm-up;
   - losses: nats per token at each step, before its update.
-With more threads than cores in all, steps take several times longer; the default of `--threads` avoids it.
+With more threads than cores in total, steps take several times longer; the default of `--threads` avoids it.
 
-Processes talk through gloo on this machine. Shape suffixes as in `models.transformer`; O features of an output.
+Processes communicate through gloo on this machine. Shape suffixes as in `models.transformer`; O output features.
 """
 
 import argparse
@@ -36,9 +36,9 @@ from torch import nn
 Weights = dict[str, torch.Tensor]
 """Path in the flax model -> its values."""
 Train = Callable[[torch.Tensor], float | None]
-"""tokens [B, S + 1] of a step -> its loss, None where another process has it."""
+"""tokens [B, S + 1] of a step -> its loss, or None if another process has it."""
 Trains = Callable[[str, Weights, argparse.Namespace], tuple[Train, bool]]
-"""name, weights, what is asked for -> what this process does of a step, and whether its blocks are compiled."""
+"""name, weights, arguments -> the train step of this process, and whether its blocks are compiled."""
 SINGLE = "single"
 
 
@@ -50,7 +50,7 @@ class Block(nn.Module):
         qkv_MGND, out_HDM = part["attention/qkv"], part["attention/out"]
         features, _, in_group, self.head_features = qkv_MGND.shape
         if in_group != 3:
-            raise ValueError(f"{in_group - 2} query heads share a key and value head; this model gives each its own")
+            raise ValueError(f"{in_group - 2} query heads per key and value head; grouped queries are not supported")
         self.norm1, self.norm2 = _norm(part["norm1/scale"]), _norm(part["norm2/scale"])
         self.qkv = _linear(qkv_MGND.flatten(1).T)
         self.out = _linear(out_HDM.reshape(-1, features).T)
@@ -63,7 +63,7 @@ class Block(nn.Module):
         return x_BSM + self.down(F.gelu(self.up(self.norm2(x_BSM)), approximate="tanh"))
 
     def attention(self, x_BSM: torch.Tensor) -> torch.Tensor:
-        # As many heads as there are here: a tensor-parallel process has some of them.
+        # The local number of heads: a tensor-parallel process has a shard of them.
         qkv_NBHSD = self.qkv(x_BSM).unflatten(-1, (-1, 3, self.head_features)).permute(3, 0, 2, 1, 4)
         a, b = qkv_NBHSD[:2].chunk(2, dim=-1)
         q_BHSD, k_BHSD = torch.cat((a * self.cos_SD - b * self.sin_SD, b * self.cos_SD + a * self.sin_SD), dim=-1)
@@ -72,7 +72,7 @@ class Block(nn.Module):
 
 
 class Stage(nn.Module):
-    """The blocks from `first` to before `last`; with the first one the embedding, with the last one the head."""
+    """Blocks `first` to `last` (exclusive), with the embedding before the first block and the head after the last."""
 
     def __init__(self, weights: Weights, first: int, last: int, *, compiled: bool):
         super().__init__()
@@ -100,7 +100,7 @@ def _rotation(weights: Weights) -> tuple[torch.Tensor, torch.Tensor]:
     return angle_SD.cos(), angle_SD.sin()
 
 
-# Each layer has its own copy of its weights: several configurations start from the same ones.
+# Layers copy their weights, as several configurations start from the same ones.
 
 
 def _embedding(table_VM: torch.Tensor) -> nn.Embedding:
@@ -133,8 +133,8 @@ def loss_of(logits_BSV: torch.Tensor, targets_BS: torch.Tensor) -> torch.Tensor:
 
 
 def adam_of(parameters: Iterable[nn.Parameter]) -> torch.optim.Adam:
-    # Of its three forms the fastest also on processors: 21 ms for this model's 6.8 million parameters on two busy x86
-    # cores, where the others took 155 and 227.
+    # `fused` is the fastest of its three implementations on CPUs too: 21 ms for this model's 6.8 million parameters on
+    # two busy x86 cores, where the others took 155 and 227.
     return torch.optim.Adam(parameters, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, fused=True)
 
 
@@ -142,7 +142,7 @@ def adam_of(parameters: Iterable[nn.Parameter]) -> torch.optim.Adam:
 
 
 def single(weights: Weights, *, compiled: bool) -> Train:
-    """The whole model on the whole batch in this process."""
+    """The full model on the full batch in this process."""
     model = Stage(weights, 0, num_layers(weights), compiled=compiled)
     adam = adam_of(model.parameters())
 
@@ -157,7 +157,7 @@ def single(weights: Weights, *, compiled: bool) -> Train:
 
 
 def timed(train: Train, tokens: torch.Tensor, ready: Callable[[], None]) -> tuple[list[float], list[float | None]]:
-    """Seconds and loss of each step; `ready` returns when all processes have come to it."""
+    """Time and loss of each step; `ready` is a barrier of all processes."""
     seconds, losses = [], []
     for batch in tokens:
         ready()
@@ -182,58 +182,58 @@ def show(seconds: list[float], losses: list[Any], *, warmup: int, **what: Any) -
 
 
 def read(path: str) -> Weights:
-    """All arrays of the file; tokens as PyTorch wants its indices."""
+    """All arrays of the file; tokens as int64, PyTorch's index type."""
     with np.load(path) as arrays:
         found = {name: torch.from_numpy(arrays[name]) for name in arrays.files}
     return {**found, "tokens": found["tokens"].long()}
 
 
-def process(rank: int, port: int, threads: int, trains: Trains, asked: argparse.Namespace) -> None:
-    """One process of all configurations that are asked for."""
+def process(rank: int, port: int, threads: int, trains: Trains, arguments: argparse.Namespace) -> None:
+    """Runs one process through all requested configurations."""
     for name in (name for _, name in socket.if_nameindex() if name.startswith("lo")):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)  # else gloo looks up the machine's name, which may have none
     torch.set_num_threads(threads)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=asked.processes)
-    weights = read(asked.file)
-    for name in (name for name in asked.names if name != SINGLE):
-        train, compiled = trains(name, weights, asked)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=arguments.processes)
+    weights = read(arguments.file)
+    for name in (name for name in arguments.names if name != SINGLE):
+        train, compiled = trains(name, weights, arguments)
         seconds, losses = timed(train, weights["tokens"], dist.barrier)
-        everyone: list[Any] = [None] * asked.processes
+        everyone: list[Any] = [None] * arguments.processes
         dist.all_gather_object(everyone, losses)
         if rank == 0:
             of_one = next(losses for losses in everyone if losses[0] is not None)
-            what = {"name": name, "processes": asked.processes, "threads": threads, "compiled": compiled}
-            show(seconds, of_one, warmup=asked.warmup, **what)
+            what = {"name": name, "processes": arguments.processes, "threads": threads, "compiled": compiled}
+            show(seconds, of_one, warmup=arguments.warmup, **what)
     dist.destroy_process_group()
 
 
-def measure(trains: Trains, asked: argparse.Namespace) -> None:
-    """Measure one configuration after the other and print each as it is done."""
-    if SINGLE in asked.names:
-        weights = read(asked.file)
-        seconds, losses = timed(single(weights, compiled=asked.compile), weights["tokens"], lambda: None)
-        what = {"name": SINGLE, "processes": 1, "threads": torch.get_num_threads(), "compiled": asked.compile}
-        show(seconds, losses, warmup=asked.warmup, **what)
-    if not set(asked.names) - {SINGLE}:
+def measure(trains: Trains, arguments: argparse.Namespace) -> None:
+    """Measures the configurations in order and prints each when it is done."""
+    if SINGLE in arguments.names:
+        weights = read(arguments.file)
+        seconds, losses = timed(single(weights, compiled=arguments.compile), weights["tokens"], lambda: None)
+        what = {"name": SINGLE, "processes": 1, "threads": torch.get_num_threads(), "compiled": arguments.compile}
+        show(seconds, losses, warmup=arguments.warmup, **what)
+    if not set(arguments.names) - {SINGLE}:
         return
-    # Fresh processes for each number of threads: a pool of threads that once was larger stays in the way.
-    for threads in asked.threads or [max(1, _num_cores() // asked.processes)]:
+    # Fresh processes for each number of threads: a once larger thread pool slows down smaller ones.
+    for threads in arguments.threads or [max(1, _num_cores() // arguments.processes)]:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        mp.spawn(process, args=(store.port, threads, trains, asked), nprocs=asked.processes)
+        mp.spawn(process, args=(store.port, threads, trains, arguments), nprocs=arguments.processes)
 
 
 def options(names: Sequence[str], description: str) -> argparse.ArgumentParser:
-    """What every script asks for."""
+    """The arguments common to all scripts."""
     parser = argparse.ArgumentParser(description=description.partition("\n")[0])
     parser.add_argument("file", help="weights and tokens")
     parser.add_argument("--names", nargs="+", choices=[SINGLE, *names], default=[SINGLE, *names])
     parser.add_argument("--processes", type=int, default=4)
     parser.add_argument(
-        "--threads", type=int, nargs="+", help="of each process, one or more tries; default: cores / processes"
+        "--threads", type=int, nargs="+", help="threads per process, one or more values; default: cores / processes"
     )
-    parser.add_argument("--compile", action="store_true", help="compile the blocks where PyTorch can")
-    parser.add_argument("--warmup", type=int, default=2, help="first steps that the median leaves out")
+    parser.add_argument("--compile", action="store_true", help="compile the blocks if PyTorch can")
+    parser.add_argument("--warmup", type=int, default=2, help="warm-up steps, not in the median")
     return parser
 
 

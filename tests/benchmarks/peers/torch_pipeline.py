@@ -1,9 +1,9 @@
-"""Train steps of a GPT in PyTorch: on one device, and through the schedules of `torch.distributed.pipelining`.
+"""Train steps of a GPT in PyTorch on one device and with the schedules of `torch.distributed.pipelining`.
 
     python torch_pipeline.py gpt.npz                                              # one device, then every schedule
     python torch_pipeline.py gpt.npz --names gpipe 1f1b --threads 1 2 --compile
 
-A script of its own; the file that it reads, the model and what it prints are those of `torch_gpt`.
+A standalone script; its input file, model and output are those of `torch_gpt`.
 """
 
 import argparse
@@ -20,12 +20,12 @@ from torch_gpt import Stage, Train, Weights, adam_of, loss_of, measure, num_laye
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """A schedule, and which stages a process has: its rank and the number of processes -> their indices."""
+    """A schedule, and the stages of a process: (rank, number of processes) -> stage indices."""
 
     schedule: Callable[..., Any]
     stages: Callable[[int, int], tuple[int, ...]]
     compiles: bool = True
-    """Whether it can have compiled blocks: PyTorch splits no compiled backward pass into inputs and weights."""
+    """Whether its blocks may be compiled: PyTorch cannot split a compiled backward into input and weight gradients."""
 
 
 KINDS = {
@@ -38,10 +38,10 @@ KINDS = {
 }
 
 
-def pipelined(name: str, weights: Weights, asked: argparse.Namespace) -> tuple[Train, bool]:
+def pipelined(name: str, weights: Weights, arguments: argparse.Namespace) -> tuple[Train, bool]:
     """What this process does of a step: its stages, each with as many blocks as the others."""
     kind, processes = KINDS[name], dist.get_world_size()
-    compiled = asked.compile and kind.compiles
+    compiled = arguments.compile and kind.compiles
     indices = kind.stages(dist.get_rank(), processes)
     num_stages = len(indices) * processes
     modules = nn.ModuleList(Stage(weights, *_blocks(i, num_stages, weights), compiled=compiled) for i in indices)
@@ -49,7 +49,7 @@ def pipelined(name: str, weights: Weights, asked: argparse.Namespace) -> tuple[T
         pipelining.PipelineStage(module, i, num_stages, torch.device("cpu"))
         for i, module in zip(indices, modules, strict=True)
     ]
-    schedule = kind.schedule(stages if len(stages) > 1 else stages[0], asked.microbatches, loss_fn=loss_of)
+    schedule = kind.schedule(stages if len(stages) > 1 else stages[0], arguments.microbatches, loss_fn=loss_of)
     adam = adam_of(modules.parameters())
     has_first, has_last = 0 in indices, num_stages - 1 in indices
 

@@ -1,10 +1,10 @@
-"""What disturbed runs are held against."""
+"""The reference for runs with injected failures."""
 
 import pytest
-from groups import losses_alone
+from support.process_groups import uninterrupted_losses
 
 
 @pytest.fixture(scope="session")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """The losses of a run of one process."""
-    return losses_alone(tmp_path_factory.mktemp("undisturbed"))
+    return uninterrupted_losses(tmp_path_factory.mktemp("uninterrupted"))

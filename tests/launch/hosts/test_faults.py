@@ -1,4 +1,4 @@
-"""A run whose processes are killed, stopped, stuck or told to stop goes on by itself with the losses of a whole run."""
+"""Fault injection: a run whose processes are killed, stalled, hung or preempted recovers, with unchanged losses."""
 
 import os
 import signal
@@ -6,35 +6,43 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from groups import AT, EVERY, Launched, check_whole, last_step, run_args, shell_of_two_hosts
+from support.process_groups import (
+    CHECKPOINT_EVERY,
+    FAULT_STEP,
+    Launched,
+    check_complete_run,
+    fake_ssh,
+    last_step,
+    run_args,
+)
 
 from sharding import checkpoint
-from sharding.processes import free_port
+from sharding.distributed.processes import free_port
 
 STUCK = """
 import os, sys, time
 from sharding import launch
-from sharding.launch import corpus
+from sharding.launch.datasets import standard_library
 
-whole = corpus.train_batch
+original = standard_library.train_batch
 
 def train_batch(*args, step, **rest):
     if step == {at} and os.environ["SHARDING_PROCESS"] == "1" and os.environ["SHARDING_RESTART"] == "0":
         time.sleep(1000)
-    return whole(*args, step=step, **rest)
+    return original(*args, step=step, **rest)
 
-corpus.train_batch = train_batch
+standard_library.train_batch = train_batch
 launch.main(sys.argv[1:])
 """
 
 
 class Fault(NamedTuple):
-    """What is done to which process of how many, and what is then said."""
+    """A signal to one of several processes, and the message expected."""
 
     number: signal.Signals
     process: int
     processes: int
-    said: str
+    message: str
     mesh: str = "data=2,tensor=2"
 
 
@@ -48,77 +56,76 @@ FAULTS = {
 }
 
 
-@pytest.mark.slow  # of the quick ones the notebook on hosts has a kill, too
+@pytest.mark.slow  # the notebook on hosts covers a kill in the quick suite
 @pytest.mark.parametrize("name", FAULTS)
-def test_it_goes_on_after(name: str, tmp_path: Path, undisturbed: list[float]):
+def test_recovers_after(name: str, tmp_path: Path, uninterrupted: list[float]):
     fault, out = FAULTS[name], tmp_path / "run"
     args = ["launch", "--processes", str(fault.processes), "--", *run_args(out, "--mesh", fault.mesh)]
     with Launched(args=args, folder=tmp_path) as run:
-        run.until_step(AT, out)
+        run.wait_for_step(FAULT_STEP, out)
         os.kill(run.worker(fault.process), fault.number)
-        assert run.end() == 0
-    assert fault.said in run.text
-    # Of the steps behind the newest checkpoint nothing but time is lost.
+        assert run.wait_for_exit() == 0
+    assert fault.message in run.text
+    # Only the steps after the newest checkpoint are repeated.
     resumed = int(run.text.split("resumed after step ")[1].split()[0])
-    assert AT - AT % EVERY - EVERY <= resumed
-    check_whole(out, undisturbed)
+    assert FAULT_STEP - FAULT_STEP % CHECKPOINT_EVERY - CHECKPOINT_EVERY <= resumed
+    check_complete_run(out, uninterrupted)
 
 
 @pytest.mark.slow
-def test_a_process_that_is_stuck_in_python(tmp_path: Path, undisturbed: list[float]):
+def test_a_process_that_is_stuck_in_python(tmp_path: Path, uninterrupted: list[float]):
     out, script = tmp_path / "run", tmp_path / "stuck.py"
-    script.write_text(STUCK.format(at=AT))
+    script.write_text(STUCK.format(at=FAULT_STEP))
     with Launched(args=["launch", "--step-timeout", "5", "--", str(script), *run_args(out)], folder=tmp_path) as run:
-        assert run.end() == 0
-    assert f"no step for 5 s since step {AT - 1}" in run.text and "in train_batch" in run.text
-    check_whole(out, undisturbed)
+        assert run.wait_for_exit() == 0
+    assert f"no step for 5 s since step {FAULT_STEP - 1}" in run.text and "in train_batch" in run.text
+    check_complete_run(out, uninterrupted)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("process", [0, 1])
-def test_sigterm_on_one_host_has_all_save_and_stop(process: int, tmp_path: Path, undisturbed: list[float]):
+def test_sigterm_on_one_host_stops_all_with_a_checkpoint(process: int, tmp_path: Path, uninterrupted: list[float]):
     out = tmp_path / "run"
     with Launched(args=["launch", "--", *run_args(out)], folder=tmp_path) as run:
-        run.until_step(AT, out)
+        run.wait_for_step(FAULT_STEP, out)
         os.kill(run.worker(process), signal.SIGTERM)
-        assert run.end() == 0
+        assert run.wait_for_exit() == 0
     stopped = checkpoint.steps(out / "checkpoints")[-1]
-    assert stopped >= AT and f"stopped after step {stopped}; --resume goes on from there" in run.text
+    assert stopped >= FAULT_STEP and f"stopped after step {stopped}; continue with --resume" in run.text
     with Launched(args=["launch", "--", *run_args(out, "--resume")], folder=tmp_path) as run:
-        assert run.end() == 0
-    check_whole(out, undisturbed)
+        assert run.wait_for_exit() == 0
+    check_complete_run(out, uninterrupted)
 
 
 @pytest.mark.slow
-def test_a_host_gone_for_good(tmp_path: Path, undisturbed: list[float]):
+def test_a_host_gone_for_good(tmp_path: Path, uninterrupted: list[float]):
     out = tmp_path / "run"
-    ssh, gone = shell_of_two_hosts(tmp_path)
+    ssh, gone = fake_ssh(tmp_path)
     hosts = ["--hosts", "a,b", "--ssh", str(ssh), "--coordinator", f"127.0.0.1:{free_port()}"]
     options = [*hosts, "--devices-per-process", "2", "--elastic"]
     with Launched(args=["launch", *options, "--", *run_args(out)], folder=tmp_path) as run:
-        run.until_step(AT, out)
+        run.wait_for_step(FAULT_STEP, out)
         gone.touch()
-        for pid in run.pids(HOST_OF_TEST="b"):
-            os.kill(pid, signal.SIGKILL)
-        assert run.end() == 0, run.text
-    assert "going on without b" in run.text and "data=1,tensor=2" in run.text
-    check_whole(out, undisturbed)
+        run.kill(run.pids(HOST_OF_TEST="b"))
+        assert run.wait_for_exit() == 0, run.text
+    assert "continuing without b" in run.text and "data=1,tensor=2" in run.text
+    check_complete_run(out, uninterrupted)
 
 
 DIFFERENT = {
     "another program": (
-        "from sharding.launch import training; whole = training.optimizer\n"
-        "training.optimizer = lambda o, s: __import__('optax').chain(whole(o, s), __import__('optax').scale(2.0))",
+        "from sharding.launch import optimizer; original = optimizer.optimizer\n"
+        "optimizer.optimizer = lambda o, s: __import__('optax').chain(original(o, s), __import__('optax').scale(2.0))",
         "process 1 differs from process 0 in program",
     ),
     "another version of JAX": (
-        "import sharding; module = sys.modules['sharding.initialize']; whole = module.version\n"
-        "module.version = lambda name: '0.9.9' if name == 'jax' else whole(name)",
+        "import sharding; module = sys.modules['sharding.distributed.initialize']; original = module.version\n"
+        "module.version = lambda name: '0.9.9' if name == 'jax' else original(name)",
         "process 1 differs from process 0 in jax: 0.9.9, not",
     ),
     "another order of the data": (
-        "from sharding.launch import corpus; whole = corpus.train_batch\n"
-        "corpus.train_batch = lambda *a, step, **r: whole(*a, step=step + 1, **r)",
+        "from sharding.launch.datasets import standard_library; original = standard_library.train_batch\n"
+        "standard_library.train_batch = lambda *a, step, **r: original(*a, step=step + 1, **r)",
         "process 1 differs from process 0 in data order",
     ),
     "other flags": (
@@ -132,8 +139,8 @@ DIFFERENT = {
 @pytest.mark.parametrize(
     "name", [name if name == "another program" else pytest.param(name, marks=pytest.mark.slow) for name in DIFFERENT]
 )
-def test_a_host_that_would_do_otherwise_is_named(name: str, tmp_path: Path):
-    change, said = DIFFERENT[name]
+def test_a_differing_host_is_named(name: str, tmp_path: Path):
+    change, message = DIFFERENT[name]
     script = tmp_path / "different.py"
     lines = [f"    {line}" for line in change.splitlines()]
     head = ["import os, sys", "if os.environ['SHARDING_PROCESS'] == '1':", *lines]
@@ -149,6 +156,6 @@ def test_a_host_that_would_do_otherwise_is_named(name: str, tmp_path: Path):
         ],
         folder=tmp_path,
     ) as run:
-        assert run.end() == 2
-    assert said in run.text and "Traceback" not in run.text and "[launch] restart" not in run.text
+        assert run.wait_for_exit() == 2
+    assert message in run.text and "Traceback" not in run.text and "[launch] restart" not in run.text
     assert last_step(tmp_path / "run") == 0

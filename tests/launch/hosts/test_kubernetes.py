@@ -1,4 +1,4 @@
-"""The manifest that is printed is one that Kubernetes takes, and starts what this version understands."""
+"""The printed manifest is valid for Kubernetes, and its command for this version."""
 
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ def test_a_manifest_keeps_to_the_schemas(options: str, capsys: pytest.CaptureFix
     check(manifest(capsys, options))
 
 
-def test_what_the_schemas_would_not_take(capsys: pytest.CaptureFixture[str]):
+def test_the_schemas_reject_typos(capsys: pytest.CaptureFixture[str]):
     found = manifest(capsys, "--nodes 2 -- train")
     (container,) = found["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"]
     container["comand"] = container.pop("command")
@@ -60,5 +60,5 @@ def test_a_manifest_has_what_a_job_set_needs(capsys: pytest.CaptureFixture[str])
     assert container["resources"]["limits"] == {"nvidia.com/gpu": 8}
     variables = {each["name"]: each.get("value") for each in container["env"]}
     assert variables["SHARDING_COORDINATOR"] == "sharding-workers-0-0.sharding:1234"
-    # What runs in the pod is a launch that this version understands.
+    # The pod runs a launch command that this version accepts.
     launch.parse(container["command"][1:])

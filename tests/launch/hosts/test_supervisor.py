@@ -1,4 +1,4 @@
-"""What the launcher does with processes that print, report steps, fail and hang; these know nothing of JAX."""
+"""The supervisor with processes that print, report steps, fail and hang, without JAX."""
 
 import os
 import signal
@@ -8,12 +8,12 @@ import time
 from pathlib import Path
 
 import pytest
-from groups import Launched, shell_of_two_hosts
+from support.process_groups import Launched, fake_ssh
 
 from sharding import launch
-from sharding.launch import devices
+from sharding.launch import device_setup
+from sharding.launch.commands.launch import process_command
 from sharding.launch.hosts import clusters
-from sharding.launch.hosts.run import started
 
 REPORT = """
 import os, signal, sys, time
@@ -34,7 +34,7 @@ def launched(tmp_path: Path, script: str, *args: str) -> Launched:
 
 
 @pytest.mark.slow
-def test_lines_stand_behind_their_process(tmp_path: Path):
+def test_lines_have_their_process_as_prefix(tmp_path: Path):
     script = """
         print("hello from", me, "of", os.environ["SHARDING_NUM_PROCESSES"])
         print("[Gloo] Rank 0 is connected to 2 peer ranks")
@@ -42,7 +42,7 @@ def test_lines_stand_behind_their_process(tmp_path: Path):
         print("trouble in", me, file=sys.stderr)
     """
     with launched(tmp_path, script, "--processes", "3", "--logs", str(tmp_path / "logs")) as run:
-        assert run.end() == 0
+        assert run.wait_for_exit() == 0
     lines = run.text.splitlines()
     assert "[0] hello from 0 of 3" in lines and "[1] trouble in 1" in lines
     assert not any("hello from 1" in line or "Gloo" in line for line in lines)
@@ -50,22 +50,22 @@ def test_lines_stand_behind_their_process(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_all_lines_are_shown_where_asked_for(tmp_path: Path):
+def test_all_lines(tmp_path: Path):
     with launched(tmp_path, "print('hello from', me)", "--all-lines") as run:
-        assert run.end() == 0
+        assert run.wait_for_exit() == 0
     assert {"[0] hello from 0", "[1] hello from 1"} <= set(run.text.splitlines())
 
 
-def test_a_killed_process_starts_all_again(tmp_path: Path):
+def test_a_killed_process_restarts_all(tmp_path: Path):
     script = """
         print("start", restart)
         while restart == 0:
             time.sleep(0.1)
     """
     with launched(tmp_path, script) as run:
-        run.until_said("[0] start 0")
+        run.wait_for_output("[0] start 0")
         os.kill(run.worker(1), signal.SIGKILL)
-        assert run.end() == 0
+        assert run.wait_for_exit() == 0
     assert "process 1 was killed by SIGKILL" in run.text and "[0] start 1" in run.text
 
 
@@ -78,14 +78,14 @@ def test_the_error_that_came_first_is_shown_last(tmp_path: Path):
         raise RuntimeError("Gloo all-reduce failed: Connection reset by peer")
     """
     with launched(tmp_path, script, "--restarts", "1") as run:
-        assert run.end() == 1
+        assert run.wait_for_exit() == 1
     lines = run.text.splitlines()
     assert lines[-1] == "[launch]   RuntimeError: the disk of process 1 is gone"
     assert lines.count("[launch] restart 1 of 1, from the newest checkpoint") == 1
-    assert "[launch] given up after 1 restart" in lines
+    assert "[launch] giving up after 1 restart" in lines
 
 
-def test_what_follows_a_kill_is_no_mistake(tmp_path: Path):
+def test_errors_that_follow_a_kill_are_retried(tmp_path: Path):
     script = """
         if restart == 0 and me == 1:
             time.sleep(0.2)
@@ -95,26 +95,26 @@ def test_what_follows_a_kill_is_no_mistake(tmp_path: Path):
             sys.exit(2)
     """
     with launched(tmp_path, script) as run:
-        assert run.end() == 0
+        assert run.wait_for_exit() == 0
     assert "process 1 was killed by SIGKILL" in run.text and "restart 1 of 3" in run.text
 
 
-def test_a_mistake_is_not_tried_again(tmp_path: Path):
+def test_a_user_error_is_not_retried(tmp_path: Path):
     with launched(tmp_path, "print('error: no such mesh', file=sys.stderr); sys.exit(2)") as run:
-        assert run.end() == 2
+        assert run.wait_for_exit() == 2
     assert "restart" not in run.text and run.text.splitlines()[-1] == "[launch]   error: no such mesh"
 
 
 @pytest.mark.slow
-def test_a_failure_before_all_have_met_is_not_tried_again(tmp_path: Path):
+def test_a_failure_before_all_have_connected_is_not_retried(tmp_path: Path):
     script = tmp_path / "script.py"
     script.write_text("import nothing_of_this_name")
     with Launched(args=["launch", "--", str(script)], folder=tmp_path) as run:
-        assert run.end() == 1
+        assert run.wait_for_exit() == 1
     assert "restart" not in run.text and "No module named 'nothing_of_this_name'" in run.text.splitlines()[-1]
 
 
-def test_processes_that_finish_no_step_are_started_again(tmp_path: Path):
+def test_hung_processes_are_restarted(tmp_path: Path):
     script = """
         import faulthandler
         faulthandler.register(signal.SIGUSR1)
@@ -127,35 +127,35 @@ def test_processes_that_finish_no_step_are_started_again(tmp_path: Path):
             stuck_here()
     """
     with launched(tmp_path, script, "--step-timeout", "2") as run:
-        assert run.end() == 0
+        assert run.wait_for_exit() == 0
     assert "process 0: no step for 2 s since step 7" in run.text
     assert "[1]   File" in run.text and "in stuck_here" in run.text
 
 
-def test_compiling_takes_its_time(tmp_path: Path):
+def test_compiling_may_take_longer_than_a_step(tmp_path: Path):
     script = """
         if me == 1:
             report("compiling")
-            time.sleep(4)  # longer than a step may take, for the one who waits for it too
+            time.sleep(4)  # longer than the step timeout, for the process that waits for it too
             report("working")
         else:
             time.sleep(5)
         report("finished")
     """
     with launched(tmp_path, script, "--step-timeout", "3", "--start-timeout", "20") as run:
-        assert run.end() == 0, run.text
+        assert run.wait_for_exit() == 0, run.text
     assert "restart" not in run.text
 
 
 @pytest.mark.slow
-def test_compiling_does_not_take_for_ever(tmp_path: Path):
+def test_compiling_may_hang_too(tmp_path: Path):
     script = """
         if restart == 0:
             report("compiling")
             time.sleep(1000)
     """
     with launched(tmp_path, script, "--step-timeout", "2") as run:
-        assert run.end() == 0, run.text
+        assert run.wait_for_exit() == 0, run.text
     assert "restart 1 of 3" in run.text
 
 
@@ -171,10 +171,10 @@ def test_sigterm_reaches_all_processes(tmp_path: Path):
             time.sleep(0.1)
     """
     with launched(tmp_path, script) as run:
-        run.until_said("[0] ready")
+        run.wait_for_output("[0] ready")
         time.sleep(0.5)
         run.process.send_signal(signal.SIGTERM)
-        assert run.end() == 0
+        assert run.wait_for_exit() == 0
     assert {"[0] saved 0", "[1] saved 1"} <= set(run.text.splitlines())
 
 
@@ -186,9 +186,9 @@ def test_processes_that_do_not_stop_are_killed(tmp_path: Path):
         time.sleep(1000)
     """
     with launched(tmp_path, script, "--grace", "1") as run:
-        run.until_said("[0] ready")
+        run.wait_for_output("[0] ready")
         run.process.send_signal(signal.SIGINT)
-        assert run.end() == 1
+        assert run.wait_for_exit() == 1
     assert "did not stop within 1 s" in run.text
 
 
@@ -201,62 +201,63 @@ def test_nothing_is_left_behind(who: str, tmp_path: Path):
         time.sleep(1000)
     """
     with launched(tmp_path, script, "--restarts", "0") as run:
-        run.until_said("[0] ready")
+        run.wait_for_output("[0] ready")
+        workers = {pid for number in "01" for pid in run.pids(command="script.py", SHARDING_PROCESS=number)}
+        assert len(workers) == 2
         if who == "launcher":
             run.process.kill()
             run.process.wait()
         else:
-            (agent,) = {pid for pid in run.pids() if b"hosts.agent" in Path(f"/proc/{pid}/cmdline").read_bytes()}
+            (agent,) = run.pids(command="hosts.agent")
             os.kill(agent, signal.SIGKILL)
             assert run.process.wait(30) == 1
-            assert "this machine is gone" in run.text
-        workers = [pid for pid in run.pids() if b"script.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-        run.until(lambda: not set(workers) & set(run.pids()), "the processes to end")
+            assert "lost this machine" in run.text
+        run.wait_until(lambda: workers.isdisjoint(run.pids()), "the processes to end")
 
 
 @pytest.mark.slow
 def test_a_program_that_is_not_there(tmp_path: Path):
     with Launched(args=["launch", "--", "no-such-program"], folder=tmp_path) as run:
-        assert run.end() == 127
+        assert run.wait_for_exit() == 127
     assert run.text.splitlines()[-1] == "[launch]   no-such-program: No such file or directory"
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
-        (["--processes", "2"], "what to run stands behind --"),
-        (["--hosts", "a,b", "--slurm", "--", "train"], "one kind of cluster is asked for"),
-        (["--hosts", "a,,b", "--", "train"], "hosts are names with commas between them"),
-        (["--hosts", "a,a", "--", "train"], "each host is named once"),
-        (["--hosts", "a,b", "--processes", "3", "--", "train"], "try:       --processes 2"),
+        (["--processes", "2"], "a command after --"),
+        (["--hosts", "a,b", "--slurm", "--", "train"], "at most one of --hosts, --slurm"),
+        (["--hosts", "a,,b", "--", "train"], "host names separated by commas"),
+        (["--hosts", "a,a", "--", "train"], "distinct hosts"),
+        (["--hosts", "a,b", "--processes", "3", "--", "train"], "fix:      --processes 2"),
         (["--per", "gpu", "--", "train"], "--gpus-per-host 8"),
-        (["--coordinator", "nowhere", "--", "train"], "it is host:port"),
-        (["--processes", "0", "--", "train"], "must be at least 1"),
+        (["--coordinator", "nowhere", "--", "train"], "required: host:port"),
+        (["--processes", "0", "--", "train"], "required: at least 1"),
         (["--hosts", "a,b", "--ssh", "no-such-ssh", "--", "train"], "no 'no-such-ssh' on this machine's PATH"),
-        (["--slurm", "--", "train"], "--dry-run prints the script"),
+        (["--slurm", "--", "train"], "--dry-run, to print the script"),
         (["--kubernetes", "--", "train"], "--nodes 2"),
         (["--", "nothing.py"], "no such file"),
     ],
 )
-def test_a_launch_that_cannot_be(given: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch):
+def test_invalid_launches(given: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch):
     monkeypatch.setenv("PATH", "")
     with pytest.raises(SystemExit, match="2"):
         launch.main(["launch", *given])
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
-def test_a_host_that_is_not_reached(tmp_path: Path):
+def test_an_unreachable_host(tmp_path: Path):
     refuses = tmp_path / "ssh"
     refuses.write_text("#!/bin/sh\necho connect to host $1: Connection refused >&2\nexit 255\n")
     refuses.chmod(0o755)
     with Launched(args=["launch", "--hosts", "a,b", "--ssh", str(refuses), "--", "train"], folder=tmp_path) as run:
-        assert run.end() == 2
+        assert run.wait_for_exit() == 2
     assert "connect to host a: Connection refused" in run.text and "restart" not in run.text
 
 
 @pytest.mark.slow
-def test_with_a_host_gone_for_good_the_others_go_on(tmp_path: Path):
-    ssh, gone = shell_of_two_hosts(tmp_path)
+def test_elastic_continues_without_a_lost_host(tmp_path: Path):
+    ssh, gone = fake_ssh(tmp_path)
     script = tmp_path / "script.py"
     script.write_text(
         REPORT + "print('start', restart, 'of', os.environ['SHARDING_NUM_PROCESSES'])\n"
@@ -264,12 +265,11 @@ def test_with_a_host_gone_for_good_the_others_go_on(tmp_path: Path):
     )
     args = ["launch", "--hosts", "a,b", "--ssh", str(ssh), "--elastic", "--", str(script)]
     with Launched(args=args, folder=tmp_path) as run:
-        run.until_said("[0] start 0 of 2")
+        run.wait_for_output("[0] start 0 of 2")
         gone.touch()
-        for pid in run.pids(HOST_OF_TEST="b"):
-            os.kill(pid, signal.SIGKILL)
-        assert run.end() == 0
-    assert "going on without b" in run.text and "[0] start 2 of 1" in run.text
+        run.kill(run.pids(HOST_OF_TEST="b"))
+        assert run.wait_for_exit() == 0
+    assert "continuing without b" in run.text and "[0] start 2 of 1" in run.text
 
 
 @pytest.mark.parametrize(
@@ -283,14 +283,14 @@ def test_with_a_host_gone_for_good_the_others_go_on(tmp_path: Path):
     ],
 )
 def test_a_mesh_for_fewer_devices(axes: dict[str, int], there: int, fewer: dict[str, int]):
-    assert devices.shrunk(axes, there) == fewer
+    assert device_setup.shrink(axes, there) == fewer
 
 
 def test_a_dry_run_prints_what_would_run(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit, match="0"):
         launch.main(["launch", "--hosts", "me@a,b", "--ssh", "sh", "--dry-run", "--", "train", "--steps", "3"])
-    said = capsys.readouterr().out
-    assert "me@a: processes 0" in said and "sharding.launch.hosts.agent" in said and "train --steps 3" in said
+    message = capsys.readouterr().out
+    assert "me@a: processes 0" in message and "sharding.launch.hosts.agent" in message and "train --steps 3" in message
 
 
 def test_a_batch_script(capsys: pytest.CaptureFixture[str], monkeypatch):
@@ -307,11 +307,18 @@ def test_a_batch_script(capsys: pytest.CaptureFixture[str], monkeypatch):
     ("text", "names"),
     [("n1", ["n1"]), ("n[1-3,7]", ["n1", "n2", "n3", "n7"]), ("a[08-10]-x,b", ["a08-x", "a09-x", "a10-x", "b"])],
 )
-def test_names_of_nodes(text: str, names: list[str]):
-    assert clusters.expanded(text) == names
+def test_expand_nodelist(text: str, names: list[str]):
+    assert clusters.expand_nodelist(text) == names
 
 
-def test_one_command_line_becomes_another():
-    assert started(("train", "--steps", "3")) == [sys.executable, "-m", "sharding.launch", "train", "--steps", "3"]
-    assert started(("python", "x.py")) == [sys.executable, "x.py"]
-    assert started(("hostname",)) == ["hostname"]
+def test_process_command():
+    assert process_command(("train", "--steps", "3")) == [
+        sys.executable,
+        "-m",
+        "sharding.launch",
+        "train",
+        "--steps",
+        "3",
+    ]
+    assert process_command(("python", "x.py")) == [sys.executable, "x.py"]
+    assert process_command(("hostname",)) == ["hostname"]

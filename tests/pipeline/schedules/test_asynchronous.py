@@ -1,4 +1,4 @@
-"""PipeDream, 2BW and HetPipe: staleness and versions by their formulas, and by a clock of several workers."""
+"""PipeDream, 2BW and HetPipe: staleness and weight versions against formulas and an emulation of workers."""
 
 import random
 
@@ -13,7 +13,7 @@ STAGES = [1, 2, 3, 4, 6]
 @pytest.mark.parametrize("stages", STAGES)
 @pytest.mark.parametrize("microbatches", [1, 3, 8, 20])
 def test_pipedream(stages, microbatches):
-    """At stage s of n microbatches miss n - 1 - s updates and n - s versions live, as far as there are microbatches."""
+    """Stage s of n has a staleness of n - 1 - s and stashes n - s versions, given enough microbatches."""
     simulation = schedules.pipedream(stages=stages, microbatches=microbatches).simulate()
     assert simulation.staleness == tuple(min(stages - 1 - s, microbatches - 1) for s in range(stages))
     if microbatches >= 2 * stages:
@@ -27,8 +27,8 @@ def test_pipedream_of_four_stages():
 
 
 @pytest.mark.parametrize("stages", STAGES)
-def test_pipedream_uses_the_newest_weights_that_there_are(stages):
-    """Once the pipeline is full a version newer by one would wait for itself."""
+def test_pipedream_uses_the_newest_available_weights(stages):
+    """In the steady state a version newer by one would deadlock."""
     schedule = schedules.pipedream(stages=stages, microbatches=3 * stages)
     for order in schedule.orders:
         updates = 0
@@ -41,7 +41,7 @@ def test_pipedream_uses_the_newest_weights_that_there_are(stages):
 
 @pytest.mark.parametrize("stages", STAGES)
 def test_vertical_sync(stages):
-    """All stages meet the version that the first one has: all miss n - 1, and keep what others will meet."""
+    """All stages use the first stage's version: staleness n - 1, with n versions stashed."""
     schedule = schedules.pipedream(stages=stages, microbatches=3 * stages, vertical_sync=True)
     assert schedule.simulate().staleness == (stages - 1,) * stages
     assert schedule.simulate().weight_versions == (stages,) * stages
@@ -52,7 +52,7 @@ def test_vertical_sync(stages):
 
 @pytest.mark.parametrize("stages", STAGES)
 def test_no_bubbles_without_a_flush(stages):
-    """Devices are busy from the first backward on, so that the busy part goes to all of it."""
+    """Devices are busy from the first backward on, so the bubble fraction tends to zero."""
     fractions = [
         schedules.pipedream(stages=stages, microbatches=count).simulate().bubble_fraction for count in (8, 80, 400)
     ]
@@ -63,7 +63,7 @@ def test_no_bubbles_without_a_flush(stages):
 @pytest.mark.parametrize("stages", STAGES)
 @pytest.mark.parametrize("factor", [1, 2, 3])
 def test_two_buffers(stages, factor):
-    """Batch t works with version t - 1 at all stages; two versions are enough."""
+    """Batch t uses version t - 1 at all stages; two versions are enough."""
     accumulate = factor * stages
     schedule = schedules.pipedream_2bw(stages=stages, microbatches=4 * accumulate, accumulate=accumulate)
     simulation = schedule.simulate()
@@ -104,8 +104,8 @@ def test_staleness_of_wave_synchronous_workers(concurrent, distance):
 
 @pytest.mark.parametrize("concurrent", [1, 2, 4])
 @pytest.mark.parametrize("distance", [0, 1, 2])
-def test_versions_are_what_is_sure(concurrent, distance):
-    """Workers of chance speeds: none misses more than its table says, and the most that one misses is the bound."""
+def test_versions_are_guaranteed(concurrent, distance):
+    """Workers of random speeds lack at most what their table guarantees, and some attain the bound."""
     microbatches, most = 24, 0
     schedule = schedules.hetpipe(
         stages=1 + concurrent // 2, microbatches=microbatches, concurrent=concurrent, clock_distance=distance
@@ -119,10 +119,10 @@ def test_versions_are_what_is_sure(concurrent, distance):
 
 
 def raced(concurrent, distance, microbatches, chance):
-    """(minibatch, the other's minibatches in its weights) for the first of two workers, each time that it admits one.
+    """(minibatch, the other's minibatches in its weights) at each admission of the first of two workers.
 
-    A worker admits minibatch p once p - concurrent is done, and pushes whole waves. Its weights must have all waves but
-    the last ``distance`` before its own clock: where they don't it pulls what the other has pushed, or waits for it.
+    A worker admits minibatch p once p - concurrent is done, and pushes complete waves. Its weights must include all
+    waves but the last ``distance`` before its own clock; otherwise it pulls the other's pushes, or waits for them.
     """
     begun, done, pulled_waves = [0, 0], [0, 0], [0, 0]
     speeds = [chance.random(), chance.random()]
@@ -144,7 +144,7 @@ def raced(concurrent, distance, microbatches, chance):
 
 @pytest.mark.parametrize("concurrent", [1, 2, 3, 4, 6, 7])
 def test_one_worker(concurrent):
-    """A minibatch misses those under way; no more than so many activations are held, most at the first stage."""
+    """The staleness is that of the minibatches in flight; the first stage stashes the most activations."""
     simulation = schedules.hetpipe(stages=4, microbatches=24, concurrent=concurrent).simulate()
     assert simulation.staleness == (concurrent - 1,) * 4
     assert simulation.peak_activations[0] == concurrent
@@ -160,7 +160,7 @@ def test_one_minibatch_at_a_time_is_serial():
 
 @pytest.mark.parametrize("stages", [2, 4, 5])
 def test_as_many_minibatches_as_stages_fill_the_pipeline(stages):
-    """As fast as PipeDream on even stages, and with more no slower."""
+    """As fast as PipeDream on even stages, and no slower with more minibatches in flight."""
     expected = schedules.pipedream(stages=stages, microbatches=24).simulate().makespan
     for concurrent in range(stages, 2 * stages):
         schedule = schedules.hetpipe(stages=stages, microbatches=24, concurrent=concurrent)
@@ -185,7 +185,7 @@ def test_more_minibatches_at_a_time_are_faster():
         (schedules.pipedream_2bw, {"stages": 4, "accumulate": 5}, r"8 % 5 = 3[\s\S]*microbatches=10"),
         (schedules.hetpipe, {"stages": 4, "concurrent": 0}, "concurrent=0"),
         (schedules.hetpipe, {"stages": 4, "concurrent": 8}, r"at most 2 stages - 1 = 7[\s\S]*concurrent=7"),
-        (schedules.hetpipe, {"stages": 4, "clock_distance": -1}, r"-1[\s\S]*whole number from 0"),
+        (schedules.hetpipe, {"stages": 4, "clock_distance": -1}, r"-1[\s\S]*non-negative integer"),
     ],
 )
 def test_sizes_that_cannot_be(schedule, arguments, words):

@@ -1,4 +1,4 @@
-"""Chimera against its closed forms, and doubling also with both forwards of a slot as one."""
+"""Chimera against its closed forms; doubling also with both forwards of a slot as one task."""
 
 import pytest
 
@@ -10,7 +10,7 @@ UNITS = [(stages, units) for stages in (2, 4, 6, 8) for units in (1, 2, 3, 4)]
 
 @pytest.mark.parametrize(("stages", "units"), UNITS)
 def test_equal_times(stages, units):
-    """With F = B only D - 2 slots are idle, however many units follow each other."""
+    """With F = B only D - 2 slots are idle for any number of units."""
     microbatches = stages * units
     simulation = schedules.chimera(stages=stages, microbatches=microbatches).simulate(forward=1.0, backward=1.0)
     assert simulation.makespan == 2 * microbatches + stages - 2
@@ -22,7 +22,7 @@ def test_equal_times(stages, units):
 
 @pytest.mark.parametrize(("stages", "units"), UNITS)
 def test_backwards_twice_as_long(stages, units):
-    """2 (D - 2) is idle in a unit; each further one adds bubbles in the middle, which doubling does not have."""
+    """One unit has an idle time of 2 (D - 2); each further one adds intermediate bubbles, which doubling removes."""
     microbatches = stages * units
     simulation = schedules.chimera(stages=stages, microbatches=microbatches).simulate(forward=1.0, backward=2.0)
     assert simulation.makespan == 3 * microbatches + (units + 1) * (stages - 2)
@@ -35,7 +35,7 @@ def test_backwards_twice_as_long(stages, units):
 
 @pytest.mark.parametrize(("stages", "units"), UNITS)
 def test_activations(stages, units):
-    """D/2 + 1 at the ends to D in the middle; twice as many with doubling."""
+    """D/2 + 1 on the outer devices to D on the inner ones; twice as many with doubling."""
     half = [stages // 2 + 1 + device for device in range(stages // 2)]
     expected = (*half, *reversed(half))
     direct = schedules.chimera(stages=stages, microbatches=stages * units)
@@ -55,7 +55,7 @@ def test_published_instances(stages, microbatches, backward, makespan, idle):
 
 
 def in_pairs(schedule, forward, backward):
-    """The makespan where both forwards of a slot are one task, whose results come when both are done."""
+    """The makespan if both forwards of a slot form one task."""
     ends, free = {}, [0] * schedule.devices
     places = [0] * schedule.devices
     while any(place < len(order) for place, order in zip(places, schedule.orders, strict=True)):
@@ -81,7 +81,7 @@ def in_pairs(schedule, forward, backward):
 
 @pytest.mark.parametrize(("stages", "units"), UNITS)
 def test_doubling_with_forwards_of_twice_the_size(stages, units):
-    """The paper's own doubling: 2 (D - 2) is idle, for 4 stages and 8 microbatches 28 in all against 30."""
+    """The paper's doubling: an idle time of 2 (D - 2); a makespan of 28 for 4 stages and 8 microbatches, against 30."""
     microbatches = 2 * stages * units
     schedule = schedules.chimera(stages=stages, microbatches=microbatches, concatenation="doubling")
     assert in_pairs(schedule, 1, 2) == 3 * microbatches + 2 * (stages - 2)
@@ -104,7 +104,7 @@ def test_two_replicas_of_every_stage():
         ({"stages": 4, "microbatches": 12, "concatenation": "doubling"}, r"12 % 8 = 4[\s\S]*microbatches=16"),
         (
             {"stages": 4, "microbatches": 8, "concatenation": "halving"},
-            "'halving'\n  must hold: 'direct' or 'doubling'",
+            "'halving'\n  required: 'direct' or 'doubling'",
         ),
         ({"stages": 0, "microbatches": 8}, "stages=0"),
     ],

@@ -11,7 +11,7 @@ from sharding.pipeline import schedules
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 6])
 @pytest.mark.parametrize("chunks", [1, 2, 3, 4])
 def test_bubbles(stages, chunks):
-    """Idle is (p - 1)/(M v) of the time that the tasks take."""
+    """The bubble is (p - 1)/(M v) of the busy time."""
     for microbatches, backward in itertools.product(multiples(stages), (1.0, 2.0)):
         schedule = schedules.interleaved(stages=stages, microbatches=microbatches, chunks=chunks)
         simulation = schedule.simulate(forward=1.0, backward=backward)
@@ -26,7 +26,7 @@ def multiples(stages):
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 6])
 @pytest.mark.parametrize("chunks", [1, 2, 3, 4])
 def test_peaks(stages, chunks):
-    """Device r sends 2 (p - r - 1) + (v - 1) p chunks ahead of the steady turns, which add one."""
+    """Device r warms up with 2 (p - r - 1) + (v - 1) p chunks; the steady state adds one."""
     for microbatches in multiples(stages):
         check_peaks(stages, microbatches, chunks)
 
@@ -48,7 +48,7 @@ def test_published_instance():
     assert simulation.peak_activations == (5.5, 4.5, 3.5, 2.5)
 
 
-def test_stages_go_round_the_devices():
+def test_stages_are_assigned_round_robin():
     schedule = schedules.interleaved(stages=3, microbatches=3, chunks=2)
     assert (schedule.stages, schedule.devices, schedule.chunks) == (6, 3, 2)
     assert schedule.placement == ((0, 3), (1, 4), (2, 5))
@@ -62,5 +62,5 @@ def test_microbatches_come_in_groups():
 @pytest.mark.parametrize("sizes", [(0, 4, 2), (2, 0, 2), (2, 4, 0)])
 def test_sizes_that_cannot_be(sizes):
     stages, microbatches, chunks = sizes
-    with pytest.raises(ShardingError, match="schedules.interleaved\n  there is:  [a-z]+=0"):
+    with pytest.raises(ShardingError, match="schedules.interleaved\n  found:    [a-z]+=0"):
         schedules.interleaved(stages=stages, microbatches=microbatches, chunks=chunks)

@@ -30,7 +30,7 @@ def test_idle(stages, times):
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 6, 8])
 def test_peaks(stages):
-    """H1's is 1F1B's, H2's nearly twice that, that of the V again 1F1B's."""
+    """H1 and V have the peak of 1F1B, H2 nearly twice that."""
     for microbatches in (2 * stages, 2 * stages + 3, 5 * stages):
         sizes = {"stages": stages, "microbatches": microbatches}
         assert schedules.zb_h1(**sizes).simulate().peak_activations == (stages,) * stages
@@ -50,7 +50,7 @@ def test_peaks_of_few_microbatches(stages):
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 6, 8])
 def test_no_bubble_in_the_v(stages):
-    """With F = I = W no device waits between its first and last task; they begin half a unit after each other."""
+    """With F = I = W no device idles between its first and last task; devices start half a unit apart."""
     for microbatches in (2 * stages - 1, 2 * stages, 3 * stages, 4 * stages + 1):
         simulation = schedules.zb_v(stages=stages, microbatches=microbatches).simulate(forward=1.0, backward=2.0)
         assert simulation.gaps == (0.0,) * stages
@@ -60,7 +60,7 @@ def test_no_bubble_in_the_v(stages):
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 6, 8])
 def test_dualpipe_v(stages):
-    """With F = I = W half a unit per further device is idle."""
+    """With F = I = W the bubble is half a unit per further device."""
     for microbatches in (2 * stages, 2 * stages + 1, 5 * stages):
         simulation = schedules.dualpipe_v(stages=stages, microbatches=microbatches).simulate(forward=1.0, backward=2.0)
         assert simulation.idle == ((stages - 1) / 2,) * stages
@@ -78,7 +78,7 @@ def test_published_instances():
 
 @pytest.mark.parametrize("microbatches", [4, 8, 16, 32])
 def test_rates_of_the_published_table(microbatches):
-    """Bubbles over the busy time: (p - 1)/m, (p - 1)/(3 m), 0 and 0; memory 1, 1, 2 - 1/p and 1 times p."""
+    """Bubble over busy time: (p - 1)/m, (p - 1)/(3 m), 0 and 0; peak activations 1, 1, 2 - 1/p and 1 times p."""
     sizes = {"stages": 2, "microbatches": microbatches}
     one, first, second, v = (
         timed(schedule(**sizes), TIMES[0])
@@ -93,7 +93,7 @@ def test_rates_of_the_published_table(microbatches):
 @pytest.mark.parametrize("schedule", [schedules.zb_v, schedules.dualpipe_v], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("stages", [2, 3, 5])
 def test_few_microbatches_in_the_v(schedule, stages):
-    """Fewer than fill the pipeline are valid too, no device holding more than all of them or its usual peak."""
+    """Too few microbatches to fill the pipeline are valid; the peak is at most their number, or the usual one."""
     for microbatches in range(1, 2 * stages):
         simulation = schedule(stages=stages, microbatches=microbatches).simulate()
         assert max(simulation.peak_activations) <= min(microbatches, stages + 0.5)
@@ -107,5 +107,5 @@ def test_both_arms_of_the_v_are_on_a_device():
 @pytest.mark.parametrize("name", ["zb_h1", "zb_h2", "zb_v", "dualpipe_v"])
 def test_sizes_that_cannot_be(name):
     for sizes, words in (((0, 2), "stages=0"), ((2, 0), "microbatches=0")):
-        with pytest.raises(ShardingError, match=f"schedules.{name}\n  there is:  {words}"):
+        with pytest.raises(ShardingError, match=f"schedules.{name}\n  found:    {words}"):
             getattr(schedules, name)(stages=sizes[0], microbatches=sizes[1])

@@ -1,0 +1,146 @@
+"""How corrupted checkpoints are detected and reported.
+
+A JSON document is stored with a CRC-32 of its content, an array with a checksum independent of its mesh. A checkpoint
+is corrupted if one of its parts is unreadable or has another checksum.
+"""
+
+import json
+import os
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..errors import ShardingError
+from .array_names import is_key
+from .array_reading import AllFacts, UnreadableError, on_one_device, read_arrays
+from .directory import EXTRA, FACTS, Directory, Json, existing_step, first_line, read_json, steps
+
+_DOCUMENT, _CHECKSUM = "document", "crc32"
+
+
+class CorruptedError(Exception):
+    """A checkpoint is corrupted; the message says how."""
+
+
+def verify(directory: Directory, step: int | None = None) -> dict[int, str]:
+    """The corruption found in each checkpoint, or an empty text; by default of all steps, newest first.
+
+    Reads every document and every array and compares their checksums, one checkpoint at a time, on the first device: no
+    mesh is needed.
+    """
+    chosen = [existing_step(directory, step)] if step is not None else reversed(steps(directory))
+    return {each: _corruption(directory, each) for each in chosen}
+
+
+def _corruption(directory: Directory, step: int) -> str:
+    documents = {part: document_or_none(directory, step, part) for part in (FACTS, EXTRA)}
+    unread = next((part for part, found in documents.items() if found is None), None)
+    if unread:
+        return unreadable(unread)
+    facts = documents[FACTS]
+    try:
+        verified_arrays(directory, step, facts, on_one_device(facts))
+    except CorruptedError as error:
+        return str(error)
+    return ""
+
+
+def unreadable(part: str) -> str:
+    """The description of a document that `document_or_none` did not return."""
+    return f"{part}: unreadable, or checksum mismatch"
+
+
+def verified_arrays(
+    directory: Directory, step: int, facts: AllFacts, targets: Mapping[str, Any]
+) -> dict[str, jax.Array]:
+    """Reads the arrays named in `targets`, with the shardings given there. Raises CorruptedError."""
+    try:
+        arrays = read_arrays(directory, step, targets)
+    except UnreadableError as error:
+        raise CorruptedError(str(error)) from error
+    wrong = [name for name, value in checksums(arrays).items() if value != facts[name]["checksum"]]
+    if wrong:
+        raise CorruptedError(f"checksum mismatch: {', '.join(wrong)}")
+    return {name: _wrapped(arrays[name], leaf, facts[name]) for name, leaf in targets.items()}
+
+
+def _wrapped(array: jax.Array, leaf: Any, fact: Mapping[str, Json]) -> jax.Array:
+    """The array itself, or the random keys of these bits."""
+    if not is_key(leaf):
+        return array
+    return jax.device_put(jax.random.wrap_key_data(array, impl=fact["impl"]), leaf.sharding)
+
+
+def with_checksum(document: Json) -> Json:
+    """A document as stored: with its CRC-32."""
+    return {_DOCUMENT: document, _CHECKSUM: _crc32(document)}
+
+
+def _crc32(document: Json) -> int:
+    return zlib.crc32(json.dumps(document, sort_keys=True).encode())
+
+
+def _verified_document(directory: Directory, step: int, part: str) -> Json:
+    found = read_json(directory, step, part)
+    if found[_CHECKSUM] != _crc32(found[_DOCUMENT]):
+        raise ValueError("checksum mismatch")
+    return found[_DOCUMENT]
+
+
+def document(directory: Directory, step: int, part: str) -> Json:
+    """A JSON document of an existing checkpoint. Raises `corruption_error`."""
+    try:
+        return _verified_document(directory, step, part)
+    except Exception as error:
+        reason = f"{part}: {first_line(error)}"
+    raise corruption_error(directory, step, reason, lambda older: document_or_none(directory, older, part) is not None)
+
+
+def document_or_none(directory: Directory, step: int, part: str) -> Json:
+    """A JSON document of a checkpoint; None if it is unreadable or corrupted."""
+    try:
+        return _verified_document(directory, step, part)
+    except Exception:
+        return None
+
+
+def corruption_error(directory: Directory, step: int, reason: str, is_good: Callable[[int], bool]) -> ShardingError:
+    """The error for a corrupted checkpoint; its fix is the newest older step that is good."""
+    older = [known for known in reversed(steps(directory)) if known < step]
+    good = next((known for known in older if is_good(known)), None)
+    none = "all older checkpoints are corrupted too" if older else "no older checkpoint exists"
+    return ShardingError(
+        f"restore step {step} from {os.fspath(directory)!r}",
+        found=reason,
+        required="a checkpoint that is not corrupted",
+        fix=none if good is None else f"step {good}, the newest older checkpoint that is not corrupted",
+    )
+
+
+def checksums(arrays: Mapping[str, jax.Array]) -> dict[str, int]:
+    """The checksum of every array, computed on its own devices."""
+    # One at a time: XLA:CPU of JAX 0.10.2 may hang when several programs with collectives are in flight at once on
+    # fewer cores than devices. Remove block_until_ready when that release is no longer supported.
+    jax.block_until_ready(arrays)
+    return {name: int(jax.block_until_ready(_checksum(array))) for name, array in arrays.items()}
+
+
+@jax.jit
+def _checksum(array: jax.Array) -> jax.Array:
+    """The sum modulo 2^32 of every element's bits times an odd number derived from its position.
+
+    A sum does not depend on the order, hence not on the mesh. Since the factor is odd, every change of one element
+    changes the sum.
+    """
+    if array.dtype == jnp.bool_:
+        array = array.astype(jnp.uint8)
+    unsigned = {1: jnp.uint8, 2: jnp.uint16}.get(array.dtype.itemsize, jnp.uint32)
+    bits = jax.lax.bitcast_convert_type(array, unsigned).astype(jnp.uint32)
+    position = jnp.zeros(bits.shape, jnp.uint32)
+    for dim, length in enumerate(bits.shape):
+        position = position * jnp.uint32(length) + jax.lax.broadcasted_iota(jnp.uint32, bits.shape, dim)
+    factor = position * jnp.uint32(2654435761) ^ (position >> 15)
+    return jnp.sum(bits * (factor | 1), dtype=jnp.uint32)

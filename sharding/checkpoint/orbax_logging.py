@@ -1,0 +1,32 @@
+"""Silences Orbax (0.12.8), which logs pages of tracebacks for errors that we raise in one line."""
+
+import functools
+import logging
+import sys
+import threading
+from types import TracebackType
+from typing import Any
+
+
+@functools.cache  # once
+def silence_orbax() -> None:
+    """Suppresses logs of errors that Orbax raises anyway, and of reads and writes that end after it gave up.
+
+    Every Orbax thread that sees an error logs it with a traceback. At the first one Orbax closes its event loop, so
+    that operations still in flight fail with "Event loop is closed".
+    """
+    logging.getLogger("absl").addFilter(lambda record: not (record.exc_info and "orbax" in record.pathname))
+    of_exceptions, of_unraisable = sys.excepthook, sys.unraisablehook
+
+    def is_late(error: BaseException | None) -> bool:
+        return isinstance(error, RuntimeError) and str(error) == "Event loop is closed"
+
+    def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if threading.current_thread() is threading.main_thread() or not is_late(error):
+            of_exceptions(kind, error, trace)
+
+    def unraisablehook(about: Any) -> None:
+        if not is_late(about.exc_value):
+            of_unraisable(about)
+
+    sys.excepthook, sys.unraisablehook = excepthook, unraisablehook

@@ -1,0 +1,142 @@
+"""Export and import of parameters as safetensors files, for exchange with other tools.
+
+Tensors are named by their paths. The file is independent of the mesh: each device reads only its shard.
+"""
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from ..errors import ShardingError
+from .array_names import Tree, is_key, named_leaves
+from .directory import Directory, existing_step, first_line
+from .restore import restore_named
+
+File = str | os.PathLike[str]
+
+
+def write_tensors(tree: Tree, file: File, *, metadata: Mapping[str, str] | None = None) -> list[str]:
+    """Writes every array of `tree` to `file` under its path and returns the names; dtypes are kept.
+
+    Every array is gathered on this host. An existing file is replaced once the new one is complete.
+    """
+    safetensors = _package()
+    arrays = named_leaves(tree)
+    keys = [name for name, array in arrays.items() if is_key(array)]
+    if keys:
+        raise ShardingError(
+            f"write {os.fspath(file)!r}",
+            found=[f"{name}: random keys" for name in keys],
+            required="numeric tensors",
+        )
+    # In C order: the package writes the buffer as it is.
+    host = {name: np.ascontiguousarray(jax.device_get(array)).reshape(array.shape) for name, array in arrays.items()}
+    path = Path(file)
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        safetensors.numpy.save_file(host, part, metadata=dict(metadata or {}))
+        part.replace(path)
+    except Exception as error:
+        part.unlink(missing_ok=True) if path.parent.is_dir() else None
+        raise ShardingError(
+            f"write {os.fspath(file)!r}",
+            found=first_line(error),
+            required="a writable file and enough space",
+        ) from None
+    return list(host)
+
+
+def export_tensors(directory: Directory, file: File, *, step: int | None = None, prefix: str = "params/") -> list[str]:
+    """Writes the arrays of a checkpoint under `prefix` to `file`, with the prefix removed, and returns the names."""
+    step = existing_step(directory, step)
+    arrays = restore_named(directory, step, prefix=prefix)
+    tree = {name.removeprefix(prefix): array for name, array in arrays.items()}
+    return write_tensors(tree, file, metadata={"step": str(step), "format": "sharding"})
+
+
+def read_tensors(file: File, like: Tree | None = None) -> Tree:
+    """Reads a safetensors file into the structure of `like`; without it, into a dict of unsharded arrays by name.
+
+    The leaves of `like` are arrays, or ShapeDtypeStructs with a sharding on any mesh. Each device reads only its shard.
+
+    Raises:
+        ShardingError: not a safetensors file; or names, shapes or dtypes differ, with every difference listed.
+    """
+    safetensors = _package()
+    try:
+        opened = safetensors.safe_open(os.fspath(file), framework="numpy")
+    except Exception as error:
+        raise ShardingError(
+            f"read {os.fspath(file)!r}", found=first_line(error), required="a complete safetensors file"
+        ) from None
+    with opened as tensors:
+        found = {name: _shape_and_dtype(tensors.get_slice(name)) for name in tensors.keys()}
+        if like is None:
+            return {name: jax.numpy.asarray(_reader(tensors, name)(())) for name in found}
+        targets = named_leaves(like)
+        _check_same(file, found, targets)
+        arrays = [
+            jax.make_array_from_callback(leaf.shape, leaf.sharding, _reader(tensors, name))
+            for name, leaf in targets.items()
+        ]
+    return jax.tree.unflatten(jax.tree.structure(like), arrays)
+
+
+_DTYPES = {
+    "BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16", "U32": "uint32", "I32": "int32",
+    "U64": "uint64", "I64": "int64", "F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64",
+    "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "C64": "complex64",
+}  # fmt: skip
+"""The format's dtypes by JAX name."""
+
+ShapeAndDtype = tuple[tuple[int, ...], str]
+
+
+def _shape_and_dtype(tensor: Any) -> ShapeAndDtype:
+    kind = str(tensor.get_dtype())
+    return tuple(tensor.get_shape()), _DTYPES.get(kind, kind)
+
+
+def _reader(tensors: Any, name: str) -> Callable[[Any], np.ndarray]:
+    """A function from an index to that slice of a tensor."""
+
+    def read(index: Any) -> np.ndarray:
+        # A scalar has no slices.
+        return np.asarray(tensors.get_slice(name)[index] if index else tensors.get_tensor(name))
+
+    return read
+
+
+def _check_same(file: File, found: Mapping[str, ShapeAndDtype], targets: Mapping[str, Any]) -> None:
+    """Raises one error for all tensors that are missing, unexpected, or of another shape or dtype."""
+    differences = [f"{name}: not in the file" for name in targets if name not in found]
+    differences += [f"{name}: only in the file" for name in found if name not in targets]
+    for name, leaf in targets.items():
+        target = (tuple(leaf.shape), str(leaf.dtype))
+        if found.get(name, target) != target:
+            shape, dtype = found[name]
+            differences.append(f"{name}: in the file {dtype}{list(shape)}, requested {target[1]}{list(target[0])}")
+    if differences:
+        raise ShardingError(
+            f"read {os.fspath(file)!r}",
+            found=differences,
+            required="tensors with the requested names, shapes and dtypes",
+        )
+
+
+def _package() -> Any:
+    try:
+        import safetensors
+        import safetensors.numpy
+    except ImportError:
+        raise ShardingError(
+            "read or write a safetensors file",
+            found="the package safetensors is not installed",
+            required="the extra `data`",
+            fix="pip install 'sharding-jax[data]'",
+        ) from None
+    return safetensors

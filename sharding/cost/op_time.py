@@ -1,0 +1,72 @@
+"""Work of an op on one device, and its time by the roofline model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..hardware import Chip, Precision
+from ..rules.rule_table import ELEMENTWISE, MOVES
+from .bytes_accessed import READ, WRITTEN, Arrays, Params, all_operands, all_results
+from .flops import FLOPS, MATMULS, TRANSCENDENTAL, per_element
+
+LISTED = ELEMENTWISE | MOVES | FLOPS.keys()
+"""Primitives with an explicit count; any other counts 1 FLOP per element."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """FLOPs and memory traffic of an op on one device."""
+
+    flops: float
+    read_bytes: float
+    written_bytes: float
+    matmul_dtype: str | None = None
+    """The operands' dtype on the matrix unit; None on the vector unit."""
+    precision: Precision = "default"
+
+    @property
+    def num_bytes(self) -> float:
+        """Read and written."""
+        return self.read_bytes + self.written_bytes
+
+
+def work(primitive: str, operands: Arrays, results: Arrays, params: Params) -> Work:
+    """The work of an op on one device.
+
+    Args:
+        primitive: its name, as in `jax.extend.core.Primitive`.
+        operands: local shapes and dtypes.
+        results: likewise.
+        params: of the equation; sizes are taken from operands and results where possible.
+    """
+    flops = FLOPS.get(primitive, per_element(TRANSCENDENTAL.get(primitive, 1)))(operands, results, params)
+    matmul = primitive in MATMULS
+    return Work(
+        flops=flops,
+        read_bytes=READ.get(primitive, all_operands)(operands, results, params),
+        written_bytes=WRITTEN.get(primitive, all_results)(operands, results, params),
+        matmul_dtype=str(operands[0].dtype) if matmul else None,
+        precision=_precision(params) if matmul else "default",
+    )
+
+
+def op_seconds(done: Work, chip: Chip) -> float:
+    """Seconds of an op on a device: the longer of compute and memory access, plus the chip's overhead per op.
+
+    The roofline model (Williams, Waterman and Patterson, CACM 2009) at peak rates: a lower bound unless the chip is
+    calibrated.
+    """
+    rate = (
+        chip.rates.vector_flops_per_second
+        if done.matmul_dtype is None
+        else chip.rates.matmul_flops_per_second(done.matmul_dtype, done.precision)
+    )
+    if not done.flops and not done.num_bytes:
+        return 0.0
+    return max(done.flops / rate, done.num_bytes / chip.memory_bytes_per_second) + chip.op_seconds
+
+
+def _precision(params: Params) -> Precision:
+    """The precision of a matmul: the higher of the two operands'."""
+    text = str(params.get("precision")).upper()
+    return "highest" if "HIGHEST" in text or "F32_F32_F32" in text else "high" if "HIGH" in text else "default"

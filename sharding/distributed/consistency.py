@@ -1,0 +1,84 @@
+"""Checks that all processes run the same program, with the same versions, flags, settings and data."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import itertools
+import zlib
+from base64 import b85decode, b85encode
+from collections.abc import Mapping
+
+from ..errors import ShardingError
+from . import processes
+
+_MAX_TEXT_BYTES = 3 << 20
+"""The coordinator accepts messages of up to 4 MiB."""
+
+
+def agree(facts: Mapping[str, str], *, about: str) -> None:
+    """Checks that facts are identical in all processes, before a difference becomes a hang.
+
+    Args:
+        facts: name -> text that must be the same everywhere; compared by hash first.
+        about: the operation that follows, for errors.
+
+    Raises:
+        ShardingError: a process differs, with its index, the name of the fact and the line.
+    """
+    if processes.count() == 1:
+        return
+    names = sorted(facts)
+    mine = [f"{name} {hashlib.sha256(facts[name].encode()).hexdigest()}" for name in names]
+    table = [text.split("\n") for text in processes.all_gather_text(about, "\n".join(mine))]
+    if all(row == table[0] for row in table):
+        return
+    packed = _pack("\0".join(f"{n}\1{facts[n]}" for n in names))
+    texts = [_unpack(row) for row in processes.all_gather_text(f"{about}: differences", packed)]
+    usual = max(table, key=table.count)
+    first = table.index(usual)
+    differences = [
+        line
+        for other, row in enumerate(table)
+        if row != usual
+        for line in _differences(other, texts[other], first, texts[first])
+    ]
+    raise ShardingError(
+        about,
+        found=differences,
+        required="the same program, versions, flags, mesh and data in all processes",
+        fix="the same environment and script on every host",
+    )
+
+
+def _pack(text: str) -> str:
+    packed = b85encode(zlib.compress(text.encode())).decode()
+    return packed if len(packed) <= _MAX_TEXT_BYTES else ""
+
+
+def _unpack(text: str) -> dict[str, str]:
+    joined = zlib.decompress(b85decode(text)).decode() if text else ""
+    return dict(part.split("\1", 1) for part in joined.split("\0") if part)
+
+
+def _differences(other: int, theirs: Mapping[str, str], first: int, usual: Mapping[str, str]) -> list[str]:
+    """A line for each fact in which two processes differ."""
+    if not (theirs and usual):
+        return [f"process {other} differs from process {first}, in texts too long to compare"]
+    lines = []
+    for name in sorted(theirs.keys() | usual.keys()):
+        one, two = theirs.get(name, ""), usual.get(name, "")
+        if one != two:
+            lines.append(f"process {other} differs from process {first} in {name}: {_first_difference(one, two)}")
+    return lines
+
+
+def _first_difference(one: str, two: str) -> str:
+    old, new = two.splitlines(), one.splitlines()
+    if len(old) <= 1 and len(new) <= 1:
+        return f"{one or 'none'}, not {two or 'none'}"
+    pairs = itertools.zip_longest(new, old, fillvalue="")
+    number, (mine, theirs) = next((i, pair) for i, pair in enumerate(pairs, 1) if pair[0] != pair[1])
+    changed = sum(line[0] in "+-" for line in difflib.ndiff(old, new)) if len(old) + len(new) < 400 else 0
+    more = f" ({changed} lines in all)" if changed > 2 else ""
+    return f"line {number} is {mine.strip()[:120]!r}, not {theirs.strip()[:120]!r}{more}"

@@ -1,0 +1,114 @@
+"""Hints for avoiding a collective: which annotation to change, and to what.
+
+A reshard has two causes, often several ops away: the annotation that the axis came from, and the one of the axis or
+closed dim that it conflicts with. A hint names both with their source lines, so that either can be changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from ..graph import Op
+from ..propagation import Assignment
+from ..rewrite.op_strategy import REDUCE_SCATTERED, OpStrategy
+from ..rules import Kind
+from ..spec import Axis, Spec, axis_name
+
+
+class Hints:
+    """Hints for the collectives of one program."""
+
+    def __init__(self, assignment: Assignment):
+        self.assignment, self.graph, self.specs = assignment, assignment.graph, assignment.specs
+        self._origins: dict[tuple[int, int, Axis], str] = {}
+
+    def operand(self, op: Op, v: int, want: Spec) -> str:
+        """How to avoid resharding an operand to the spec that the op needs."""
+        have = self.specs[v]
+        left, came = _minus(have, want), _minus(want, have)
+        hint = f"annotate {self.label(v)} as {want}" + self.current_spec(v, have, left)
+        conflicting = self.conflicting(op, v, [a for _, a in (*left, *came)], self.origins(v, left))
+        if conflicting:
+            return f"{hint}, or {conflicting}"
+        return f"{hint}; {op.name} needs its dim {left[0][0]} replicated" if left else hint
+
+    def conflicting(self, op: Op, v: int, axes: Sequence[Axis], own: Sequence[str]) -> str:
+        """The operand or result that another annotation shards over one of the axes, which forces the reshard."""
+        for u in (*op.operands, *op.results):
+            for d, mine in enumerate(self.specs[u].axes if u != v else ()):
+                found = [a for a in mine if a in axes and self.origin(u, d, a) not in own]
+                if found:
+                    text = f"remove {_names(found)} from dim {d} of {self.label(u)}"
+                    return text + self.origin_text(u, [(d, found[0])])
+        return ""
+
+    def result(self, v: int, have: Spec) -> str:
+        """How to avoid resharding a result from the spec that the op produces to its inferred spec."""
+        want = self.specs[v]
+        return f"annotate {self.label(v)} as {have}" + self.current_spec(v, want, _minus(want, have))
+
+    def edge(self, v: int, target: int) -> str:
+        """How to avoid resharding a value where it enters or leaves a loop, a branch or the program."""
+        have, want = self.specs[v], self.specs[target]
+        hint = f"annotate {self.label(target)} as {have}" + self.current_spec(target, want, _minus(want, have))
+        return f"{hint}, or {self.label(v)} as {want}" + self.current_spec(v, have, _minus(have, want))
+
+    def sum(self, op: Op, strategy: OpStrategy, axes: Sequence[Axis]) -> str:
+        """How to avoid reducing the partial sums of a result over some axes."""
+        assert op.rule is not None
+        found = ""
+        for v, need, dims in zip(op.operands, strategy.operand_specs, op.rule.operands, strict=True):
+            for d, factors in enumerate(dims):
+                mine = [a for a in axes if a in need.axes[d] and a in self.specs[v].axes[d]]
+                if mine and any(op.rule.kinds[f] is Kind.REDUCE for f in factors):
+                    text = f"remove {_names(mine)} from dim {d} of {self.label(v)}"
+                    found = found or text + self.origin_text(v, [(d, mine[0])])
+        if found and op.name == REDUCE_SCATTERED:
+            return f"{found}; or shard the result over {_names(axes)}: a reduce-scatter moves half the bytes"
+        return found
+
+    def current_spec(self, v: int, spec: Spec, at: Sequence[tuple[int, Axis]]) -> str:
+        """A value's current spec in brackets, with the annotations that the given axes came from."""
+        origins = self.origins(v, at) if at else self.closed(v)
+        return f" (now {spec}" + (f" from {', '.join(origins)})" if origins else ")")
+
+    def origin_text(self, v: int, at: Sequence[tuple[int, Axis]]) -> str:
+        """The annotations that the given axes came from, in brackets."""
+        origins = self.origins(v, at)
+        return f" ({', '.join(origins)})" if origins else ""
+
+    def origins(self, v: int, at: Iterable[tuple[int, Axis]]) -> list[str]:
+        """The annotations that the given axes of a value came from, each once."""
+        found = (self.origin(v, d, a) for d, a in at)
+        return list(dict.fromkeys(one for one in found if one))
+
+    def origin(self, v: int, d: int, axis: Axis) -> str:
+        """The annotation that an axis on a dim came from; empty if unknown."""
+        key = (v, d, axis)
+        if key not in self._origins:
+            steps = self.assignment.chain(v, d, axis)
+            came = steps[-1][2].source if steps and steps[-1][2].value is None else ""
+            self._origins |= {(u, e, axis): came for u, e, _ in steps} | {key: came}
+        return self._origins[key]
+
+    def closed(self, v: int) -> list[str]:
+        """The annotation of a value, if it closes a dim."""
+        annotations = self.graph.annotations
+        found = [annotations[u] for u in self.graph.members(v) if u in annotations]
+        return [one.origin for one in found if any(not dim.open for dim in one.spec.dims)][:1]
+
+    def label(self, v: int) -> str:
+        """A value's name; for an unnamed value its type, op and source line."""
+        name, op = self.graph.first_names.get(v), self.graph.makers.get(v)
+        if name or op is None or op.name == "edge" or not op.source:
+            return self.graph.label(v)
+        return f"{self.graph.label(v)} of {op.name} at {op.source}"
+
+
+def _minus(a: Spec, b: Spec) -> list[tuple[int, Axis]]:
+    """(dim, axis) of the axes that `a` has on a dim and `b` does not."""
+    return [(d, axis) for d, axes in enumerate(a.axes) for axis in axes if axis not in b.axes[d]]
+
+
+def _names(axes: Iterable[Axis]) -> str:
+    return ", ".join(map(axis_name, axes))

@@ -1,0 +1,111 @@
+"""The communication ledger: every collective of a program, with its cause and source line."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import overload
+
+from ..cost import Kind, Repeated, by_kind, lower_collective
+from ..hardware import Platform
+from ..spec import Axis, axis_name
+from ..text_table import aligned
+from ..xla.collective_ops import totals
+from .units import bytes_text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collective(Repeated):
+    """One collective of a program, as one device runs it."""
+
+    axes: tuple[Axis, ...]
+    """The mesh axes that it communicates over."""
+    op: str
+    """The op that needs it."""
+    source: str
+    """The user's line of that op, `file.py:line (function)`; empty if unknown."""
+    cause: str
+    """Why it is needed."""
+    advise: Callable[[], str] = field(default=str, repr=False, compare=False)
+    """Computes the hint on demand."""
+    is_manual: bool = False
+    """Whether the program calls it explicitly, in a `shard_map`."""
+    is_move: bool = False
+    """Whether it reshards an array, because two ops, or an op and an annotation, need different specs."""
+
+    @property
+    def hint(self) -> str:
+        """How to avoid it, with the annotations that it comes from; empty if unknown."""
+        return self.advise()
+
+    def __str__(self) -> str:
+        axes = ", ".join(map(axis_name, self.axes))
+        times = f"{self.count} x " if self.count > 1 else ""
+        return f"{self.kind} over {axes}, {times}{self.result_bytes} bytes of {self.dtype}: {self.cause}, {self.source}"
+
+
+class Ledger(Sequence[Collective]):
+    """The collectives of a program, in program order; prints as a table, most bytes first."""
+
+    def __init__(self, collectives: Sequence[Collective], *, name: str = ""):
+        self.name = name
+        self._collectives = tuple(collectives)
+
+    @overload
+    def __getitem__(self, index: int) -> Collective: ...
+    @overload
+    def __getitem__(self, index: slice) -> Ledger: ...
+    def __getitem__(self, index: int | slice) -> Collective | Ledger:
+        found = self._collectives[index]
+        return found if isinstance(found, Collective) else Ledger(found, name=self.name)
+
+    def __len__(self) -> int:
+        return len(self._collectives)
+
+    def __iter__(self) -> Iterator[Collective]:
+        return iter(self._collectives)
+
+    def by_kind(self) -> dict[Kind, tuple[int, int]]:
+        """Kind -> (number per call of the program, their bytes)."""
+        return by_kind(self)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all collectives."""
+        return sum(c.bytes for c in self)
+
+    @property
+    def total_wire_bytes(self) -> int:
+        """Bytes that each device sends in all collectives."""
+        return sum(c.wire_bytes for c in self)
+
+    def lowered(self, backend: Platform) -> Ledger:
+        """The collectives as a backend lowers them: other dtypes, or all-reduces in place of reduce-scatters.
+
+        Args:
+            backend: `"cpu"`, `"gpu"` or `"tpu"`.
+        """
+        return Ledger([_lowered(c, backend) for c in self], name=self.name)
+
+    def rows(self) -> list[tuple[str, str, int, int, str, str]]:
+        """(kind, axes, count, bytes, source, cause), identical ones in one row, most bytes first."""
+        keys = ((c.kind, ", ".join(map(axis_name, c.axes)), c.source, c.cause) for c in self)
+        found = totals(zip(keys, self, strict=True))
+        rows = [(kind, axes, n, size, source, cause) for (kind, axes, source, cause), (n, size) in found.items()]
+        return sorted(rows, key=lambda row: -row[3])
+
+    def __str__(self) -> str:
+        counts = [
+            f"{n} {kind}{'s' if n != 1 else ''} ({bytes_text(size)})" for kind, (n, size) in self.by_kind().items()
+        ]
+        head = f"{self.name}, per device: {', '.join(counts) or 'no collectives'}"
+        table = [("kind", "axes", "count", "bytes", "line", "cause"), *(tuple(map(str, row)) for row in self.rows())]
+        return "\n".join([head, *(aligned(table) if len(table) > 1 else [])])
+
+    __repr__ = __str__
+
+
+def _lowered(c: Collective, backend: Platform) -> Collective:
+    kind, dtype, size = lower_collective(backend, c.kind, c.dtype, c.result_bytes, is_manual=c.is_manual)
+    return dataclasses.replace(c, kind=kind, dtype=dtype, result_bytes=size)

@@ -1,0 +1,335 @@
+"""Predicts the collectives of a completed program from the strategy of each op.
+
+A value that several uses need in the same spec is resharded once. Dead code is skipped. Loop invariants are resharded
+once, before the loop.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+from .. import compat
+from ..cost import SUMS, Kind
+from ..graph import Graph, Op, Scope, line
+from ..propagation import Assignment
+from ..rewrite import xla_workarounds
+from ..rewrite.halo_exchange import halos, rotation, rotation_gradient, rotation_parts
+from ..rewrite.op_strategy import OpStrategies, OpStrategy
+from ..rewrite.reshard import Step, chain, local_bytes
+from ..spec import Axis, Spec, axis_name, divisible, num_parts
+from .collective_hints import Hints
+from .collective_ledger import Collective, Ledger
+from .reduce_scatter_creation import reduce_scattered
+
+MANUAL: Mapping[str, Kind] = {
+    "all_gather": "all-gather",
+    "all_gather_invariant": "all-gather",
+    "all_to_all": "all-to-all",
+    "pmax": "all-reduce",
+    "pmin": "all-reduce",
+    "ppermute": "collective-permute",
+    "psum": "all-reduce",
+    "psum_invariant": "all-reduce",
+    "reduce_scatter": "reduce-scatter",
+}
+"""The collective primitives of a `shard_map`."""
+CONTRACTIONS = frozenset({"conv_general_dilated", "dot_general"})
+
+
+def communication(assignment: Assignment, *, name: str = "") -> Ledger:
+    """Every collective that a completed program runs; what XLA does for ops without a rule is unknown."""
+    program = ProgramCollectives(assignment)
+    found = [transfer.collective for _, transfers in program.ops() for transfer in transfers]
+    return Ledger((*found, *program.in_shard_maps()), name=name)
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """A collective with its dependencies."""
+
+    collective: Collective
+    value: int
+    """The value that is resharded or reduced."""
+    is_before: bool
+    """Whether the op depends on it, rather than it on the op."""
+
+
+class ProgramCollectives:
+    """One pass over the live ops of a program; yields each op's collectives in order."""
+
+    def __init__(self, assignment: Assignment):
+        self.graph, self.specs, self.sizes = assignment.graph, assignment.specs, assignment.sizes
+        self.strategies, self.hints = OpStrategies(assignment), Hints(assignment)
+        self.times = _times(self.graph)
+        self.loop_invariants = _loop_invariants(self.graph)
+        self.branches = _branches(self.graph.scope)
+        self.resharded: set[tuple] = set()
+        self.reduce_scattered = reduce_scattered(self.graph, self.specs, self.sizes)
+        uniform = [op for op in self.graph.ops if not self.graph.diverges(op)]
+        self.rotations = {op.results[0]: shift for op in uniform if (shift := _rotation(op, self.graph)) is not None}
+        makers = self.graph.makers
+        parts = (op for result in self.rotations for op in rotation_parts(makers[result], makers))
+        self.rotation_parts = {v for op in parts for v in op.results}
+
+    def ops(self) -> Iterator[tuple[Op, tuple[Transfer, ...]]]:
+        """(op, its collectives) in program order."""
+        live = _live(self.graph)
+        for op in self.graph.ops:
+            if not live.isdisjoint(op.results):
+                yield op, tuple(self.transfers(op))
+
+    def in_shard_maps(self) -> Iterator[Collective]:
+        """The explicit collectives of `shard_map`s over all mesh axes."""
+        if self.graph.scope is not None:
+            yield from self.shard_map_bodies(self.graph.scope)
+
+    def transfers(self, op: Op) -> Iterator[Transfer]:
+        if op.rule is None:
+            return
+        if op.name == "edge":
+            yield from self.edge(op)
+        elif op.name in MANUAL:
+            yield from (Transfer(c, op.results[0], False) for c in self.manual_collectives(op))
+        elif op.results[0] in self.rotation_parts:
+            return
+        elif op.results[0] in self.rotations:
+            yield from (Transfer(c, op.operands[0], True) for c in self.rotated(op))
+        else:
+            yield from self.op(op)
+
+    def edge(self, op: Op) -> Iterator[Transfer]:
+        """Reshards a value to its inferred spec where it enters or leaves a loop, a branch or the program."""
+        (target,) = op.results
+        for v in op.operands:
+            want = self.specs[target] if op.site else self.output_spec(target)
+            if v in self.times and self.specs[v].axes != want.axes:
+                steps = self.chain(op, v, self.specs[v], want)
+                what = f"{self.graph.label(target)}, {'at a loop or branch boundary' if op.site else 'an output'}"
+                advise = partial(self.hints.edge, v, target)
+                for c in self.reshards(op, v, self.specs[v], steps, self.times[v], what, advise):
+                    yield Transfer(c, v, True)
+
+    def output_spec(self, target: int) -> Spec:
+        """The spec of an output of the program: only axes that divide their dim."""
+        return divisible(self.specs[target], self.graph.shapes[target], self.sizes)
+
+    def shard_bytes(self, v: int) -> int:
+        """Bytes of a value on one device."""
+        return local_bytes(self.specs[v].axes, self.graph.shapes[v], self.graph.itemsize(v), self.sizes)
+
+    def chain(self, op: Op, v: int, have: Spec, want: Spec) -> tuple[Step, ...]:
+        shape, itemsize = self.graph.shapes[v], self.graph.itemsize(v)
+        return chain(have, want, shape, itemsize, self.sizes, permutes=not self.graph.diverges(op))
+
+    def op(self, op: Op) -> Iterator[Transfer]:
+        strategy = self.strategies.of(op)
+        operand_specs, result_specs = self.with_workarounds(op, strategy)
+        for k, (v, steps) in enumerate(zip(op.operands, strategy.operand_steps, strict=True)):
+            times, what = self.loop_invariants.get(v, op.times), f"operand {k} of {op.name}, {self.graph.label(v)}"
+            advise = partial(self.hints.operand, op, v, operand_specs[k])
+            if v in self.times and operand_specs[k].axes != strategy.operand_specs[k].axes:
+                steps = (*steps, *self.chain(op, v, strategy.operand_specs[k], operand_specs[k]))
+            for c in self.reshards(op, v, self.specs[v], steps, times, what, advise):
+                yield Transfer(c, v, True)
+        yield from self.halo_exchanges(op, (*operand_specs, *result_specs))
+        results = zip(op.results, strategy.result_specs, result_specs, strategy.result_steps, strict=True)
+        for v, planned, spec, steps in results:
+            sums = [step for step in steps if step.kind in SUMS]
+            rest = steps[len(sums) :]
+            if spec.axes != planned.axes:
+                sums = self.sums_with_workarounds(v, sums, operand_specs, spec)
+                rest = self.chain(op, v, spec, self.specs[v])
+            for c in self.sums(op, v, sums, strategy):
+                yield Transfer(c, v, False)
+            what, advise = f"result of {op.name}, {self.graph.label(v)}", partial(self.hints.result, v, spec)
+            for c in self.reshards(op, v, spec, rest, op.times, what, advise):
+                yield Transfer(c, v, False)
+
+    def with_workarounds(self, op: Op, strategy: OpStrategy) -> tuple[Sequence[Spec], Sequence[Spec]]:
+        """The specs of operands and results, replaced where XLA would compute the op wrongly under the strategy's."""
+        found = (*strategy.operand_specs, *strategy.result_specs)
+        if op.name in xla_workarounds.WORKAROUNDS:
+            shapes = [self.graph.shapes[v] for v in (*op.operands, *op.results)]
+            is_manual = bool(self.graph.manual.get(op.results[0]))
+            safe = xla_workarounds.specs(op.name, op.site[0].params, shapes, found, self.sizes, is_manual=is_manual)
+            found = tuple(b or a for a, b in zip(found, safe, strict=True))
+        return found[: len(op.operands)], found[len(op.operands) :]
+
+    def sums_with_workarounds(
+        self, v: int, sums: Sequence[Step], operand_specs: Sequence[Spec], spec: Spec
+    ) -> list[Step]:
+        """The sums of a result whose spec a workaround replaced, over axes that operands are still sharded over."""
+        shard_bytes = local_bytes(spec.axes, self.graph.shapes[v], self.graph.itemsize(v), self.sizes)
+        present = {a for operand_spec in operand_specs for axes in operand_spec.axes for a in axes}
+        kept = [step for step in sums if not present.isdisjoint(step.axes)]
+        return [dataclasses.replace(step, kind="all-reduce", spec=spec, num_bytes=shard_bytes) for step in kept]
+
+    def halo_exchanges(self, op: Op, specs: Sequence[Spec]) -> Iterator[Transfer]:
+        """Halo exchanges between neighbours along the sharded dims that an op slides a window over."""
+        shapes = [self.graph.shapes[v] for v in (*op.operands, *op.results)]
+        v = op.operands[0]
+        shard_bytes = local_bytes(specs[0].axes, shapes[0], self.graph.itemsize(v), self.sizes)
+        for halo in halos(op, shapes, specs, self.sizes):
+            cause = f"{op.name} exchanges halos along dim {halo.dim}, sharded over {_names(halo.axes)}"
+            for share in halo.shares:
+                size = int(shard_bytes * share)
+                yield Transfer(self.collective("collective-permute", halo.axes, size, op, v, op.times, cause), v, True)
+
+    def rotated(self, op: Op) -> Iterator[Collective]:
+        """A rotation (`jnp.roll`) along a sharded dim: the permutes that move rows to other devices."""
+        (v,) = op.results
+        (dim, shift), spec = self.rotations[v], self.specs[v]
+        axes = spec.dims[dim].axes
+        if not axes or not shift:
+            return
+        shard_bytes, parts = self.shard_bytes(v), num_parts(axes, self.sizes)
+        rows = -(-self.graph.shapes[v][dim] // parts)
+        far, rest = divmod(shift, rows)
+        passed = [n for n, away in ((rows - rest, far), (rest, far + 1)) if n and away % parts]
+        for part in passed:
+            cause = f"rotates dim {dim}, sharded over {_names(axes)}, by {shift}"
+            yield self.collective("collective-permute", axes, shard_bytes * part // rows, op, v, op.times, cause)
+
+    def manual_collectives(self, op: Op) -> Iterator[Collective]:
+        """The explicit collectives in the body of a `shard_map`."""
+        eqn = op.site[0]
+        for v in op.results:
+            yield from self.manual_collective(eqn, self.shard_bytes(v), str(self.graph.dtypes[v]), op.times, op.source)
+
+    def shard_map_bodies(self, scope: Scope, times: int = 1) -> Iterator[Collective]:
+        """The `shard_map`s over all mesh axes, whose bodies are not in the graph."""
+        for i, eqn in enumerate(scope.jaxpr.eqns):
+            if eqn.primitive.name == "shard_map" and (i, "jaxpr", 0) not in scope.children:
+                yield from self.shard_map_body(eqn.params["jaxpr"], times)
+        for (i, _, _), child in scope.children.items():
+            yield from self.shard_map_bodies(child, times * _length(scope.jaxpr.eqns[i]))
+
+    def shard_map_body(self, jaxpr: Any, times: int) -> Iterator[Collective]:
+        for eqn in compat.open_jaxpr(jaxpr).eqns:
+            if eqn.primitive.name in MANUAL:
+                for var in eqn.outvars:
+                    size = math.prod(var.aval.shape) * var.aval.dtype.itemsize
+                    yield from self.manual_collective(eqn, size, str(var.aval.dtype), times, line((eqn,)))
+            for _, _, inner in compat.sub_jaxprs(eqn.params):
+                yield from self.shard_map_body(inner, times * _length(eqn))
+
+    def manual_collective(self, eqn: Any, out: int, dtype: str, times: int, source: str) -> Iterator[Collective]:
+        name = eqn.primitive.name
+        given = eqn.params.get("axes") or eqn.params.get("axis_name") or ()
+        axes = tuple(a for a in (given if isinstance(given, tuple) else (given,)) if self.sizes.get(a, 1) > 1)
+        if axes:
+            kind, n = MANUAL[name], num_parts(axes, self.sizes)
+            yield Collective(
+                kind=kind, axes=axes, num_devices=n, count=times, dtype=dtype, op=name, source=source, is_manual=True,
+                result_bytes=out * n if kind == "reduce-scatter" else out, cause=f"{name} in a shard_map",
+            )  # fmt: skip
+
+    def sums(self, op: Op, v: int, steps: Sequence[Step], strategy: OpStrategy) -> Iterator[Collective]:
+        """The reductions of an op's partial sums."""
+        verb = "contracts" if op.name in CONTRACTIONS else "reduces"
+        for step in steps:
+            cause = f"{op.name} {verb} a dim sharded over {_names(step.axes)}"
+            is_scattered = step.kind == "all-reduce" and self.reduce_scattered.get(v) == frozenset(step.axes)
+            kind = "reduce-scatter" if is_scattered else step.kind
+            found = self.collective(kind, step.axes, step.num_bytes, op, v, op.times, cause)
+            yield dataclasses.replace(found, advise=partial(self.hints.sum, op, strategy, step.axes))
+
+    def reshards(
+        self, op: Op, v: int, have: Spec, steps: Sequence[Step], times: int, what: str, advise: Callable[[], str]
+    ) -> Iterator[Collective]:
+        """The collectives of a reshard; a value that one branch, or the code outside, reshards twice moves once."""
+        branch = self.branches.get(id(op.site[0])) if op.site else None
+        for step in steps:
+            key = (*self.untransposed(v, step.spec.axes), branch)
+            if step.kind != "slice" and key not in self.resharded:
+                self.resharded.add(key)
+                cause = f"{what}, resharded from {have} to {step.spec}"
+                found = self.collective(step.kind, step.axes, step.num_bytes, op, v, times, cause)
+                yield dataclasses.replace(found, advise=advise, is_move=True)
+            have = step.spec
+
+    def untransposed(self, v: int, axes: tuple[tuple[Axis, ...], ...]) -> tuple[int, tuple[tuple[Axis, ...], ...]]:
+        """The value that `v` is a transpose of, and its axes: XLA reshards both as one."""
+        op = self.graph.makers.get(v)
+        while op is not None and op.name == "transpose":
+            permutation = op.site[0].params["permutation"]
+            axes = tuple(axes[permutation.index(d)] for d in range(len(axes)))
+            (v,) = op.operands
+            op = self.graph.makers.get(v)
+        return v, axes
+
+    def collective(
+        self,
+        kind: Kind | Literal["slice"],
+        axes: tuple[Axis, ...],
+        result_bytes: int,
+        op: Op,
+        v: int,
+        times: int,
+        cause: str,
+    ) -> Collective:
+        assert kind != "slice"
+        return Collective(
+            kind=kind,
+            axes=axes,
+            num_devices=num_parts(axes, self.sizes),
+            count=times,
+            result_bytes=result_bytes,
+            dtype=str(self.graph.dtypes[v]),
+            op=op.name,
+            source=op.source or self.graph.source(v),
+            cause=cause,
+        )
+
+
+def _rotation(op: Op, graph: Graph) -> tuple[int, int] | None:
+    """(dim, shift) if an op rotates an array, or None."""
+    shift = rotation(op, graph.makers)
+    return rotation_gradient(op, graph.makers) if shift is None else (op.site[0].params["dimension"], shift)
+
+
+def _names(axes: Sequence[Axis]) -> str:
+    return ", ".join(map(axis_name, axes))
+
+
+def _length(eqn: Any) -> int:
+    return eqn.params["length"] if eqn.primitive.name == "scan" else 1
+
+
+def _times(graph: Graph) -> dict[int, int]:
+    """Value -> how often it is computed; without constants, which are materialized where they are used."""
+    return {**{v: op.times for v, op in graph.makers.items()}, **dict.fromkeys(graph.inputs, 1)}
+
+
+def _loop_invariants(graph: Graph) -> dict[int, int]:
+    """Loop invariant -> how often the loop runs."""
+    return {op.results[0]: op.times for op in graph.ops if op.name == "edge" and op.site and len(op.operands) == 1}
+
+
+def _branches(scope: Scope | None) -> dict[int, Scope]:
+    """id of an equation in a branch -> the innermost enclosing branch."""
+    found: dict[int, Scope] = {}
+    waiting: list[tuple[Scope, Scope | None]] = [(scope, None)] if scope is not None else []
+    while waiting:
+        one, branch = waiting.pop()
+        if branch is not None:
+            found.update((id(eqn), branch) for eqn in one.jaxpr.eqns)
+        waiting += [(child, child if key == "branches" else branch) for (_, key, _), child in one.children.items()]
+    return found
+
+
+def _live(graph: Graph) -> set[int]:
+    """The values that an output of the program depends on; the rest is dead code."""
+    waiting = [*graph.outputs, *graph.broadcast_scalars]
+    live = set(waiting)
+    while waiting:
+        op = graph.makers.get(waiting.pop())
+        new = set(op.operands) - live if op is not None else set()
+        live |= new
+        waiting += new
+    return live

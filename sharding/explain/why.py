@@ -1,0 +1,84 @@
+"""Explanations as text: the chain from an axis to its annotation, and conflicts; repeated layers are printed once."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from ..graph import Graph
+from ..paths import pattern
+from ..propagation import Conflict, Reason
+
+MAX_PERIOD = 256
+"""The longest repeated sequence of steps that is searched for; one layer has fewer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Why:
+    """The steps from an axis on a dim back to the annotation it came from; prints one step per line."""
+
+    lines: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines)
+
+    __repr__ = __str__
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.lines)
+
+
+class Conflicts(tuple[Conflict, ...]):
+    """All conflicts in program order; prints those that differ only in the layer index as one line."""
+
+    def __str__(self) -> str:
+        groups: dict[str, list[Conflict]] = {}
+        for conflict in self:
+            groups.setdefault(pattern(str(conflict)), []).append(conflict)
+        return "\n".join(
+            str(group[0]) if len(group) == 1 else f"{text} (x{len(group)})" for text, group in groups.items()
+        )
+
+    __repr__ = __str__
+
+
+def chain_lines(graph: Graph, steps: Iterable[tuple[int, int, Reason]]) -> list[str]:
+    """One line per (value, dim, reason); the steps of repeated layers are written once."""
+    lines = [_step(graph, *step) for step in steps]
+    found: list[str] = []
+    for start, period, times in repeats(list(map(pattern, lines))):
+        found += lines[start : start + period]
+        if times > 1:
+            what = "this step repeats" if period == 1 else f"these {period} steps repeat"
+            found.append(f"({what} {times - 1} more time{'s' if times > 2 else ''})")
+    return found
+
+
+def _step(graph: Graph, value: int, dim: int, reason: Reason) -> str:
+    who = f"{graph.label(value)} dim {dim}"
+    if reason.value is None:
+        return f"{who} <- {reason.source}"
+    at, of = f" at {reason.source}" if reason.source else "", f", from {reason.array}" if reason.array else ""
+    return f"{who} <- {reason.word}{at}{of}"
+
+
+def repeats(items: Sequence[Hashable]) -> Iterator[tuple[int, int, int]]:
+    """(start, period, times) of runs that cover the sequence; an item that does not repeat has period and times 1.
+
+    Greedy: at each position the longest run, and the shortest period among equally long ones.
+    """
+    at = 0
+    while at < len(items):
+        period, times = max(_runs(items, at), key=lambda run: (run[0] * run[1], -run[0]))
+        yield at, period, times
+        at += period * times
+
+
+def _runs(items: Sequence[Hashable], at: int) -> Iterator[tuple[int, int]]:
+    yield 1, 1
+    for period in range(1, min(MAX_PERIOD, (len(items) - at) // 2) + 1):
+        times = 1
+        while items[at : at + period] == items[at + times * period : at + (times + 1) * period]:
+            times += 1
+        if times > 1:
+            yield period, times

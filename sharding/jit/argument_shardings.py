@@ -1,0 +1,201 @@
+"""The shardings required of argument and result leaves: from `in_shardings`, `out_shardings` and committed arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, Sharding
+from jax.sharding import PartitionSpec as P
+
+from .. import compat
+from ..annotations import axis_rules
+from ..errors import ShardingError, raise_together
+from ..graph import Annotation
+from ..spec import Spec, from_partition_spec, indivisible, to_partition_spec
+
+
+def broadcast_specs(specs: Any, trees: Sequence[Any], what: str, function: str) -> list[Any]:
+    """A spec, or None, for every leaf: `specs` is a pytree prefix, as for `jax.jit`.
+
+    Args:
+        specs: one spec for all, or a tuple with one prefix per tree.
+        trees: the pytrees; their leaves may be anything.
+        what: `in_shardings` or `out_shardings`, for errors.
+        function: the function's name, for errors.
+    """
+    if _is_spec(specs):
+        return [specs for tree in trees for _ in jax.tree.leaves(tree)]
+    if what == "in_shardings" and (not isinstance(specs, (tuple, list)) or len(specs) != len(trees)):
+        raise ShardingError(
+            f"{function}: {what}",
+            found=f"{len(trees)} arguments, and {what} is {_outline(specs)}",
+            required="a tuple with one entry per non-static argument; None leaves the argument open",
+            fix=f"{what}=({', '.join(['None'] * len(trees))}{',' if len(trees) == 1 else ''})",
+        )
+    prefix = tuple(specs) if what == "in_shardings" else (specs,)
+    out: list[Any] = []
+    for i, (entry, tree) in enumerate(zip(prefix, trees, strict=True)):
+        try:
+            marked = jax.tree.map(lambda s: ... if s is None else s, entry, is_leaf=_is_spec)  # JAX: None is no leaf
+            full = jax.tree.broadcast(marked, tree)
+        except ValueError as e:
+            subject = "argument" if what == "in_shardings" else "result"
+            raise ShardingError(
+                f"{function}: {what}" + (f"[{i}]" if what == "in_shardings" else ""),
+                found=[f"the {subject} is {_outline(tree)}", f"the specs are {_outline(entry)}", _mismatch(e)],
+                required=f"specs that are a pytree prefix of the {subject}",
+                fix=f"None for the entire {subject}, or sharding.annotate inside the function",
+            ) from e
+        out += [None if s is ... else s for s in jax.tree.leaves(full)]
+    return out
+
+
+def _mismatch(error: ValueError) -> str:
+    """JAX's description of how two trees differ, with the path: `different lengths of list at ['b']['d']`."""
+    what, where = [*str(error).splitlines(), ""][:2]
+    where = where.strip().removeprefix("broadcast_prefix prefix_tree") or "the root"
+    return f"{what.removeprefix('pytree structure error: ').removesuffix(' key path')} {where}"
+
+
+def _is_spec(x: Any) -> bool:
+    return x is None or isinstance(x, (P, Sharding))
+
+
+def _outline(tree: Any) -> str:
+    text = str(jax.tree.structure(tree, is_leaf=_is_spec)).removeprefix("PyTreeDef(").removesuffix(")")
+    return text if len(text) < 160 else text[:157] + "..."
+
+
+def leaf_annotations(
+    specs: Sequence[Any], avals: Sequence[Any], names: Sequence[str], mesh: Any, *, what: str, function: str
+) -> list[Annotation | None]:
+    """The user's spec of each leaf, resolved; one error reports all faults of all leaves."""
+    sizes = dict(mesh.shape)
+    found: list[Annotation | None] = []
+    failures: list[ShardingError] = []
+    for entry, aval, name in zip(specs, avals, names, strict=True):
+        try:
+            found.append(_resolve(entry, aval, f"{function}({name}): {what}", sizes, mesh, what))
+        except ShardingError as e:
+            failures.append(e)
+    raise_together(f"{function}: {what}", failures)
+    return found
+
+
+def _resolve(entry: Any, aval: Any, asked: str, sizes: Mapping[str, int], mesh: Any, what: str) -> Annotation | None:
+    if entry is None:
+        return None
+    if isinstance(entry, Sharding):
+        entry = spec_on_mesh(entry, mesh, asked)
+        spec = from_partition_spec(entry, aval.shape, sizes, asked=asked)
+    else:
+        spec = axis_rules.resolve(entry, aval.shape, sizes, asked=asked)
+    faults = indivisible(spec, aval.shape, sizes)
+    if faults:
+        raise ShardingError(
+            asked,
+            found=[f"spec {entry}, shape {tuple(aval.shape)}", *faults],
+            required="a dim divisible by the product of its axis sizes",
+            fix=[f"size {n}" for n in _nearest_sizes(spec, aval.shape, sizes)] + ["fewer axes on the dim, or P(None)"],
+        )
+    return None if spec.is_open else Annotation(spec=spec, origin=what)
+
+
+def _nearest_sizes(spec: Spec, shape: tuple[int, ...], sizes: Mapping[str, int]) -> list[str]:
+    out = []
+    for d, (dim, size) in enumerate(zip(spec.dims, shape, strict=True)):
+        parts = Spec(dims=(dim,)).num_shards(sizes)
+        if size % parts:
+            out.append(
+                " or ".join(str(n) for n in (size // parts * parts, -(-size // parts) * parts) if n) + f" in dim {d}"
+            )
+    return out
+
+
+def spec_on_mesh(sharding: Sharding, mesh: Any, asked: str) -> P:
+    """The PartitionSpec of a sharding on `mesh`; an error if it is on another mesh."""
+    if isinstance(sharding, NamedSharding) and _same_mesh(sharding.mesh, mesh):
+        return sharding.spec
+    if isinstance(mesh, Mesh) and sharding.device_set == set(mesh.devices.flat) and sharding.is_fully_replicated:
+        return P()
+    other = sharding.mesh.shape if isinstance(sharding, NamedSharding) else f"{len(sharding.device_set)} devices"
+    raise ShardingError(
+        asked,
+        found=[
+            f"an array on {dict(other) if not isinstance(other, str) else other}: {sharding}",
+            f"the current mesh is {dict(mesh.shape)}",
+        ],
+        required="a committed array on the devices of the current mesh",
+        fix=[
+            "jax.device_put(x, jax.sharding.NamedSharding(mesh, spec))",
+            "enter the mesh under which the array was created",
+        ],
+    )
+
+
+def _same_mesh(a: Any, b: Any) -> bool:
+    if a.axis_names != b.axis_names or a.axis_sizes != b.axis_sizes:
+        return False
+    return not (isinstance(a, Mesh) and isinstance(b, Mesh)) or bool((a.devices == b.devices).all())
+
+
+def with_committed_shardings(
+    leaves: Sequence[Any], requested: Sequence[Annotation | None], names: Sequence[str], mesh: Any, function: str
+) -> list[Annotation | None]:
+    """The requested specs, with the shardings of committed and abstract arrays where the user requested none.
+
+    Raises:
+        ShardingError: a committed array that contradicts the request, or is on another mesh.
+    """
+    sizes, out, failures = dict(mesh.shape), [], []
+    for leaf, annotation, name in zip(leaves, requested, names, strict=True):
+        sharding = committed_sharding(leaf, mesh)
+        if sharding is None:
+            out.append(annotation)
+            continue
+        try:
+            pspec = spec_on_mesh(sharding, mesh, f"{function}({name})")
+            have = Annotation(
+                spec=from_partition_spec(pspec, leaf.shape, sizes, asked=name), origin="the argument's sharding"
+            )
+            out.append(_reconciled(annotation, have, f"{function}({name})"))
+        except ShardingError as e:
+            failures.append(e)
+    raise_together(f"{function}: arguments", failures)
+    return out
+
+
+def committed_sharding(leaf: Any, mesh: Any) -> Sharding | None:
+    """The sharding of a committed array, or of an abstract array that has one.
+
+    An array replicated over all devices of the mesh does not count: that is how JAX creates arrays under a mesh.
+    """
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf.sharding
+    if not compat.is_committed(leaf):
+        return None
+    replicated = leaf.sharding.is_fully_replicated and isinstance(mesh, Mesh)
+    return None if replicated and leaf.sharding.device_set == set(mesh.devices.flat) else leaf.sharding
+
+
+def _reconciled(annotation: Annotation | None, have: Annotation, asked: str) -> Annotation:
+    if annotation is None:
+        return have
+    if annotation.spec.axes == have.spec.axes:
+        dims = tuple(replace(d, open=False) for d in annotation.spec.dims)  # a committed array keeps its sharding
+        return Annotation(spec=Spec(dims=dims), origin=annotation.origin)
+    pairs = zip(annotation.spec.dims, have.spec.dims, strict=True)
+    if all(h.axes == d.axes or (d.open and h.axes[: len(d.axes)] == d.axes) for d, h in pairs):
+        return have
+    raise ShardingError(
+        asked,
+        found=[
+            f"the array is committed to {to_partition_spec(have.spec)}",
+            f"{annotation.origin} requires {to_partition_spec(annotation.spec)}",
+        ],
+        required="a committed array whose sharding matches",
+        fix="jax.device_put it first, or drop one of the two",
+    )

@@ -1,0 +1,61 @@
+"""The per-device program of an assignment: instructions with local shapes, as XLA's partitioner would emit them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..propagation import Assignment
+from ..spec import Spec, divisible
+from . import control_flow_lowering
+from .emitter import Emitter
+from .equation_lowering import Env, Handler, Lowering
+from .instruction import Body, Instruction
+
+HANDLERS: dict[str, Handler] = {
+    "cond": control_flow_lowering.cond,
+    "custom_linear_solve": control_flow_lowering.linear_solve,
+    "scan": control_flow_lowering.scan,
+    "shard_map": control_flow_lowering.shard_map,
+    "while": control_flow_lowering.while_,
+}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeviceProgram:
+    """The program that one device runs, with its arguments and results."""
+
+    body: Body
+    inputs: tuple[Instruction, ...]
+    outputs: tuple[Instruction, ...]
+
+
+def lower(assignment: Assignment, platform: str) -> DeviceProgram:
+    """The program of an assignment on one device of a platform."""
+    lowering = Lowering(assignment, HANDLERS, platform)
+    g, emitter = lowering.graph, Emitter(lowering.sizes, lowering.cursor)
+    scope = g.scope
+    assert scope is not None
+    env: Env = dict.fromkeys(scope.jaxpr.constvars)
+    inputs = []
+    for var, v in zip(scope.jaxpr.invars, g.inputs, strict=True):
+        spec, itemsize = _boundary_spec(assignment, v), lowering.itemsize(var.aval)
+        x = emitter.argument(emitter.local_shape(g.shapes[v], spec), itemsize, v)
+        inputs.append(x)
+        env[var] = emitter.reshard(x, g.shapes[v], itemsize, spec, lowering.specs[v])
+    lowering.lower_equations(scope.jaxpr, scope, env, emitter)
+    outputs = []
+    for atom, v in zip(scope.jaxpr.outvars, g.outputs, strict=True):
+        spec, itemsize = _boundary_spec(assignment, v), lowering.itemsize(atom.aval)
+        x = lowering.read(atom, env)
+        if x is None:
+            x = emitter.constant(emitter.local_shape(g.shapes[v], spec), itemsize)
+        else:
+            x = emitter.reshard(x, g.shapes[v], itemsize, lowering.spec_of(atom, scope), spec)
+        outputs.append(x)
+    emitter.body.results = outputs
+    return DeviceProgram(emitter.body, tuple(inputs), tuple(outputs))
+
+
+def _boundary_spec(assignment: Assignment, v: int) -> Spec:
+    """The spec of an argument or result: `jax.jit` shards only dims that the axes divide."""
+    return divisible(assignment.specs[v], assignment.graph.shapes[v], assignment.sizes)

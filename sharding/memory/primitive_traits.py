@@ -1,0 +1,82 @@
+"""Fusion traits of each primitive: which ones XLA can fuse, and which are too expensive to duplicate.
+
+After XLA:CPU's fusion pass (openxla/xla, `service/cpu/cpu_instruction_fusion.cc`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..rules import ELEMENTWISE
+from .instruction import Instruction
+
+RESHAPES = frozenset("expand_dims reshape squeeze".split())
+"""Primitives that only change the shape."""
+
+DATA_MOVEMENT = frozenset(
+    """
+    broadcast_in_dim concatenate dynamic_slice dynamic_update_slice gather iota pad rev slice split stack tile transpose
+    unstack
+    """.split()
+)
+"""Fusible data movement: a consumer can index its operand instead."""
+
+REDUCTIONS = frozenset("reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor".split())
+
+EXPENSIVE = frozenset(
+    """
+    acos acosh asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt cosh digamma div erf erf_inv erfc exp exp2 expm1
+    gather igamma igammac lgamma log log1p log2 logistic pow random_gamma regularized_incomplete_beta rem rsqrt sinh
+    sqrt tanh threefry2x32 threefry4x32
+    """.split()
+)
+
+BARRIER = "optimization_barrier"
+"""Its results are its operands, none available before all are."""
+
+IDENTITIES = frozenset("copy_p pbroadcast pvary reshard same barrier".split())
+"""Primitives whose results are their operands."""
+
+REUSES_OPERAND = frozenset("broadcast_in_dim conv_general_dilated dot_general gather pad stack tile".split())
+
+COLLECTIVES = {
+    "all_gather": "all-gather", "all_gather_invariant": "all-gather", "all_to_all": "all-to-all", "pmax": "all-reduce",
+    "pmin": "all-reduce", "ppermute": "collective-permute", "psum": "all-reduce", "psum_invariant": "all-reduce",
+    "reduce_scatter": "reduce-scatter",
+}  # fmt: skip
+"""Collective primitive of manual code -> HLO opcode."""
+
+TREE_REDUCTION_WINDOW = 32
+"""Longer dims are reduced in two rounds (`tree_reduction_rewriter.cc`), the first of which reads stored values."""
+
+
+def is_elementwise(name: str) -> bool:
+    """Whether each element of the result depends only on the operands' elements at the same index."""
+    return name in ELEMENTWISE
+
+
+def is_fusible(name: str) -> bool:
+    """Whether a consumer may compute it inside its own kernel."""
+    return name in ELEMENTWISE or name in DATA_MOVEMENT or name in REDUCTIONS or name in RESHAPES
+
+
+def is_transposed(x: Instruction) -> bool:
+    """Whether an array is a transpose of the program's own, so that it keeps its operand's layout."""
+    return x.eqn is not None and x.name == x.eqn.primitive.name == "transpose"
+
+
+def stores_constant(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether a constant operand of this shape is stored in memory; otherwise the op's kernel computes it."""
+    one_array = name in REDUCTIONS or name in RESHAPES
+    return one_array or (bool(shape) and not is_fusible(name))
+
+
+def is_expensive(name: str, eqn: Any) -> bool:
+    """Whether XLA does not duplicate it into several consumers."""
+    if name in ("div", "rem"):
+        return getattr(eqn.outvars[0].aval.dtype, "kind", "f") not in "iu"
+    if name == "integer_pow":
+        return eqn.params["y"] < 0
+    if name == "convert_element_type":
+        return str(eqn.outvars[0].aval.dtype) == "bfloat16" and str(eqn.invars[0].aval.dtype) == "float32"
+    return name in EXPENSIVE or name in REDUCTIONS

@@ -1,0 +1,94 @@
+"""`complete`: infers the `Assignment` of an annotated graph."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..graph import Graph
+from ..spec import Dim, Spec
+from . import conflict_report
+from .assignment import Assignment, Reason
+from .axis_atoms import AtomTable
+from .fixed_point import Engine
+
+
+def complete(graph: Graph, sizes: Mapping[str, int]) -> Assignment:
+    """Returns a spec for every value of `graph` over mesh axes of the given sizes, with the reason for every axis.
+
+    Annotations are kept as they are; everything else is inferred from them.
+    """
+    return _completed(Engine(graph, AtomTable.of(sizes)))
+
+
+def _completed(engine: Engine) -> Assignment:
+    engine.run()
+    graph, specs = engine.graph, specs_of(engine)
+    return Assignment(
+        graph=graph,
+        sizes=engine.table.mesh_sizes,
+        specs=specs,
+        with_annotations=lambda annotations: _completed(engine.restarted(graph.with_annotations(annotations))),
+        find_reason=lambda v, d, axis: _reason(engine, v, d, engine.table.atoms_of((axis,))[0]),
+        find_conflicts=lambda: conflict_report.find(engine, specs, lambda v, d, atom: _origin(engine, v, d, atom)),
+    )
+
+
+def unannotated(graph: Graph, sizes: Mapping[str, int]) -> Assignment:
+    """Returns the annotations alone, without propagation, to leave the rest to XLA."""
+    specs = tuple(
+        graph.annotations[v].spec if v in graph.annotations else Spec(dims=(Dim(open=True),) * len(shape))
+        for v, shape in enumerate(graph.shapes)
+    )
+    return Assignment(
+        graph=graph,
+        sizes=dict(sizes),
+        specs=specs,
+        with_annotations=lambda annotations: unannotated(graph.with_annotations(annotations), sizes),
+        find_reason=lambda v, d, _: Reason(word="annotated", origin=graph.annotations[v].origin_of(d)),
+    )
+
+
+def specs_of(engine: Engine) -> tuple[Spec, ...]:
+    """Returns the spec of every value in an engine's state."""
+
+    def spec(number: int) -> Spec:
+        dims = tuple(Dim(axes=engine.table.axes_of(atoms)) for atoms in engine.shardings[number].axes)
+        return Spec(dims=dims, unreduced=())
+
+    known = {number: spec(number) for number in dict.fromkeys(engine.state)}
+    state = engine.state
+    return (
+        tuple(known[state[v]] for v in engine.graph.representatives)
+        if engine.graph.groups
+        else tuple(map(known.__getitem__, state))
+    )
+
+
+def _reason(engine: Engine, v: int, d: int, atom: int) -> Reason:
+    graph = engine.graph
+    step = engine.step(v, d, atom)
+    first = step.value if step is not None else _annotated(engine, v, d, atom)
+    if first != v:
+        return Reason(word="same group", site=graph.group_site(v, first), value=first, dim=d)
+    if step is None:
+        return Reason(word="annotated", origin=graph.annotations[v].origin_of(d))
+    return Reason.of(engine.op_graph.ops[step.op], step.source, step.source_dim)
+
+
+def _annotated(engine: Engine, v: int, d: int, atom: int) -> int:
+    """Returns the member of a value's group (usually the value itself) whose annotation has an atom in a dim."""
+    annotations = engine.graph.annotations
+    members = (m for m in engine.graph.members(v) if m in annotations)
+    return next((m for m in members if atom in engine.table.atoms_of(annotations[m].spec.dims[d].axes)), v)
+
+
+def _origin(engine: Engine, v: int, d: int, atom: int) -> str:
+    seen = set()
+    while (v, d) not in seen:
+        seen.add((v, d))
+        step = engine.step(v, d, atom)
+        if step is None:
+            v = _annotated(engine, v, d, atom)
+            break
+        v, d = step.source, step.source_dim
+    return engine.graph.annotations[v].origin_of(d) if v in engine.graph.annotations else "unknown"

@@ -1,0 +1,292 @@
+"""The rewriter: adds the sharding of every value to a program as constraints.
+
+The jaxpr is rewritten in place: each equation is followed by a constraint on each of its results, also in nested
+jaxprs, which go back into their own equations with all other parameters unchanged. So remat stays remat, custom
+derivatives keep their rules, effects keep their order. Constraining every value compiles to the program that XLA would
+have made from the same shardings, and leaves it nothing to infer. Redundant constraints (`redundant_constraints.py`)
+are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh
+
+from .. import compat
+from ..annotations import annotate
+from ..annotations.propagation_barrier import barrier_p
+from ..annotations.same import same_p
+from ..graph import CALLS, Atom, Op, Scope
+from ..propagation import Assignment
+from ..spec import Spec
+from . import body_boundary, xla_workarounds
+from .constraint_emitter import AssignedProgram, ConstraintEmitter
+from .halo_exchange import rotation, rotation_gradient, rotation_parts
+from .op_strategy import HALO_KINDS, OpStrategies, OpStrategy
+from .redundant_constraints import redundant
+from .reshard import Step
+
+
+def constrain(closed_jaxpr: Any, assignment: Assignment, mesh: AbstractMesh, *, inputs: bool = False) -> Any:
+    """Returns a closed jaxpr of the same type with the specs of `assignment` as constraints.
+
+    Args:
+        closed_jaxpr: the program that the assignment's graph was built from.
+        assignment: a spec per value.
+        mesh: the mesh of the specs.
+        inputs: constrain the arguments too, for a program that runs inside another one.
+    """
+    assert assignment.graph.scope is not None
+    rewriter = _Rewriter(assignment, mesh)
+    return rewriter.jaxpr(closed_jaxpr, assignment.graph.scope, inputs=inputs)
+
+
+class _Rewriter:
+    def __init__(self, assignment: Assignment, mesh: AbstractMesh):
+        self.program = AssignedProgram(assignment, mesh)
+        graph = assignment.graph
+        everywhere = (op for op in graph.ops if not graph.diverges(op))
+        self.rotated = {v for op in everywhere for part in rotation_parts(op, graph.makers) for v in part.results}
+        """Values inside rotations."""
+        self.strategies = OpStrategies(assignment)
+        self.done: dict[Any, Any] = {}
+
+    def jaxpr(self, jaxpr: Any, scope: Scope, *, inputs: bool = False) -> Any:
+        key = (id(jaxpr), self.signature(scope), inputs, scope.manual, scope.divergent)
+        if key not in self.done:  # a body called twice with equal shardings stays one body
+            self.done[key] = _Body(self, jaxpr, scope).rewritten(inputs)
+        return self.done[key]
+
+    def maker(self, scope: Scope, eqn: Any) -> Op | None:
+        """Returns the op of an equation, if it has one with a rule."""
+        atoms = [scope.env[v] for v in eqn.outvars if not compat.is_drop(v)]
+        op = self.program.makers.get(atoms[0]) if atoms and atoms[0] is not None else None
+        return op if op is not None and op.rule is not None and op.site and op.site[0] is eqn else None
+
+    def signature(self, scope: Scope) -> tuple:
+        spec = self.program.spec
+        env = tuple(spec(a) for a in scope.env.values())
+        rows = (*scope.entries.values(), scope.exits, scope.stacked_inputs, scope.stacked_outputs)
+        boundary = tuple(tuple(spec(a) for a in row) for row in rows)
+        return env, boundary, tuple(self.signature(child) for child in scope.children.values())
+
+
+class _Body(ConstraintEmitter):
+    """The rewriting of one jaxpr in one scope."""
+
+    def __init__(self, rewriter: _Rewriter, jaxpr: Any, scope: Scope):
+        super().__init__(rewriter.program, scope)
+        self.rewriter, self.original = rewriter, jaxpr
+        self.reshards: dict[tuple[Any, Any], Any] = {}
+        self.unconstrained: set[Any] = set()
+        self.resharded: set[Any] = set()
+        """Variables resharded before a use: constrained first, or XLA computes them with the resharded spec."""
+        self.source_eqns: list[Any] = []
+        self.strategies: list[OpStrategy | None] = []
+        self.exact_specs: dict[Any, Spec | None] = {}
+
+    def plan(self, inputs: bool) -> None:
+        """Chooses the strategy of each equation and the variables that need no constraint.
+
+        Those of the program's own arguments and results are left to `jax.jit`.
+        """
+        source = self.scope.jaxpr
+        is_program = self.scope is self.program.scope and not inputs
+        targets = self.scope.exits or [None] * len(source.outvars)
+        pairs = zip(source.outvars, targets, strict=True)
+        unknown_uses = [v for v, t in pairs if not is_program or not self.is_returned_as_is(v, t)]
+        known = source.invars if is_program or inputs else ()
+        makers = self.program.makers
+        self.unconstrained = redundant(self.scope, makers, self.exact_spec, known=known, unknown_uses=unknown_uses)
+        for eqn in source.eqns:
+            op = self.rewriter.maker(self.scope, eqn)
+            self.source_eqns.append(eqn if op is None or self.scope.divergent else self.as_rotation(op, eqn))
+            if op is not None and op.results[0] in self.rewriter.rotated:
+                self.unconstrained.update(eqn.outvars)
+                op = None
+            elif op is not None and not self.scope.divergent and rotation(op, makers) is not None:
+                op = None
+            strategy = self.strategy(op, eqn)
+            self.strategies.append(strategy)
+            if strategy is not None:
+                pairs = zip(eqn.invars, strategy.operand_steps, strict=True)
+                self.resharded.update(v for v, steps in pairs if steps)
+            if eqn.primitive.name in xla_workarounds.WORKAROUNDS:
+                found = self.eqn_specs(eqn)
+                pairs = zip(eqn.invars, found, self.workaround_specs(eqn, found), strict=False)
+                self.resharded.update(v for v, have, need in pairs if have != need)
+        self.unconstrained -= self.resharded
+
+    def is_returned_as_is(self, var: Any, target: Atom) -> bool:
+        """Whether a result of the program is returned with its own spec."""
+        return target is None or self.program.spec(self.atom(var)) == self.program.spec(target)
+
+    def exact_spec(self, var: Any) -> Spec | None:
+        """Returns the spec to constrain a variable to, if a sharding can express it exactly."""
+        if var not in self.exact_specs:
+            spec = self.var_spec(var)
+            is_exact = spec is not None and self.program.is_exact(spec, var.aval.shape)
+            self.exact_specs[var] = spec if is_exact else None
+        return self.exact_specs[var]
+
+    def rewritten(self, inputs: bool) -> Any:
+        source = self.scope.jaxpr
+        self.plan(inputs)
+        first, last = (source.eqns[0], source.eqns[-1]) if source.eqns else (None, None)
+        if inputs:
+            for var in source.invars:
+                body_boundary.argument(self, var, first)
+        for var in source.invars if self.scope is not self.program.scope else ():
+            if var in self.resharded and self.scope.env[var] in self.scope.exits:  # carried by a loop
+                body_boundary.argument(self, var, first)
+        for var in source.invars if self.scope.manual else ():
+            body_boundary.shard_map_argument(self, var, first)
+        for var, stacked in zip(source.invars, self.scope.stacked_inputs, strict=False):
+            body_boundary.scan_slice(self, var, stacked, first)
+        for i, eqn in enumerate(self.source_eqns):
+            self.equation(i, eqn)
+        outvars = [self.read(v) for v in source.outvars]
+        if self.scope.exits:
+            pairs = zip(outvars, source.outvars, self.scope.exits, strict=True)
+            outvars = [
+                body_boundary.edge_operand(self, new, old, target, last, annotated=inputs) for new, old, target in pairs
+            ]
+            outvars = body_boundary.call_results(self, outvars) if self.scope.manual else outvars
+        if self.scope.stacked_outputs:
+            rows = zip(outvars, source.outvars, self.scope.stacked_outputs, strict=True)
+            outvars = [body_boundary.scan_update(self, new, old, stacked, last) for new, old, stacked in rows]
+        return compat.rebuild(self.original, eqns=self.eqns, outvars=outvars)
+
+    def as_rotation(self, op: Op, eqn: Any) -> Any:
+        """Returns the equation of a rotation's gradient, a sum, as the rotation that it is, which XLA recognises."""
+        makers = self.program.makers
+        back = rotation_gradient(op, makers)
+        if back is None:
+            return eqn
+        pads = [makers[v].site[0] for v in op.operands]
+        if not all(v in self.scope.env for pad in pads for v in pad.invars[:1]):
+            return eqn
+        dim, _ = back
+        parts = [pad.invars[0] for pad in sorted(pads, key=lambda pad: pad.params["padding_config"][dim][0])]
+        return compat.new_eqn(eqn, parts, eqn.outvars, jax.lax.concatenate_p, {"dimension": dim})
+
+    def equation(self, i: int, eqn: Any) -> None:
+        invars = [self.read(v) for v in eqn.invars]
+        if eqn.primitive is annotate.annotate_p:
+            self.annotation(eqn, invars[0])
+            return
+        if i in self.scope.entries:
+            skip = len(invars) - len(self.scope.entries[i])
+            pairs = zip(invars, eqn.invars, [None] * skip + self.scope.entries[i], strict=True)
+            invars = [body_boundary.edge_operand(self, new, old, target, eqn) for new, old, target in pairs]
+        results: list[Spec | None] = [None] * len(eqn.outvars)
+        strategy, is_affected = self.strategies[i], eqn.primitive.name in xla_workarounds.AFFECTED
+        if strategy is not None or is_affected:
+            found = self.eqn_specs(eqn)
+            if strategy is not None:
+                invars, results = self.apply_strategy(eqn, strategy, invars, found)
+            if is_affected:
+                invars, overrides = self.apply_workaround(eqn, invars, found)
+                results = [b if b is not None else a for a, b in zip(results, overrides, strict=True)]
+        fixed_layout = eqn.primitive.name in xla_workarounds.FIXED_LAYOUT
+        if fixed_layout:
+            invars = [self.with_layout(v, eqn) for v in invars]
+        self.eqns.append(eqn.replace(invars=invars, params=self.parameters(i, eqn)))
+        if fixed_layout:
+            self.replaced.update((v, self.with_layout(v, eqn)) for v in eqn.outvars if not compat.is_drop(v))
+        for var, spec in zip(list(eqn.outvars), results, strict=True):
+            if spec is not None:
+                self.replaced[var] = self.emit(self.read(var), spec, eqn)
+        if eqn.primitive.name in CALLS:
+            return  # constrained inside
+        for var, have in zip(list(eqn.outvars), results, strict=True):
+            spec = None if compat.is_drop(var) or (have is None and var in self.unconstrained) else self.var_spec(var)
+            if spec is not None:
+                self.replaced[var] = self.reshard(self.read(var), have, spec, eqn)
+
+    def annotation(self, eqn: Any, operand: Any) -> None:
+        """Keeps an annotation in place, with the inferred spec instead of the user's."""
+        (var,) = eqn.outvars
+        if compat.is_drop(var):
+            return
+        self.replaced[var] = operand
+        spec = self.var_spec(var)
+        if spec is not None:
+            have, p = self.var_spec(eqn.invars[0]), eqn.params
+            self.replaced[var] = self.reshard(operand, have, spec, eqn, asked=p["asked"], name=p["name"])
+
+    def eqn_specs(self, eqn: Any) -> list[Spec | None]:
+        """Returns the specs to constrain an equation's operands and results to."""
+        return [None if compat.is_drop(v) else self.var_spec(v) for v in (*eqn.invars, *eqn.outvars)]
+
+    def strategy(self, op: Op | None, eqn: Any) -> OpStrategy | None:
+        """Returns the strategy of an equation, if it needs constraints other than those of its operands and results."""
+        if op is None or len(op.operands) != len(eqn.invars):
+            return None
+        strategy = self.rewriter.strategies.of(op)
+        slices_first = op.name in xla_workarounds.OPERAND_FIRST and any(strategy.operand_steps)
+        assert op.rule is not None
+        no_halo = self.scope.divergent and not HALO_KINDS.isdisjoint(op.rule.kinds)
+        return strategy if slices_first or no_halo or any(step.kind != "slice" for step in strategy.steps) else None
+
+    def apply_strategy(
+        self, eqn: Any, strategy: OpStrategy, invars: list[Any], found: list[Spec | None]
+    ) -> tuple[list[Any], list[Spec | None]]:
+        """Reshards the operands and returns them, with the specs of results that are constrained before resharding.
+
+        Replaces specs in `found` by those of the strategy.
+        """
+        n = len(invars)
+        rows = zip(eqn.invars, strategy.operand_steps, strategy.operand_specs, strict=True)
+        for k, (var, steps, need) in enumerate(rows):
+            if steps:
+                invars[k] = self.apply_steps(invars[k], var, steps, eqn)
+            elif self.atom(var) is None and (any(need.axes) or (self.scope.divergent and need.dims)):  # a constant
+                invars[k] = self.emit(invars[k], need, eqn)
+            found[k] = need if found[k] is not None or any(need.axes) else None
+        results: list[Spec | None] = [None] * len(eqn.outvars)
+        for k, (spec, constrained) in enumerate(zip(strategy.result_specs, strategy.constrained, strict=True)):
+            if constrained and found[n + k] is not None:
+                found[n + k] = results[k] = spec
+        return invars, results
+
+    def apply_steps(self, operand: Any, var: Any, steps: Sequence[Step], eqn: Any) -> Any:
+        """Reshards an operand step by step; uses with a common prefix of steps share its variables."""
+        for step in steps:
+            key = (var, step.spec.axes)
+            if key not in self.reshards:
+                self.reshards[key] = self.emit(operand, step.spec, eqn)
+            operand = self.reshards[key]
+        return operand
+
+    def apply_workaround(
+        self, eqn: Any, invars: list[Any], found: list[Spec | None]
+    ) -> tuple[list[Any], list[Spec | None]]:
+        """Reshards the operands to specs that XLA partitions correctly; also returns the results' specs that change."""
+        shapes = [v.aval.shape for v in (*eqn.invars, *eqn.outvars)]
+        needed, n = self.workaround_specs(eqn, found), len(invars)
+        rows = zip(invars, found[:n], needed[:n], strict=True)
+        resharded = [v if have == need or need is None else self.reshard(v, have, need, eqn) for v, have, need in rows]
+        for i, largest in xla_workarounds.starts(eqn.primitive.name, shapes, found):
+            resharded[i] = self.clamp(resharded[i], largest, eqn)
+        rows = zip(eqn.outvars, found[n:], needed[n:], strict=True)
+        return resharded, [None if have == need or compat.is_drop(v) else need for v, have, need in rows]
+
+    def workaround_specs(self, eqn: Any, found: list[Spec | None]) -> list[Spec | None]:
+        """Returns the specs under which XLA partitions an equation correctly."""
+        shapes = [v.aval.shape for v in (*eqn.invars, *eqn.outvars)]
+        sizes, is_manual = self.program.sizes, bool(self.scope.manual)
+        return xla_workarounds.specs(eqn.primitive.name, eqn.params, shapes, found, sizes, is_manual=is_manual)
+
+    def parameters(self, i: int, eqn: Any) -> dict[str, Any]:
+        params = dict(eqn.params)
+        if eqn.primitive in (same_p, barrier_p):
+            params["decided"] = True
+        for key, pos, jaxpr in compat.sub_jaxprs(eqn.params):
+            child = self.scope.children.get((i, key, pos))
+            if child is not None:
+                params = compat.with_jaxpr(params, key, pos, self.rewriter.jaxpr(jaxpr, child))
+        return params

@@ -1,0 +1,108 @@
+"""Emits sharding constraints into the jaxpr that is being rewritten."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, AxisType
+
+from .. import compat
+from ..annotations import annotate
+from ..graph import Atom, Scope
+from ..propagation import Assignment
+from ..spec import Spec, indivisible
+from .reshard import chain
+from .sub_axes import refine
+
+
+class AssignedProgram:
+    """The specs and annotations of a program's values, and its mesh."""
+
+    def __init__(self, assignment: Assignment, mesh: AbstractMesh):
+        graph = assignment.graph
+        self.specs, self.sizes, self.mesh = assignment.specs, assignment.sizes, mesh
+        self.annotations, self.makers, self.divergent = graph.annotations, graph.makers, graph.divergent
+        self.scope = graph.scope
+
+    def mesh_in(self, scope: Scope) -> AbstractMesh:
+        """Returns the mesh in a scope, where some of its axes may be manual."""
+        return self.mesh.update_axis_types(dict.fromkeys(scope.manual, AxisType.Manual)) if scope.manual else self.mesh
+
+    def spec(self, atom: Atom) -> Spec | None:
+        return None if atom is None else self.specs[atom]
+
+    def constraint_spec(self, atom: Atom, aval: Any) -> Spec | None:
+        """Returns the spec to constrain a value to; None for scalars, constants, keys and values left to XLA."""
+        if atom is None or not getattr(aval, "shape", ()):
+            return None
+        spec = self.specs[atom]
+        is_key = compat.is_extended(aval.dtype)
+        return None if spec.is_open or (is_key and not any(spec.axes)) else spec
+
+    def is_exact(self, spec: Spec, shape: tuple[int, ...]) -> bool:
+        """Whether a sharding can express a spec exactly, also for arguments: no sub-axes, no padding."""
+        return not spec.has_sub_axes and not indivisible(spec, shape, self.sizes)
+
+
+class ConstraintEmitter:
+    """Appends equations to one jaxpr in one scope, and tracks the variables that replace others."""
+
+    def __init__(self, program: AssignedProgram, scope: Scope):
+        self.program, self.scope = program, scope
+        self.mesh = program.mesh_in(scope)
+        self.eqns: list[Any] = []
+        self.replaced: dict[Any, Any] = {}
+
+    def read(self, atom: Any) -> Any:
+        """Returns the variable that currently stands for an operand."""
+        return atom if compat.is_literal(atom) else self.replaced.get(atom, atom)
+
+    def atom(self, var: Any) -> Atom:
+        return None if compat.is_literal(var) else self.scope.env[var]
+
+    def var_spec(self, var: Any) -> Spec | None:
+        """Returns the spec to constrain a variable to, if any."""
+        return self.program.constraint_spec(self.atom(var), var.aval)
+
+    def reshard(
+        self,
+        operand: Any,
+        have: Spec | None,
+        spec: Spec,
+        eqn: Any,
+        *,
+        asked: Spec | None = None,
+        name: str | None = None,
+        permutes: bool = True,
+    ) -> Any:
+        """Emits the reshard of an operand from `have` to `spec`, step by step, and returns the result."""
+        itemsize = getattr(operand.aval.dtype, "itemsize", 0)
+        permutes = permutes and not self.scope.divergent
+        if have is not None and itemsize:
+            for step in chain(have, spec, operand.aval.shape, itemsize, self.program.sizes, permutes=permutes)[:-1]:
+                operand = self.emit(operand, step.spec, eqn)
+        return self.emit(operand, spec, eqn, asked=asked, name=name)
+
+    def emit(self, operand: Any, spec: Spec, eqn: Any, *, asked: Spec | None = None, name: str | None = None) -> Any:
+        """Emits a constraint and returns its result."""
+        new = compat.new_var(operand.aval)
+        mesh = self.mesh
+        if not mesh.manual_axes:  # in the body of a shard_map sub-axes are left to XLA
+            mesh, spec = refine(mesh, spec)
+        params = annotate.completed(spec, mesh, asked=asked, name=name)
+        self.eqns.append(compat.new_eqn(eqn, [operand], [new], annotate.annotate_p, params))
+        return new
+
+    def with_layout(self, var: Any, eqn: Any) -> Any:
+        """Emits a constraint of a variable to the default layout and returns its result."""
+        new = compat.new_var(var.aval)
+        self.eqns.append(compat.layout_constraint(eqn, var, new))
+        return new
+
+    def clamp(self, index: Any, largest: int, eqn: Any) -> Any:
+        """Emits the clamp of a start index to 0 and `largest`, and returns its result."""
+        new = compat.new_var(index.aval)
+        ends = [compat.new_literal(n, index.aval) for n in (0, largest)]
+        self.eqns.append(compat.new_eqn(eqn, [ends[0], index, ends[1]], [new], jax.lax.clamp_p, {}))
+        return new

@@ -1,0 +1,182 @@
+"""Halo exchange: what neighbouring devices exchange so that an op can slide over a sharded dim.
+
+Windows that begin on one shard and end on the next need its first rows: the halo. Each device receives its halo by a
+collective-permute from the left and one from the right, or several if it reaches beyond the next shard (GSPMD, Xu et
+al. 2021, section 3.3). In a rotation, the first and last device are neighbours too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from .. import compat
+from ..graph import Op
+from ..spec import Axis, Spec, num_parts
+
+Params = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Halo:
+    """The halo exchange along one dim of an op's first operand."""
+
+    dim: int
+    axes: tuple[Axis, ...]
+    """The axes that the dim is sharded over."""
+    shares: tuple[Fraction, ...]
+    """What each device receives by each collective-permute, as a fraction of its shard of the operand."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Window:
+    """Row i of a result's dim depends on rows i x step + first to i x step + last of the operand's dim."""
+
+    dim: int
+    result_dim: int
+    step: int
+    first: int
+    last: int
+
+
+def halos(op: Op, shapes: Sequence[Sequence[int]], specs: Sequence[Spec], sizes: Mapping[str, int]) -> Iterator[Halo]:
+    """Yields the halo exchanges of an op, dim by dim.
+
+    Args:
+        op: any op.
+        shapes: the global shapes of its operands, then of its results.
+        specs: their specs while it runs.
+        sizes: the mesh axis sizes.
+    """
+    n, grown = len(op.operands), Fraction(1)
+    for one in WINDOWS[op.name](op.site[0].params, shapes) if op.name in WINDOWS else ():
+        axes = specs[0].dims[one.dim].axes
+        if axes and axes == specs[n].dims[one.result_dim].axes:
+            shares = _shares(one, shapes[0][one.dim], shapes[n][one.result_dim], num_parts(axes, sizes))
+            if shares:
+                yield Halo(dim=one.dim, axes=axes, shares=tuple(grown * share for share in shares))
+            grown += grown * sum(shares)  # the halo makes the rows of the next dim longer
+    for dim in op.site[0].params["dimensions"] if op.name == "rev" else ():
+        if axes := specs[0].dims[dim].axes:
+            yield Halo(dim=dim, axes=axes, shares=(Fraction(1),))
+
+
+def _shares(window: _Window, length: int, result_length: int, parts: int) -> list[Fraction]:
+    """Returns the collective-permutes along one dim, each as a fraction of the rows of a shard."""
+    if not length:
+        return []
+    rows, result_rows = -(-length // parts), -(-result_length // parts)
+    before = after = 0
+    for k in range(parts):
+        last = min((k + 1) * result_rows, result_length) - 1
+        low = max(0, k * result_rows * window.step + window.first)
+        high = min(length - 1, last * window.step + window.last)
+        if k * result_rows <= last and low <= high:
+            before, after = max(before, k * rows - low), max(after, high + 1 - (k + 1) * rows)
+    return [Fraction(int(piece), rows) for piece in (*_pieces(before, rows), *_pieces(after, rows))]
+
+
+def _pieces(num_rows: int, shard_rows: int) -> Iterator[int]:
+    """Yields a number of rows as full shards and a remainder."""
+    yield from (shard_rows,) * (num_rows // shard_rows)
+    if num_rows % shard_rows:
+        yield num_rows % shard_rows
+
+
+def _convolution(params: Params, shapes: Sequence[Sequence[int]]) -> Iterator[_Window]:
+    numbers = params["dimension_numbers"]
+    dims = zip(numbers.lhs_spec[2:], numbers.rhs_spec[2:], numbers.out_spec[2:], strict=True)
+    steps, padding, dilation = params["window_strides"], params["padding"], params["rhs_dilation"]
+    for (dim, kernel, result_dim), step, (low, _), spacing in zip(dims, steps, padding, dilation, strict=True):
+        yield _Window(dim, result_dim, step, -low, (shapes[1][kernel] - 1) * spacing - low)
+
+
+def _pooling(params: Params, shapes: Sequence[Sequence[int]]) -> Iterator[_Window]:
+    del shapes
+    lengths, steps, padding = params["window_dimensions"], params["window_strides"], params["padding"]
+    dilation = params.get("window_dilation") or (1,) * len(lengths)
+    for d, (length, step, (low, _), spacing) in enumerate(zip(lengths, steps, padding, dilation, strict=True)):
+        yield _Window(d, d, step, -low, (length - 1) * spacing - low)
+
+
+def _slice(params: Params, shapes: Sequence[Sequence[int]]) -> Iterator[_Window]:
+    del shapes
+    yield from (_Window(d, d, 1, start, start) for d, start in enumerate(params["start_indices"]))
+
+
+def _pad(params: Params, shapes: Sequence[Sequence[int]]) -> Iterator[_Window]:
+    del shapes
+    yield from (_Window(d, d, 1, -low, -low) for d, (low, _, _) in enumerate(params["padding_config"]))
+
+
+WINDOWS: dict[str, Callable[[Params, Sequence[Sequence[int]]], Iterator[_Window]]] = {
+    "conv_general_dilated": _convolution,
+    "pad": _pad,
+    "slice": _slice,
+    **dict.fromkeys(("reduce_window", "reduce_window_max", "reduce_window_min", "reduce_window_sum"), _pooling),
+}
+"""Primitive -> the window of each dim that it slides over; the other dims are sharded identically."""
+
+
+def rotation(op: Op, makers: Mapping[int, Op]) -> int | None:
+    """Returns the shift of a concatenation that rotates an array, whose two slices are its operands; else None."""
+    parts = [makers.get(v) for v in op.operands] if op.name == "concatenate" else []
+    if len(parts) != 2 or None in parts:
+        return None
+    last, first = parts
+    assert last is not None and first is not None
+    if last.name != "slice" or first.name != "slice" or last.operands != first.operands:
+        return None
+    d, (p, q) = op.site[0].params["dimension"], (part.site[0].params for part in (last, first))
+    starts, ends = p["start_indices"], q["limit_indices"]
+    others = [k for k in range(len(starts)) if k != d]
+    same = all(p[key][k] == q[key][k] for key in ("start_indices", "limit_indices") for k in others)
+    steps = {*(p["strides"] or ()), *(q["strides"] or ())}
+    if not same or steps - {1} or q["start_indices"][d] or ends[d] != starts[d]:
+        return None
+    return (p["limit_indices"][d] - starts[d]) % p["limit_indices"][d]
+
+
+def rotation_gradient(op: Op, makers: Mapping[int, Op]) -> tuple[int, int] | None:
+    """Returns (dim, shift) of a sum that rotates an array, whose two parts are its padded operands; else None.
+
+    The gradient of a rotation is such a sum.
+    """
+    pads = [makers[v] for v in op.operands if v in makers] if op.name in ("add", "add_any") else []
+    if len(pads) != 2 or any(pad.name != "pad" or not _is_zero(pad.site[0].invars[1]) for pad in pads):
+        return None
+    cuts = [makers.get(pad.operands[0]) for pad in pads]
+    if (
+        any(cut is None or cut.name not in ("slice", "split") for cut in cuts)
+        or len({_source(c) for c in cuts if c}) > 1
+    ):
+        return None
+    first, last = ([tuple(map(int, widths)) for widths in pad.site[0].params["padding_config"]] for pad in pads)
+    rotated = [d for d, pair in enumerate(zip(first, last, strict=True)) if pair != ((0, 0, 0), (0, 0, 0))]
+    if len(rotated) != 1:
+        return None
+    (d,) = rotated
+    (low, high, inside), (other_low, other_high, other_inside) = first[d], last[d]
+    length = op.site[0].outvars[0].aval.shape[d]
+    one_sided = not inside and not other_inside and low * high == other_low * other_high == 0
+    fit = one_sided and low + high + other_low + other_high == length and bool(low) != bool(other_low)
+    return (d, max(low, other_low)) if fit else None
+
+
+def _is_zero(atom: Any) -> bool:
+    return compat.is_literal(atom) and not atom.val
+
+
+def _source(op: Op) -> int:
+    return op.operands[0]
+
+
+def rotation_parts(op: Op, makers: Mapping[int, Op]) -> Iterator[Op]:
+    """Yields the ops inside a rotation; XLA recognises the rotation if their results are unconstrained."""
+    if rotation(op, makers) is not None:
+        yield from (makers[v] for v in op.operands)
+    elif rotation_gradient(op, makers) is not None:
+        for pad in (makers[v] for v in op.operands):
+            yield from (pad, makers[pad.operands[0]])

@@ -1,0 +1,269 @@
+"""Op strategies: the resharding of an op's operands, its reductions, and the resharding of its results.
+
+While an op runs, each of its factors is sharded over some axes, which fixes the sharding of every array. Where its
+arrays disagree, some must be resharded. An `OpStrategy` is the cheapest choice: of the shardings that the arrays have
+for each disputed factor, the one that minimises what a device sends (`reshard.chain`) and computes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from .. import cost
+from ..graph import Op
+from ..propagation import Assignment
+from ..propagation.axis_atoms import Atoms, AtomTable
+from ..propagation.factor_propagation import project
+from ..propagation.interned_shardings import ValueSharding
+from ..propagation.propagation_graph import OpForm
+from ..rules import Kind, Rule
+from ..spec import Dim, Spec, num_parts
+from .reshard import STEP_BYTES, Step, chain, local_bytes
+
+BYTES_PER_MULTIPLY_ADD = 2**-12
+"""Bytes that a link sends during one multiply-add of a matrix product on the device (90 GB/s, 460 TFLOP/s)."""
+BYTES_PER_ELEMENT = 2**-4
+"""Bytes that a link sends while the device processes one element of any other op, which is memory-bound."""
+MAX_CANDIDATES, MAX_MOVED_TO = 256, 3
+"""Most choices of factor shardings compared, and most factors tried for axes that an op cannot keep in place."""
+
+REDUCE_SCATTERED = "dot_general"
+"""The op whose sum is reduce-scattered if its result is sharded over axes of the sum; others are all-reduced, then
+sliced."""
+
+LONG_RANGE = frozenset({"cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum", "split"})
+"""Ops that send data beyond the next device along a permuted dim, which is therefore replicated while they run."""
+
+OPAQUE = frozenset({"top_k"})
+"""Ops that XLA's partitioner runs on replicated arrays."""
+
+SPECIAL = LONG_RANGE | OPAQUE | {REDUCE_SCATTERED}
+"""Ops whose strategy depends on more than their rule."""
+
+HALO_KINDS = frozenset({Kind.PERMUTE, Kind.REPLICATE})
+"""The kinds of factors along which XLA exchanges halos between neighbours, by collective-permutes."""
+
+Factors = Mapping[int, Atoms]
+"""Factor -> the atoms it is sharded over while the op runs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpStrategy:
+    """How one op runs: resharding before it, the shardings while it runs, reductions and resharding after it."""
+
+    operand_steps: tuple[tuple[Step, ...], ...]
+    """For each operand, the steps from its spec to `operand_specs`."""
+    operand_specs: tuple[Spec, ...]
+    """The spec of each operand while the op runs."""
+    result_specs: tuple[Spec, ...]
+    """The spec of each result when the op is done."""
+    result_steps: tuple[tuple[Step, ...], ...]
+    """For each result, its reductions and the steps from `result_specs` to its spec."""
+    constrained: tuple[bool, ...]
+    """Whether each result needs a constraint to `result_specs`; otherwise XLA takes these steps by itself."""
+
+    @property
+    def steps(self) -> Iterator[Step]:
+        """All steps."""
+        return itertools.chain.from_iterable((*self.operand_steps, *self.result_steps))
+
+
+class OpStrategies:
+    """The strategies of a program's ops, each computed once for all ops with equal rules, shapes and specs."""
+
+    def __init__(self, assignment: Assignment):
+        self.graph, self.specs, self.sizes = assignment.graph, assignment.specs, assignment.sizes
+        self.table = AtomTable.of(assignment.sizes)
+        self._values = {*self.graph.inputs, *self.graph.makers}
+        self._forms: dict[Rule, OpForm] = {}
+        self._cache: dict[tuple, OpStrategy] = {}
+
+    def of(self, op: Op) -> OpStrategy:
+        """Returns the strategy of an op that has a rule."""
+        assert op.rule is not None
+        specs = [self.specs[v] for v in (*op.operands, *op.results)]
+        shapes = [self.graph.shapes[v] for v in (*op.operands, *op.results)]
+        itemsizes = [self.graph.itemsize(v) for v in (*op.operands, *op.results)]
+        free = [v not in self._values for v in op.operands]
+        # By identity: the graph keeps its rules, and hashing one is slow.
+        kind = op.name if op.name in SPECIAL else ""
+        permutes, manual = not self.graph.diverges(op), self.graph.manual.get(op.results[0], frozenset())
+        key = (id(op.rule), kind, permutes, manual, tuple(s.axes for s in specs), *shapes, *itemsizes, *free)
+        found = self._cache.get(key)
+        if found is None:
+            form = self._forms.setdefault(op.rule, OpForm.of(0, op.rule, single_use=False, firsts=None))
+            search = _StrategySearch(self, form, op, specs, shapes, itemsizes, free, permutes, manual)
+            found = self._cache[key] = search.cheapest()
+        return found
+
+
+@dataclass(slots=True)
+class _StrategySearch:
+    """The search for the cheapest strategy of one op."""
+
+    strategies: OpStrategies
+    form: OpForm
+    op: Op
+    specs: Sequence[Spec]
+    shapes: Sequence[tuple[int, ...]]
+    itemsizes: Sequence[int]
+    free: Sequence[bool]
+    """Whether each operand is a constant expression, generated as needed without resharding."""
+    permutes: bool
+    """Whether collective-permutes are allowed: not if only some devices run the op."""
+    manual: frozenset[str]
+    """Manual axes of enclosing `shard_map`s."""
+
+    def cheapest(self) -> OpStrategy:
+        pairs = ((factors, self.strategy(factors)) for factors in self.candidates())
+        found = [(self.cost(factors, strategy), strategy) for factors, strategy in pairs if strategy is not None]
+        if found:
+            return min(found, key=lambda pair: pair[0])[1]  # the first of equal ones
+        replicated = self.strategy(dict.fromkeys(range(len(self.form.rule.sizes)), ()))
+        assert replicated is not None
+        return replicated
+
+    def candidates(self) -> Iterator[Factors]:
+        """Yields every choice, for each factor, of one of its arrays' shardings, with no axis in two factors.
+
+        The results' shardings come first, then the operands' in order.
+        """
+        options = self.options()
+        number = 0
+        for chosen in itertools.product(*options):
+            atoms = list(itertools.chain.from_iterable(chosen))
+            if len(set(atoms)) == len(atoms):
+                yield dict(enumerate(chosen))
+                number += 1
+                if number == MAX_CANDIDATES:
+                    return
+
+    def options(self) -> list[list[Atoms]]:
+        """Returns the candidate shardings of each factor."""
+        rule, n = self.form.rule, self.form.num_operands
+        order = [*range(n, len(self.specs)), *(i for i in range(n) if not self.free[i])]
+        projected = {i: project(self.form, i, self._sharding(i), self.strategies.table.sizes) for i in order}
+        displaced = dict.fromkeys(a for one in projected.values() for a in sorted(one.overflow))
+        options: list[list[Atoms]] = []
+        for f in range(len(rule.sizes)):
+            seen = dict.fromkeys(one.factors[f] for one in projected.values() if f in one.factors)
+            long_range = rule.kinds[f] is Kind.PERMUTE and (self.op.name in LONG_RANGE or not self.permutes)
+            if self.op.name in OPAQUE:
+                seen = {}
+            elif long_range or rule.kinds[f] is Kind.REPLICATE or f in rule.blocked:
+                displaced.update(dict.fromkeys(itertools.chain.from_iterable(seen)))
+                seen = {}
+            options.append(list(seen))
+        users = Counter(a for seen in options for a in {a for atoms in seen for a in atoms})
+        for seen in options:
+            disputed = len(seen) > 1 or any(users[a] > 1 for atoms in seen for a in atoms)
+            if not seen or (disputed and () not in seen):
+                seen.append(())
+        self.add_moved(tuple(displaced), options)
+        return options
+
+    def add_moved(self, atoms: Atoms, options: list[list[Atoms]]) -> None:
+        """Adds options that move axes, which their own factors cannot keep, to other factors while the op runs."""
+        rule, sizes = self.form.rule, self.strategies.table.sizes
+        passing = [f for f, kind in enumerate(rule.kinds) if kind is Kind.PASS and f not in rule.blocked]
+        for f in sorted(passing, key=lambda f: -rule.sizes[f])[:MAX_MOVED_TO] if atoms else ():
+            more = (*options[f][0], *(a for a in atoms if a not in options[f][0]))
+            if rule.sizes[f] % math.prod(sizes[a] for a in more) == 0 and more not in options[f]:
+                options[f].append(more)
+
+    def _sharding(self, i: int) -> ValueSharding:
+        axes = tuple(map(self.strategies.table.atoms_of, self.specs[i].axes))
+        return ValueSharding(axes, (False,) * len(axes))
+
+    def strategy(self, factors: Factors) -> OpStrategy | None:
+        """Returns the strategy with the given factor shardings; None if an array cannot be sharded accordingly."""
+        found = [self.spec(i, factors) for i in range(len(self.specs))]
+        if None in found:
+            return None
+        n, specs = self.form.num_operands, [s for s in found if s is not None]
+        results = [self.result(i, specs[i], factors) for i in range(n, len(specs))]
+        return OpStrategy(
+            operand_steps=tuple(() if self.free[i] else self.chain(i, self.specs[i], specs[i]) for i in range(n)),
+            operand_specs=tuple(specs[:n]),
+            result_specs=tuple(specs[n:]),
+            result_steps=tuple(steps for steps, _ in results),
+            constrained=tuple(constrained for _, constrained in results),
+        )
+
+    def result(self, i: int, spec: Spec, factors: Factors) -> tuple[tuple[Step, ...], bool]:
+        """Returns the steps that reduce a result and reshard it to its spec, and whether it needs a constraint first.
+
+        One all-reduce per summed factor, unless the result is then sliced along axes of the sum alone: then it is
+        reduce-scattered over these, and all-reduced over all others at once. If as many devices run redundantly, XLA
+        all-reduces the shards and then collective-permutes them; if permutes are not allowed, it all-reduces the full
+        result.
+        """
+        rule, table = self.form.rule, self.strategies.table
+        sums = [factors[f] for f, kind in enumerate(rule.kinds) if kind is Kind.REDUCE and factors[f]]
+        after = self.chain(i, spec, self.specs[i])
+        sliced = tuple(a for step in after for a in table.atoms_of(step.axes))
+        summed = tuple(a for atoms in sums for a in atoms)
+        slices_only = bool(after) and all(step.kind == "slice" for step in after)
+        if not (self.op.name == REDUCE_SCATTERED and slices_only and set(summed).issuperset(sliced)):
+            steps = [self.step("all-reduce", atoms, spec, self.shard_bytes(i, spec)) for atoms in reversed(sums)]
+            no_halo = not self.permutes and not HALO_KINDS.isdisjoint(rule.kinds)
+            return (*steps, *after), bool(after) and (no_halo or not (slices_only and not sums))
+        last = after[-1]
+        taken = {a for axis in self.manual for a in table.atoms_of((axis,))}.union(*factors.values())
+        idle = tuple(a for a in range(len(table.sizes)) if a not in taken)
+        if idle and not self.permutes:
+            return (self.step("all-reduce", summed, spec, self.shard_bytes(i, spec)), *after), True
+        if self.num_devices(idle) == self.num_devices(sliced):
+            sum_ = self.step("all-reduce", summed, last.spec, last.num_bytes)
+            return (sum_, self.step("collective-permute", (*sliced, *idle), last.spec, last.num_bytes)), False
+        rest = tuple(a for a in summed if a not in sliced)
+        steps = [self.step("reduce-scatter", sliced, last.spec, self.shard_bytes(i, spec))]
+        return (*steps, *([self.step("all-reduce", rest, last.spec, last.num_bytes)] if rest else ())), False
+
+    def num_devices(self, atoms: Atoms) -> int:
+        return math.prod(self.strategies.table.sizes[a] for a in atoms)
+
+    def shard_bytes(self, i: int, spec: Spec) -> int:
+        return local_bytes(spec.axes, self.shapes[i], self.itemsizes[i], self.strategies.sizes)
+
+    def step(self, kind: cost.Kind, atoms: Atoms, spec: Spec, num_bytes: int) -> Step:
+        axes = self.strategies.table.axes_of(atoms)
+        sent = cost.wire_bytes(kind, num_bytes, num_parts(axes, self.strategies.sizes))
+        return Step(kind=kind, axes=axes, spec=spec, num_bytes=num_bytes, wire_bytes=sent)
+
+    def chain(self, i: int, have: Spec, want: Spec) -> tuple[Step, ...]:
+        if have.axes == want.axes:
+            return ()
+        return chain(have, want, self.shapes[i], self.itemsizes[i], self.strategies.sizes, permutes=self.permutes)
+
+    def spec(self, i: int, factors: Factors) -> Spec | None:
+        """Returns the spec of an array under the given factor shardings; None if its shards would be strided."""
+        table, sizes, dims = self.strategies.table, self.form.rule.sizes, []
+        for dim in self.form.arrays[i]:
+            atoms: Atoms = ()
+            partial_major = False
+            for f in dim:
+                own = factors[f]
+                width = math.prod(table.sizes[a] for a in own)
+                if own and (partial_major or (len(dim) > 1 and sizes[f] % width)):
+                    return None
+                atoms += own
+                partial_major = partial_major or width < sizes[f]
+            dims.append(Dim(axes=table.axes_of(atoms)))
+        return Spec(dims=tuple(dims))
+
+    def cost(self, factors: Factors, strategy: OpStrategy) -> float:
+        """Returns the bytes that a device sends, plus its computation in bytes that it could send meanwhile."""
+        moved = sum(step.wire_bytes + (STEP_BYTES if step.kind != "slice" else 0) for step in strategy.steps)
+        return moved + self.work(factors)
+
+    def work(self, factors: Factors) -> float:
+        rule, table = self.form.rule, self.strategies.table
+        lengths = [-(-n // math.prod(table.sizes[a] for a in factors[f])) for f, n in enumerate(rule.sizes)]
+        if Kind.REDUCE in rule.kinds and self.form.num_operands > 1:
+            return BYTES_PER_MULTIPLY_ADD * math.prod(lengths)
+        return BYTES_PER_ELEMENT * max(math.prod(lengths[f] for dim in dims for f in dim) for dims in self.form.arrays)

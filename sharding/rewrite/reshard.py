@@ -1,0 +1,264 @@
+"""Resharding: the cheapest chain of steps from one spec of an array to another, each of which XLA runs as it is.
+
+A step changes a spec by at most one collective:
+
+    slice                 a dim is sharded over an unused axis: each device keeps its shard
+    all-gather            the minor axes of a dim are gathered
+    all-to-all            the minor axes of one dim become the minor axes of another
+    collective-permute    shards keep their sizes, devices exchange them
+
+XLA may implement an arbitrary reshard by gathering the full array ("involuntary full rematerialization"), or abort in a
+failed check. A single step of these is compiled to its collective, on every release (`tests/rewrite/test_reshard.py`).
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+from ..cost import Kind, wire_bytes
+from ..propagation.axis_atoms import AtomTable
+from ..spec import Axis, Dim, Spec, axis_size, cuts, local_shape, num_parts
+
+DimAxes = tuple[tuple[Axis, ...], ...]
+"""The axes of each dim, major to minor."""
+
+_Move = tuple[Kind | Literal["slice"], tuple[Axis, ...], DimAxes]
+"""The kind of a step, the axes of its device groups, the dims' axes after it."""
+
+STEP_BYTES = 2**8
+"""Minimum cost of a step, so that of chains with equal bytes sent the shorter is chosen."""
+MAX_PIECES = 4
+"""Most axes and sub-axes in a search: the number of their specs grows faster than factorially."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One step of a reshard."""
+
+    kind: Kind | Literal["slice"]
+    axes: tuple[Axis, ...]
+    """The mesh axes of its device groups; for a slice, the added axes."""
+    spec: Spec
+    """The spec of the array after it."""
+    num_bytes: int
+    """Bytes per device after the step; for a reduce-scatter, before it."""
+    wire_bytes: int
+    """Bytes that each device sends."""
+
+
+def chain(
+    have: Spec,
+    want: Spec,
+    shape: tuple[int, ...],
+    itemsize: int,
+    sizes: Mapping[str, int],
+    *,
+    permutes: bool = True,
+) -> tuple[Step, ...]:
+    """Returns the cheapest steps from one spec of an array to another; none if they are equal.
+
+    Args:
+        have: the current spec.
+        want: the target spec.
+        shape: the global shape.
+        itemsize: bytes of an element.
+        sizes: the mesh axis sizes.
+        permutes: whether collective-permutes are allowed. Not if only some devices run the program: a permute waits
+            for all devices, other collectives for their own group. No sub-axes are used then either.
+
+    The cost is the bytes that a device sends plus `STEP_BYTES` per step (Dijkstra over the specs on the way; with the
+    three or four axes of a mesh there are few).
+    """
+    pieces = cuts(itertools.chain.from_iterable((*have.axes, *want.axes)), sizes)
+    start, goal = _refined(have.axes, pieces, sizes), _refined(want.axes, pieces, sizes)
+    if start == goal:
+        return ()
+    named = tuple(sizes.items())
+    steps = _chain(start, goal, shape, itemsize, named, permutes)
+    if not permutes:
+        is_even = _is_even((start, *(step.spec.axes for step in steps)), shape, sizes)
+        return steps if is_even else _gather_then_slice(start, goal, shape, itemsize, sizes)
+    pieces = _sub_axis_boundaries(start, goal, sizes)
+    if not pieces or sum(step.num_bytes for step in steps if step.kind != "slice") <= steps[-1].num_bytes:
+        return steps
+    start, goal = _refined(start, pieces, sizes), _refined(goal, pieces, sizes)
+    return min(steps, _chain(start, goal, shape, itemsize, named, permutes), key=_cost)
+
+
+def _is_even(specs: Sequence[DimAxes], shape: tuple[int, ...], sizes: Mapping[str, int]) -> bool:
+    """Whether the axes divide each dim that changes, in every spec."""
+    changing = [(n, seen) for n, seen in zip(shape, zip(*specs, strict=True), strict=True) if len({*seen}) > 1]
+    return not any(n % num_parts(axes, sizes) for n, seen in changing for axes in seen)
+
+
+def _gather_then_slice(
+    start: DimAxes, goal: DimAxes, shape: tuple[int, ...], itemsize: int, sizes: Mapping[str, int]
+) -> tuple[Step, ...]:
+    """Returns the steps that all-gather each dim that changes, then slice it.
+
+    With uneven shards, the shard boundaries of different specs do not align, and XLA would exchange halos.
+    """
+    changed = [d for d, (old, new) in enumerate(zip(start, goal, strict=True)) if old != new]
+    gathers: list[_Move] = []
+    slices: list[_Move] = []
+    at = start
+    for d in changed:
+        at = _with(at, d, ())
+        if start[d]:
+            gathers.append(("all-gather", start[d], at))
+    for d in changed:
+        at = _with(at, d, goal[d])
+        if goal[d]:
+            slices.append(("slice", goal[d], at))
+    befores = (start, *(after for _, _, after in (*gathers, *slices)))
+    pairs = zip(befores, (*gathers, *slices), strict=False)
+    return tuple(_step(move, _bytes_after(before, move, shape, itemsize, sizes), sizes) for before, move in pairs)
+
+
+def _cost(steps: Iterable[Step]) -> int:
+    return sum(step.wire_bytes + (STEP_BYTES if step.kind != "slice" else 0) for step in steps)
+
+
+def _sub_axis_boundaries(start: DimAxes, goal: DimAxes, sizes: Mapping[str, int]) -> dict[str, list[int]]:
+    """Returns where to divide the axes that move, so that a sub-axis of a larger one can replace a smaller one.
+
+    Empty if there is nothing to gain, or more pieces than can be searched.
+    """
+    moving = dict.fromkeys(a for x, y in zip(start, goal, strict=True) if x != y for a in (*x, *y))
+    lengths = {axis_size(a, sizes) for a in moving}
+    parts = [_part(a, sizes) for a in moving]
+    shorter = [(name, pre, n) for name, pre, size in parts for n in lengths if n < size and size % n == 0]
+    if not shorter or len(parts) + len(shorter) > MAX_PIECES:
+        return {}
+    return cuts((*parts, *shorter), sizes)
+
+
+@lru_cache(maxsize=4096)
+def _chain(
+    start: DimAxes,
+    goal: DimAxes,
+    shape: tuple[int, ...],
+    itemsize: int,
+    named: tuple[tuple[str, int], ...],
+    permutes: bool,
+) -> tuple[Step, ...]:
+    sizes = dict(named)
+    number = itertools.count()  # the first found of equal costs
+    waiting: list[tuple[int, int, DimAxes]] = [(0, next(number), start)]
+    best: dict[DimAxes, int] = {start: 0}
+    arrived_by: dict[DimAxes, tuple[DimAxes, _Move]] = {}
+    while waiting:
+        spent, _, at = heapq.heappop(waiting)
+        if at == goal:
+            break
+        if spent > best[at]:
+            continue
+        for move in _moves(at, goal, sizes):
+            kind, axes, after = move
+            cost = spent
+            if kind == "collective-permute" and not permutes:
+                continue
+            if kind != "slice":
+                num_bytes = _bytes_after(at, move, shape, itemsize, sizes)
+                cost += wire_bytes(kind, num_bytes, num_parts(axes, sizes)) + STEP_BYTES
+            if cost < best.get(after, cost + 1) and cost < best.get(goal, cost + 1):
+                best[after], arrived_by[after] = cost, (at, move)
+                heapq.heappush(waiting, (cost, next(number), after))
+    steps: list[Step] = []
+    while goal != start:
+        goal, move = arrived_by[goal]
+        steps.append(_step(move, _bytes_after(goal, move, shape, itemsize, sizes), sizes))
+    return tuple(reversed(steps))
+
+
+def _bytes_after(before: DimAxes, move: _Move, shape: tuple[int, ...], itemsize: int, sizes: Mapping[str, int]) -> int:
+    """Returns the bytes per device after a step; an all-gather includes the padding of uneven shards."""
+    kind, axes, after = move
+    if kind == "all-gather":
+        return local_bytes(before, shape, itemsize, sizes) * num_parts(axes, sizes)
+    return local_bytes(after, shape, itemsize, sizes)
+
+
+def _step(move: _Move, num_bytes: int, sizes: Mapping[str, int]) -> Step:
+    kind, axes, after = move
+    sent = 0 if kind == "slice" else wire_bytes(kind, num_bytes, num_parts(axes, sizes))
+    table = AtomTable.of(sizes)
+    spec = Spec(dims=tuple(Dim(axes=table.axes_of(table.atoms_of(dim))) for dim in after))
+    return Step(kind=kind, axes=table.axes_of(table.atoms_of(axes)), spec=spec, num_bytes=num_bytes, wire_bytes=sent)
+
+
+def local_bytes(axes: DimAxes, shape: tuple[int, ...], itemsize: int, sizes: Mapping[str, int]) -> int:
+    """Returns the bytes of an array's shard on one device."""
+    return itemsize * math.prod(local_shape(axes, shape, sizes))
+
+
+def _moves(at: DimAxes, goal: DimAxes, sizes: Mapping[str, int]) -> Iterator[_Move]:
+    """Yields every step that may be in a cheapest chain."""
+    used = tuple(a for axes in at for a in axes)
+    idle = [a for axes in goal for a in axes if a not in used]
+    shards, goal_shards = _num_shards(at, sizes), _num_shards(goal, sizes)
+    for d, axes in enumerate(at):
+        for a in idle:
+            in_place = goal[d][: len(axes) + 1] == (*axes, a)
+            if in_place or goal_shards[d] % (shards[d] * axis_size(a, sizes)) == 0:
+                yield "slice", (a,), _with(at, d, (*axes, a))
+        for k in range(1, len(axes) + 1):
+            kept, moved = axes[:-k], axes[-k:]
+            yield "all-gather", moved, _with(at, d, kept)
+            for e in range(len(at)):
+                if e != d:
+                    yield "all-to-all", moved, _with(_with(at, d, kept), e, (*at[e], *moved))
+        for other in itertools.permutations(axes):
+            if other != axes:
+                yield "collective-permute", axes, _with(at, d, other)
+    for after in _extended_goals(goal, shards, [a for a in used if not any(a in axes for axes in goal)], sizes):
+        changed = dict.fromkeys(a for x, y in zip(at, after, strict=True) if x != y for a in (*x, *y))
+        if changed:
+            yield "collective-permute", tuple(changed), after
+
+
+def _extended_goals(
+    goal: DimAxes, shards: Sequence[int], others: Sequence[Axis], sizes: Mapping[str, int]
+) -> Iterator[DimAxes]:
+    """Yields every spec with the given numbers of shards that becomes the goal by all-gathers of minor axes."""
+    d = next((d for d, n in enumerate(_num_shards(goal, sizes)) if n != shards[d]), None)
+    if d is None:
+        yield goal
+        return
+    for a in others:
+        more = (*goal[d], a)
+        if shards[d] % num_parts(more, sizes) == 0:
+            yield from _extended_goals(_with(goal, d, more), shards, [b for b in others if b != a], sizes)
+
+
+def _num_shards(dims: DimAxes, sizes: Mapping[str, int]) -> list[int]:
+    return [num_parts(axes, sizes) for axes in dims]
+
+
+def _with(dims: DimAxes, dim: int, axes: tuple[Axis, ...]) -> DimAxes:
+    return (*dims[:dim], axes, *dims[dim + 1 :])
+
+
+def _refined(dims: DimAxes, pieces: Mapping[str, list[int]], sizes: Mapping[str, int]) -> DimAxes:
+    """Returns the same axes, divided into sub-axes that are equal or disjoint."""
+
+    def divided(axis: Axis) -> Iterator[Axis]:
+        name, first, size = _part(axis, sizes)
+        if name not in pieces:
+            yield axis
+            return
+        ends = itertools.pairwise(pieces[name])
+        found = [(name, pre, end // pre) for pre, end in ends if first <= pre < first * size]
+        yield from found if len(pieces[name]) > 2 else [name]
+
+    return tuple(tuple(piece for axis in axes for piece in divided(axis)) for axes in dims)
+
+
+def _part(axis: Axis, sizes: Mapping[str, int]) -> tuple[str, int, int]:
+    return (axis, 1, sizes[axis]) if isinstance(axis, str) else axis

@@ -1,0 +1,113 @@
+"""User-registered factor rules for custom primitives, Pallas kernels and FFI calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from ..errors import ShardingError
+from . import notation
+from .rule import Rule, Shape
+
+MakeRule = Callable[[Sequence[Shape], Sequence[Shape], Mapping[str, Any]], "Rule | str | None"]
+"""(operand shapes, result shapes, equation parameters) -> a rule or its text; None stops propagation."""
+
+_TABLE: dict[tuple[str, str | None], MakeRule] = {}
+_CHANGES = [0]
+
+
+def register(
+    primitive: Any,
+    rule: str | MakeRule,
+    *,
+    kernel: str | None = None,
+    reduction: Iterable[str] = (),
+    permutation: Iterable[str] = (),
+    need_replication: Iterable[str] = (),
+    sizes: Mapping[str, int] | None = None,
+) -> None:
+    """Registers the factor rule of a primitive, replacing any earlier one.
+
+    Args:
+        primitive: the primitive or its name.
+        rule: `"b i k, k j -> b i j"` (see `notation.py`), or a function (operand shapes, result shapes, parameters)
+            that returns such a text, a `Rule`, or None to stop propagation.
+        kernel: kernel name of a `pallas_call` or target name of an `ffi_call` that the rule is limited to.
+        reduction: factors that leave partial sums when sharded; by default those that no result has.
+        permutation: factors along which neighbours exchange halos when sharded.
+        need_replication: factors that must be replicated inside the op.
+        sizes: sizes of factors that occur in products only.
+
+    The rule states what XLA may do with the sharded op; the op's lowering must implement it.
+
+    Raises:
+        ShardingError: malformed rule text.
+    """
+    name = primitive if isinstance(primitive, str) else getattr(primitive, "name", None)
+    if not isinstance(name, str) or not name:
+        raise ShardingError(
+            f"rules.register({primitive!r}, ...)",
+            required="a primitive or its name",
+            fix='rules.register("my_prim", ...)',
+        )
+    if kernel is not None and name not in KERNELS:
+        raise ShardingError(
+            f"rules.register({name!r}, kernel={kernel!r})",
+            required=f"`kernel` is for {' and '.join(KERNELS)} only",
+            fix=[f'rules.register("{known}", ..., kernel="{kernel}")' for known in KERNELS],
+        )
+    if isinstance(rule, str):
+        parsed = notation.parse(
+            rule, reduction=reduction, permutation=permutation, need_replication=need_replication, sizes=sizes
+        )
+        make: MakeRule = lambda ins, outs, _: parsed.rule(ins, outs)  # noqa: E731
+    elif callable(rule):
+        make = rule
+    else:
+        raise ShardingError(
+            f"rules.register({name!r}, {rule!r})", required="a rule as text or a function", fix='"b i k, k j -> b i j"'
+        )
+    _TABLE[name, kernel] = make
+    _CHANGES[0] += 1
+
+
+def unregister(primitive: Any, *, kernel: str | None = None) -> None:
+    """Removes the registered rule of a primitive, if any."""
+    _TABLE.pop((getattr(primitive, "name", primitive), kernel), None)
+    _CHANGES[0] += 1
+
+
+def version() -> int:
+    """Returns the number of changes to the table, which is part of the cache key of a completed program."""
+    return _CHANGES[0]
+
+
+def has(primitive: str, params: Mapping[str, Any]) -> bool:
+    """Whether a user rule is registered for an equation."""
+    return _find(primitive, params) is not None
+
+
+def rule_for(primitive: str, ins: Sequence[Shape], outs: Sequence[Shape], params: Mapping[str, Any]) -> Rule | None:
+    """Returns the registered rule of an equation at its shapes."""
+    make = _find(primitive, params)
+    assert make is not None
+    rule = make(ins, outs, params)
+    return notation.parse(rule).rule(ins, outs) if isinstance(rule, str) else rule
+
+
+KERNELS = {"pallas_call": "name", "ffi_call": "target_name"}
+"""Primitives that wrap many kernels, and the parameter that holds the kernel's name."""
+
+
+def _find(primitive: str, params: Mapping[str, Any]) -> MakeRule | None:
+    if not _TABLE:
+        return None
+    kernel = _kernel(primitive, params)
+    return _TABLE.get((primitive, kernel)) or _TABLE.get((primitive, None))
+
+
+def _kernel(primitive: str, params: Mapping[str, Any]) -> str | None:
+    if primitive not in KERNELS:
+        return None
+    found = params.get(KERNELS[primitive], params.get("name_and_src_info"))
+    return found if found is None or isinstance(found, str) else getattr(found, "name", str(found))

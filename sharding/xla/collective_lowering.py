@@ -1,0 +1,79 @@
+"""The compiled form of a logical collective on each backend: its kind, wire dtype and bytes.
+
+Each logical collective compiles to one. Where a compiler emits an all-reduce and a slice for a reduce-scatter, the
+slice moves nothing.
+
+- XLA:CPU computes narrow floats in wider ones and also sends them so (its `FloatNormalization` and
+  `AllReducePromotion`), even in collectives without arithmetic. A reduce-scatter by the partitioner is an all-reduce
+  and a slice; only a `psum_scatter` under `shard_map` is a reduce-scatter.
+- XLA:TPU reduces f32, bf16 and 32-bit integers natively, and everything narrower as 32-bit words of the same total
+  bytes. It reduce-scatters f32 and bf16 only; other types are all-reduced and sliced. Its `all-reduce-scatter` fusions
+  are reduce-scatters. Those by the partitioner depend on chip and shape: most are reduce-scatters, as assumed here; v5p
+  all-reduces and slices some small ones, v6e all over 16 devices of a square.
+- XLA:GPU reduces 16-bit integers in 32 bits (`AllReducePromotion` in
+  https://github.com/openxla/xla/blob/main/xla/service/gpu/gpu_compiler.cc) and passes the rest to NCCL unchanged, which
+  cannot reduce some narrow floats.
+
+The tests compile each row: XLA:CPU's on every release; XLA:TPU's by libtpu (0.0.51: v5e, v5p, v6e) and XLA:GPU's by
+`jax[cuda13]` (0.12.0.1: H100) where those are installed. Types narrower than a byte are not in the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from sharding.hardware import Platform
+
+from .collective_ops import KINDS, Kind
+
+_SUMS: tuple[Kind, ...] = ("all-reduce", "reduce-scatter")
+
+
+class Lowered(NamedTuple):
+    """A compiled collective."""
+
+    kind: Kind
+    dtype: str
+    num_bytes: int
+
+
+def lower_collective(backend: Platform, kind: Kind, dtype: str, num_bytes: int, *, is_manual: bool = False) -> Lowered:
+    """The collective that a backend's compiler emits for a logical one.
+
+    Args:
+        backend: the platform compiled for.
+        kind: of the logical collective.
+        dtype: of its array, by JAX's name.
+        num_bytes: of one device's result at that dtype; for a reduce-scatter of its operand. Likewise in the return.
+        is_manual: whether it is written in a `shard_map` rather than inserted by the partitioner.
+    """
+    wire_dtype, times = _WIRE_TYPES[backend].get((kind, dtype), (dtype, 1))
+    sliced = kind == "reduce-scatter" and _is_all_reduce_and_slice(backend, dtype, is_manual)
+    return Lowered("all-reduce" if sliced else kind, wire_dtype, num_bytes * times)
+
+
+def _is_all_reduce_and_slice(backend: Platform, dtype: str, is_manual: bool) -> bool:
+    """Whether a reduce-scatter becomes an all-reduce and a slice."""
+    if backend == "cpu":
+        return not is_manual
+    return backend == "tpu" and dtype not in ("float32", "bfloat16")
+
+
+WireTypes = Mapping[tuple[Kind, str], tuple[str, int]]
+"""Kind and dtype -> the dtype it is sent in, and the factor by which its bytes grow."""
+
+_INTEGERS = ("int8", "uint8", "int16", "uint16")
+_FLOAT8 = tuple(f"float8_{form}" for form in ("e4m3fn", "e5m2", "e4m3", "e3m4", "e4m3fnuz", "e5m2fnuz", "e4m3b11fnuz"))
+
+_CPU_WIRE_TYPES: dict[str, tuple[str, int]] = {
+    "bfloat16": ("float32", 2),
+    **dict.fromkeys(_FLOAT8, ("float16", 2)),
+    "float8_e8m0fnu": ("float32", 4),
+}
+
+_WIRE_TYPES: dict[Platform, WireTypes] = {
+    "cpu": {(kind, dtype): wire_dtype for kind in KINDS for dtype, wire_dtype in _CPU_WIRE_TYPES.items()},
+    "tpu": {(kind, dtype): ("uint32", 1) for kind in _SUMS for dtype in ("float16", "bool", *_INTEGERS, *_FLOAT8)},
+    "gpu": {(kind, f"{sign}int16"): (f"{sign}int32", 2) for kind in _SUMS for sign in ("", "u")},
+}

@@ -1,0 +1,189 @@
+"""An optax optimizer with sharded state (ZeRO): reduce-scattered gradients, sharded update, gathered parameters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import PartitionSpec as P
+
+from .. import paths
+from ..annotations.annotate import annotate
+from ..annotations.propagation_barrier import barrier
+from ..errors import ShardingError
+from .memory_formula import check_stage
+from .state_specs import axes_of, is_spec, mesh_sizes, specs, warn_replicated, with_axis
+
+PRIORITY = 2
+"""Lower priority than a model's own annotations (0) and its FSDP annotations (1)."""
+
+
+class Master(NamedTuple):
+    """Optimizer state with master weights."""
+
+    weights: Any
+    """The parameters in float32."""
+    inner: Any
+    """The wrapped optimizer's state for the master weights."""
+
+
+class Sharded(optax.GradientTransformationExtraArgs):
+    """An optax optimizer with sharded state: the usual ``init`` and ``update``, and ``apply``."""
+
+    transform: _ShardedTransform
+
+    def __new__(cls, transform: _ShardedTransform) -> Sharded:
+        self = super().__new__(cls, transform.init, transform.update)
+        self.transform = transform
+        return self
+
+    def apply(self, gradients: Any, state: Any, params: Any, **extra: Any) -> tuple[Any, Any]:
+        """New parameters and the next state, equal to ``update`` followed by ``optax.apply_updates``.
+
+        With replicated parameters each device computes its shard of the new ones, which are then all-gathered in their
+        own dtype, without memory for the updates.
+        """
+        return self.transform.apply(gradients, state, params, **extra)
+
+
+def shard(
+    tx: optax.GradientTransformation,
+    *,
+    axis: str = "data",
+    stage: int = 1,
+    like: Any = None,
+    master: bool = False,
+    replicas: str | None = None,
+) -> Sharded:
+    """An optimizer with its state sharded over an axis; each device updates its shard of every parameter.
+
+    The result is a `GradientTransformation` like `tx`: inside `sharding.jit` it annotates gradients, updates and state.
+    Gradients are reduce-scattered; updates are all-gathered where the parameters are replicated. In stage 3 ``split``
+    shards the parameters too: they are all-gathered at each use, and again in a rematerialised backward pass.
+
+    Args:
+        tx: an optax optimizer, including clipping by global norm: norms are of global arrays.
+        axis: mesh axis that the batch is sharded over, too.
+        stage: 1 shards the state, 2 gradients too, 3 is for sharded parameters.
+        like: a pytree of specs of the parameters over other axes. Default: the arrays' own shardings, unconstrained
+            inside a trace.
+        master: whether the state keeps float32 master weights, which take the updates; the parameters, such as
+            bfloat16, are rounded from them.
+        replicas: see ``specs``.
+
+    Raises:
+        ShardingError: no such stage; when used, no mesh in context or no such axis.
+
+    A parameter without a divisible dim stays replicated; a warning lists these with their bytes.
+
+    References:
+        Rajbhandari et al., ZeRO, SC 2020 (1910.02054), section 5.
+    """
+    check_stage("zero.shard", stage)
+    return Sharded(_ShardedTransform(tx=tx, axis=axis, stage=stage, like=like, master=master, replicas=replicas))
+
+
+def split(params: Any, *, axis: str = "data", like: Any = None, replicas: str | None = None) -> Any:
+    """Parameters annotated as sharded over an axis (stage 3), for use inside a traced step.
+
+    The annotations have lower priority than a model's own, so on a conflict the batch keeps the axis and parameters are
+    all-gathered. Arguments as in ``specs``, which also gives the specs to place them with.
+    """
+    return _annotate(params, specs(params, axis, 3, like=like, replicas=replicas).params)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ShardedTransform:
+    """Implementation of ``Sharded``, with the arguments of ``shard``."""
+
+    tx: optax.GradientTransformation
+    axis: str
+    stage: int
+    like: Any
+    master: bool
+    replicas: str | None
+
+    @property
+    def asked(self) -> str:
+        return f"zero.shard(axis={self.axis!r})"
+
+    def init(self, params: Any) -> Any:
+        found = specs(params, self.axis, self.stage, like=self.like, replicas=self.replicas)
+        warn_replicated(self.asked, found.whole, stacklevel=3)
+        if not self.master:
+            return self._annotate_state(self.tx.init(params), params, found.state)
+        weights = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), barrier(params, "forward"))
+        weights = _annotate(weights, found.state)
+        return Master(weights, self._annotate_state(self.tx.init(weights), params, found.state))
+
+    def update(self, updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        """Updates and the next state."""
+        if params is None:
+            raise ShardingError(f"{self.asked}.update", found="no parameters", required="params as the third argument")
+        if not self.master:
+            updates, state, _ = self._updates(updates, state, params, self._state_specs(params), extra)
+            return barrier(updates, "backward"), state
+        new, state = self.apply(updates, state, params, **extra)
+        # In float32, so that adding them gives exactly the new parameters.
+        return jax.tree.map(lambda new, old: new.astype(jnp.float32) - old.astype(jnp.float32), new, params), state
+
+    def apply(self, gradients: Any, state: Any, params: Any, **extra: Any) -> tuple[Any, Any]:
+        """New parameters and the next state."""
+        state_specs = self._state_specs(params)
+        updates, state, weights = self._updates(gradients, state, params, state_specs, extra)
+        weights = optax.apply_updates(weights, updates)
+        if self.master:
+            weights = _annotate(weights, state_specs)
+            state = Master(weights, state)
+        new = jax.tree.map(lambda weight, leaf: weight.astype(leaf.dtype), weights, params)
+        return barrier(_annotate(new, state_specs), "backward"), state
+
+    def _updates(self, gradients: Any, state: Any, params: Any, state_specs: Any, extra: Any) -> tuple[Any, Any, Any]:
+        """Sharded updates, the optimizer's next state, and the weights to update.
+
+        The barriers keep the state's sharding inside the optimizer: it does not propagate to parameters and gradients.
+        """
+        gradients = _annotate(barrier(gradients, "forward") if self.stage == 1 else gradients, state_specs)
+        weights = _annotate(state.weights if self.master else barrier(params, "forward"), state_specs)
+        state = self._annotate_state(state.inner if self.master else state, params, state_specs)
+        gradients = jax.tree.map(lambda leaf, weight: leaf.astype(weight.dtype), gradients, weights)
+        updates, state = optax.with_extra_args_support(self.tx).update(gradients, state, weights, **extra)
+        return _annotate(updates, state_specs), self._annotate_state(state, params, state_specs), weights
+
+    def _state_specs(self, params: Any) -> Any:
+        return specs(params, self.axis, self.stage, like=self.like, replicas=self.replicas).state
+
+    def _annotate_state(self, state: Any, params: Any, state_specs: Any) -> Any:
+        """The annotated state: leaves with a parameter's name and shape get its spec, others one by their own shape."""
+        sizes = mesh_sizes(self.asked, self.axis)
+        shapes = dict(zip(paths.of_tree(params), map(jnp.shape, jax.tree.leaves(params)), strict=True))
+        by_name = dict(zip(shapes, jax.tree.leaves(state_specs, is_leaf=is_spec), strict=True))
+
+        def place(path: Any, leaf: Any) -> Any:
+            parts, shape = paths.text(path).split("/"), jnp.shape(leaf)
+            name = next((end for i in range(len(parts)) if (end := "/".join(parts[i:])) in shapes), None)
+            if name is not None and shapes[name] == shape:
+                spec = by_name[name]
+            else:
+                spec = with_axis(shape, P(), self.axis, sizes)
+            return leaf if spec is None else annotate(leaf, _at_least(spec, len(shape)), priority=PRIORITY)
+
+        return jax.tree_util.tree_map_with_path(place, state)
+
+
+def _annotate(tree: Any, specs: Any) -> Any:
+    """Each array annotated with at least the axes of its spec."""
+    leaves, tree_def = jax.tree.flatten(tree)
+    found = [
+        annotate(leaf, _at_least(spec, jnp.ndim(leaf)), priority=PRIORITY)
+        for leaf, spec in zip(leaves, jax.tree.leaves(specs, is_leaf=is_spec), strict=True)
+    ]
+    return jax.tree.unflatten(tree_def, found)
+
+
+def _at_least(spec: P, ndim: int) -> P:
+    """The spec opened in every dim, so that it requires at least these axes."""
+    return P(*((*names, ...) if names else P.UNCONSTRAINED for names in axes_of(spec, ndim)))

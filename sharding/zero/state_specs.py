@@ -1,0 +1,125 @@
+"""PartitionSpecs of model states under ZeRO: the dim of each array that an axis shards."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from .. import paths
+from ..errors import ShardingError
+from ..mesh import current
+from ..spec import partition_spec_of, sizes_text
+from .memory_formula import check_stage
+
+
+@dataclass(frozen=True, kw_only=True)
+class Specs:
+    """Specs of a model's states, as pytrees like its parameters."""
+
+    params: Any
+    """As given, with the axis added in stage 3."""
+    gradients: Any
+    """Like the parameters, with the axis added from stage 2 on."""
+    state: Any
+    """Of the per-parameter optimizer state, always with the axis added."""
+    whole: Mapping[str, int]
+    """Path -> bytes of the parameters that stay replicated over the axis: it divides none of their dims."""
+
+
+def specs(params: Any, axis: str = "data", stage: int = 3, *, like: Any = None, replicas: str | None = None) -> Specs:
+    """The specs of parameters, gradients and optimizer state sharded over an axis.
+
+    The axis shards the longest dim that it divides and that is not sharded yet, else it further shards a sharded dim.
+    Only shapes matter, not values.
+
+    Args:
+        params: a pytree of arrays or ShapeDtypeStructs.
+        axis: mesh axis that the batch is sharded over, too.
+        stage: 1 shards optimizer state, 2 gradients too, 3 parameters too (fully sharded data parallel).
+        like: a pytree of specs of the parameters over other axes. Default: the arrays' own shardings.
+        replicas: for hybrid sharding, a second data axis over which model states are replicated.
+
+    Raises:
+        ShardingError: no mesh in context, no such axis or stage.
+
+    References:
+        Rajbhandari et al., ZeRO, SC 2020 (1910.02054), section 5; Zhao et al., PyTorch FSDP, VLDB 2023 (2304.11277),
+        section 3.2 for hybrid sharding.
+    """
+    asked = f"zero.specs(axis={axis!r})"
+    check_stage("zero.specs", stage)
+    sizes = mesh_sizes(asked, axis, replicas)
+    own = jax.tree.map(partition_spec_of, params) if like is None else like
+    named = jax.tree_util.tree_leaves_with_path(params)
+    sharded, replicated = [], {}
+    for (path, leaf), spec in zip(named, jax.tree.leaves(own, is_leaf=is_spec), strict=True):
+        found = with_axis(jnp.shape(leaf), spec, axis, sizes)
+        if found is None:
+            replicated[paths.text(path)] = math.prod(jnp.shape(leaf)) * jnp.result_type(leaf).itemsize
+        sharded.append(spec if found is None else found)
+    sharded = jax.tree.unflatten(jax.tree.structure(params), sharded)
+    return Specs(
+        params=sharded if stage == 3 else own,
+        gradients=sharded if stage >= 2 else own,
+        state=sharded,
+        whole=replicated,
+    )
+
+
+def with_axis(shape: tuple[int, ...], spec: P, axis: str, sizes: Mapping[str, int]) -> P | None:
+    """The spec with the axis added, or None if the axis divides no dim."""
+    names = axes_of(spec, len(shape))
+    if any(axis in own for own in names):
+        return spec
+    parts = [math.prod(sizes[name] for name in own) for own in names]
+    fits = [d for d, length in enumerate(shape) if length and length % (parts[d] * sizes[axis]) == 0]
+    if not fits:
+        return None
+    best = max(fits, key=lambda d: (parts[d] == 1, shape[d]))
+    dims = [*spec, *[None] * (len(shape) - len(spec))]
+    dims[best] = (*names[best], axis) if names[best] else axis
+    return P(*dims)
+
+
+def axes_of(spec: P, ndim: int) -> list[tuple[str, ...]]:
+    """The axes of each dim, without unconstrained entries."""
+    entries = [entry if isinstance(entry, tuple) else (entry,) for entry in spec]
+    names = [tuple(name for name in entry if isinstance(name, str)) for entry in entries]
+    return names + [()] * (ndim - len(names))
+
+
+def mesh_sizes(asked: str, axis: str, replicas: str | None = None) -> dict[str, int]:
+    """Axis sizes of the mesh in context, which must have these axes."""
+    mesh = current()
+    if mesh is None:
+        raise ShardingError(asked, found="no mesh", required=f"a mesh with an axis {axis!r}", fix="sharding.mesh(...)")
+    sizes = dict(mesh.shape)
+    for name in (axis, *([] if replicas is None else [replicas])):
+        if name not in sizes:
+            raise ShardingError(asked, found=f"mesh axes {sizes_text(sizes)}", required=f"a mesh axis {name!r}")
+    if axis == replicas:
+        raise ShardingError(asked, found=f"replicas={replicas!r}", required="a replicas axis other than axis")
+    return sizes
+
+
+def warn_replicated(asked: str, replicated: Mapping[str, int], stacklevel: int) -> None:
+    """Warns of the parameters that stay replicated."""
+    if replicated:
+        largest = sorted(replicated, key=lambda path: -replicated[path])
+        names = ", ".join(f"{path} ({replicated[path]:,} bytes)" for path in largest[:4])
+        more = f" and {len(largest) - 4} more" if len(largest) > 4 else ""
+        total = f"{sum(replicated.values()):,} bytes"
+        text = f"{asked}: the axis divides no dim of {names}{more}; {total} stay replicated on each device"
+        warnings.warn(text, stacklevel=stacklevel + 1)
+
+
+def is_spec(x: Any) -> bool:
+    """Whether `x` is a PartitionSpec, the leaf type of a tree of specs."""
+    return isinstance(x, P)

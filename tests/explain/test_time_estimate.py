@@ -1,0 +1,103 @@
+"""Step time estimates compared with hand-computed times from a chip's rates."""
+
+import dataclasses
+
+import jax
+import pytest
+
+import sharding
+from sharding import P, ShardingError, hardware
+from sharding.cost import collective_seconds, topology
+
+
+def floats(*shape):
+    return jax.ShapeDtypeStruct(shape, "bfloat16")
+
+
+def completed(fn, args, sizes, **options):
+    with sharding.mesh(sizes, devices="v5p:2x2x1"):
+        return sharding.jit(fn, **options).complete(*args)
+
+
+def test_a_matmul_runs_at_the_chips_peak_rate():
+    found = completed(
+        lambda x, w: x @ w, [floats(8192, 8192), floats(8192, 8192)], {"a": 4}, in_shardings=(P("a"), None)
+    )
+    chip = hardware.chip("v5p")
+    by_hand = 2 * 8192**3 / 4 / chip.rates.bfloat16_flops_per_second + chip.op_seconds
+    assert found.estimate("v5p").seconds == pytest.approx(by_hand)
+    assert found.estimate("v5p").exposed_seconds == pytest.approx(0)
+
+
+def test_a_collective_that_everything_depends_on_is_exposed():
+    specs = (P(None, "a"), P("a"))
+    found = completed(lambda x, w: x @ w, [floats(512, 8192), floats(8192, 8192)], {"a": 4}, in_shardings=specs)
+    estimate = found.estimate("v5p")
+    with sharding.mesh({"a": 4}, devices="v5p:2x2x1") as mesh:
+        alone = collective_seconds("all-reduce", 512 * 8192 * 2, ("a",), topology(mesh, "v5p"))
+    assert estimate.communication_seconds == pytest.approx(alone)
+    assert estimate.seconds == pytest.approx(estimate.compute_seconds + alone)
+
+
+def test_an_all_gather_of_later_weights_is_overlapped():
+    def fn(x, u, w):
+        return (x @ u) @ w
+
+    specs = (P("a"), None, P("a"))
+    args = [floats(65536, 4096), floats(4096, 4096), floats(4096, 4096)]
+    estimate = completed(fn, args, {"a": 4}, in_shardings=specs).estimate("v5p")
+    assert estimate.communication_seconds > 0
+    assert estimate.seconds == pytest.approx(estimate.compute_seconds)
+
+
+def test_host_cores_do_not_overlap_compute_and_communication():
+    def fn(x, u, w):
+        return (x @ u) @ w
+
+    specs = (P("a"), None, P("a"))
+    args = [floats(4096, 512), floats(512, 512), floats(512, 512)]
+    found = completed(fn, args, {"a": 4}, in_shardings=specs)
+    measured = dataclasses.replace(hardware.chip("cpu"), shares_cores=False)  # as of a calibration
+    for chip in (hardware.chip("cpu"), measured):
+        estimate = found.estimate(chip)
+        assert estimate.communication_seconds > 0
+        assert estimate.exposed_seconds == pytest.approx(estimate.communication_seconds)
+
+
+def test_loops_are_multiplied_by_their_trip_count():
+    def fn(x, w):
+        return jax.lax.scan(lambda c, _: (c @ w, None), x, length=7)[0]
+
+    args = [floats(4096, 4096), floats(4096, 4096)]
+    once = completed(lambda x, w: x @ w, args, {"a": 4}, in_shardings=(P("a"), None)).estimate("v5p")
+    often = completed(fn, args, {"a": 4}, in_shardings=(P("a"), None)).estimate("v5p")
+    assert often.seconds == pytest.approx(7 * once.seconds)
+
+
+def test_elementwise_ops_are_fused():
+    def fn(x):
+        return jax.numpy.tanh(x * 2 + 1) * 3
+
+    args = [floats(8192, 8192)]
+    estimate = completed(fn, args, {"a": 4}, in_shardings=(P("a"),)).estimate("v5p")
+    chip = hardware.chip("v5p")
+    traffic = 2 * 2 * 8192 * 8192 / 4 / chip.memory_bytes_per_second
+    assert traffic < estimate.seconds < 2 * traffic
+
+
+def test_a_larger_chip_is_faster():
+    args = [floats(8192, 8192), floats(8192, 8192)]
+    found = completed(lambda x, w: x @ w, args, {"a": 4}, in_shardings=(P("a"), None))
+    assert found.estimate("b200").seconds < found.estimate("h100").seconds < found.estimate("a100").seconds
+    assert " per step\n" in str(found.estimate("h100"))
+
+
+def test_devices_that_do_not_fit():
+    found = completed(lambda x: x * 2, [floats(8, 8)], {"a": 4})
+    with pytest.raises(ShardingError, match="4"):
+        found.estimate("v5p:4x4x4")
+    assert found.estimate().chip == "v5p:2x2x1"
+    with sharding.mesh({"a": 4}, devices=4):
+        of_no_kind = sharding.jit(lambda x: x * 2).complete(floats(8, 8))
+    with pytest.raises(ShardingError, match="required: a chip or a description of the devices"):
+        of_no_kind.estimate()

@@ -1,0 +1,59 @@
+"""Parameters of a jitted function by position and name."""
+
+import pytest
+
+from sharding import ShardingError
+from sharding.jit.signature import Signature
+
+
+def step(state, batch, lr=0.1, *, debug=False):
+    return state
+
+
+def signature(f=step, static_argnums=(), static_argnames=(), donate_argnums=(), donate_argnames=()):
+    return Signature.of(f, static_argnums, static_argnames, donate_argnums, donate_argnames)
+
+
+def test_argnums_and_argnames_refer_to_the_same_parameters():
+    assert signature(static_argnums=2, donate_argnums=(0, -2)) == signature(
+        static_argnames="lr", donate_argnames=("state", "batch")
+    )
+    assert signature(static_argnums=-1).static == {2}
+
+
+def test_keywords_become_positions_and_gaps_are_filled_by_defaults():
+    s = signature(lambda a, b=2, c=3: a)
+    assert s.positional((1,), {}) == (1,)
+    assert s.positional((1,), {"c": 5}) == (1, 2, 5)
+    assert s.positional((), {"b": 7, "a": 1}) == (1, 7)
+
+
+def test_names_of_positions():
+    s = signature(lambda a, *rest: a)
+    assert [s.name(i) for i in range(3)] == ["a", "rest/0", "rest/1"]
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"static_argnames": "learning_rate"}, r"(?s)static_argnames=\['learning_rate'\].*parameters state, batch, lr"),
+        ({"donate_argnames": ["state", "stat"]}, r"(?s)donate_argnames.*remove 'stat'"),
+        ({"static_argnums": 3}, r"(?s)static_argnums=\[3\].*3 positional parameters: state, batch, lr"),
+        ({"donate_argnums": (0, -4)}, r"(?s)donate_argnums.*remove -4"),
+        ({"donate_argnums": 2, "static_argnames": "lr"}, "lr: both static and donated"),
+    ],
+)
+def test_unknown_parameters_are_errors(options, message):
+    with pytest.raises(ShardingError, match=message):
+        signature(**options)
+
+
+def test_positions_beyond_the_names_are_variadic_arguments():
+    assert signature(lambda *xs: xs, donate_argnums=5).donated == {5}
+
+
+def test_keyword_only_argument_is_an_error():
+    with pytest.raises(ShardingError, match=r"step\(..., debug=...\)"):
+        signature().positional((1, 2), {"debug": True})
+    with pytest.raises(ShardingError, match=r"(?s)without a readable signature"):
+        signature(min).positional((1,), {"key": 2})

@@ -1,0 +1,120 @@
+"""Halo exchanges, as predicted and as compiled."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+import sharding
+from sharding import P, cost
+
+SPATIAL = ("NHWC", "HWIO", "NHWC")
+SAME = "SAME"
+
+
+def images(rows=32, columns=8):
+    return jax.ShapeDtypeStruct((2, rows, columns, 4), "float32")
+
+
+def conv(length, step=1, padding=SAME, rhs_dilation=1, lhs_dilation=1, width=3):
+    def fn(x):
+        w = jnp.ones((length, width, 4, 4))
+        return lax.conv_general_dilated(
+            x, w, (step, 1), padding, (lhs_dilation, 1), (rhs_dilation, 1), dimension_numbers=SPATIAL
+        )  # fmt: skip
+
+    return fn
+
+
+def pooled(length, step, padding):
+    return lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (1, length, 1, 1), (1, step, 1, 1), padding)
+
+
+PROGRAMS = {
+    "windows of 3": conv(3),
+    "windows of 5": conv(5),
+    "windows of 2": conv(2),
+    "windows of 1": conv(1),
+    "steps of 2": conv(4, 2),
+    "steps of 2, one side": conv(3, 2),
+    "steps of 2, more on one side": conv(7, 2),
+    "no gap between windows": conv(2, 2),
+    "no padding": conv(3, padding="VALID"),
+    "padding on one side": conv(3, padding=((2, 0), (1, 1))),
+    "windows with gaps": conv(3, rhs_dilation=2),
+    "rows with gaps": conv(3, padding=((1, 1), (1, 1)), lhs_dilation=2),
+    "pooling": pooled(3, 1, SAME),
+    "pooling without overlap": pooled(2, 2, "VALID"),
+    "slice of all but the first": lambda x: x[:, 1:],
+    "slice of the first half": lambda x: x[:, :16],
+    "slice of the middle": lambda x: x[:, 5:21],
+    "slice with steps": lambda x: x[:, ::2],
+    "difference of neighbours": lambda x: x[:, 1:] - x[:, :-1],
+    "padding": lambda x: jnp.pad(x, ((0, 0), (1, 1), (0, 0), (0, 0))),
+    "reversed": lambda x: x[:, ::-1],
+    "rotated": lambda x: jnp.roll(x, 3, 1),
+    "rotated back": lambda x: jnp.roll(x, -3, 1),
+    "rotated by full shards": lambda x: jnp.roll(x, 16, 1),
+    "rotated by more than a shard": lambda x: jnp.roll(x, 13, 1),
+    "two layers": lambda x: conv(3)(jax.nn.relu(conv(5)(x))),
+}
+
+
+def check(fn, spec, arg=None):
+    arg = arg or images()
+    with sharding.mesh(a=4, b=2):
+        jitted = sharding.jit(fn, in_shardings=spec)
+        ledger, compiled = jitted.complete(arg).communication(), jitted.lower(arg).compile()
+    assert ledger.lowered("cpu").by_kind() == cost.read_compiled(compiled).by_kind()
+    return ledger
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_along_one_dim(name):
+    check(PROGRAMS[name], P(None, "a"))
+
+
+def test_along_two_dims():
+    ledger = check(conv(5), P(None, "a", "b"))
+    assert [c.axes for c in ledger] == [("a",), ("a",), ("b",), ("b",)]
+    assert [c.result_bytes for c in ledger] == [4 * 2 * 4 * 4 * n for n in (2 * 4 / 4, 2 * 4 / 4, 12 / 4, 12 / 4)]
+
+
+def test_uneven_rows():
+    check(conv(3), P(None, "b"), images(rows=30))
+
+
+def test_no_rows():
+    assert not check(lambda x: jnp.pad(x, ((0, 0), (2, 2), (0, 0), (0, 0))), P(None, "a"), images(rows=0))
+
+
+def test_cause_names_the_dim():
+    (one, _) = check(conv(3), P(None, "a"))
+    assert "exchanges halos along dim 1, sharded over a" in one.cause and "test_halo_exchange.py" in one.source
+
+
+def test_the_gradient_of_a_convolution():
+    def fn(x):
+        return jax.grad(lambda x: (conv(3)(x) ** 2).sum())(x)
+
+    check(fn, P(None, "a"))
+
+
+def gradient_of_rotation(shift):
+    return jax.grad(lambda x: (jnp.roll(x, shift, 1) ** 3).sum())
+
+
+@pytest.mark.parametrize("shift", [1, 3, -2, 8, 11])
+def test_the_gradient_of_a_rotation_is_a_rotation(shift):
+    ledger = check(gradient_of_rotation(shift), P(None, "a"))
+    assert {c.kind for c in ledger} == {"collective-permute"}
+
+
+@pytest.mark.filterwarnings("ignore:.*XLA pads it")
+@pytest.mark.parametrize("rows", [32, 30])
+def test_numbers_of_the_gradient_of_a_rotation(rows):
+    x = jnp.arange(2.0 * rows * 8 * 4).reshape(2, rows, 8, 4)
+    fn = gradient_of_rotation(5)
+    with sharding.mesh(a=4, b=2):
+        ours = jax.block_until_ready(sharding.jit(lambda x: fn(sharding.annotate(x, P(None, "a"))))(x))
+    assert (ours == fn(x)).all()

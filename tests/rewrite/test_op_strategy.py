@@ -1,0 +1,123 @@
+"""`OpStrategies`: chooses the cheapest strategies, worked out by hand, and XLA runs them."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import sharding
+from sharding import P, cost
+from sharding.explain.predicted_collectives import communication
+from sharding.graph import Graph, Op
+from sharding.propagation import Assignment
+from sharding.rewrite.halo_exchange import rotation
+from sharding.rewrite.op_strategy import OpStrategies
+from sharding.rules import identity
+from sharding.spec import Dim, Spec
+
+
+def floats(*shape):
+    return jax.ShapeDtypeStruct(shape, "float32")
+
+
+def both(fn, args, sizes, **options):
+    """Returns the ledger of a function, and the collectives of its compiled program by kind."""
+    with sharding.mesh(sizes, devices=jax.devices()[: np.prod(list(sizes.values()))]):
+        jitted = sharding.jit(fn, **options)
+        ledger = jitted.complete(*args).communication()
+        return ledger, cost.read_compiled(jitted.lower(*args).compile()).by_kind()
+
+
+def spec(*dims):
+    return Spec(dims=tuple(Dim(axes=tuple(d)) for d in dims))
+
+
+def kinds(ledger):
+    return [(c.kind, *c.axes) for c in ledger]
+
+
+@pytest.mark.parametrize("rows, moved", [(4096, "w"), (8, "x")])
+def test_the_smaller_operand_moves(rows, moved):
+    specs = (P("a"), P("a"))
+    ledger, compiled = both(lambda x, w: x @ w, [floats(rows, 256), floats(256, 512)], {"a": 4}, in_shardings=specs)
+    assert ledger.lowered("cpu").by_kind() == compiled
+    assert ledger[0].is_move and f", {moved}, " in ledger[0].cause
+
+
+def test_gates_are_resharded_to_another_dim_and_back():
+    def fn(x):
+        a, b, c, d = jnp.split(x * 2, 4, axis=1)
+        return jnp.tanh(a) * b + jnp.sin(c) * d
+
+    ledger, compiled = both(fn, [floats(64, 512)], {"a": 8}, in_shardings=P(None, "a"), out_shardings=P(None, "a"))
+    assert ledger.lowered("cpu").by_kind() == compiled
+    assert set(kinds(ledger)) == {("all-to-all", "a")}
+
+
+def test_a_sum_over_two_dims_is_reduced_dim_by_dim():
+    specs = P("a", "b")
+    ledger, compiled = both(lambda x: (x * x).sum(), [floats(8, 8)], {"a": 2, "b": 4}, in_shardings=specs)
+    assert ledger.lowered("cpu").by_kind() == compiled
+    assert kinds(ledger) == [("all-reduce", "b"), ("all-reduce", "a")]
+
+
+def test_gradients_of_weights_are_reduce_scattered_first():
+    def fn(x, y):
+        return lax.dot_general(x, y, (((0,), (0,)), ((), ())))
+
+    options = {"in_shardings": (P(("data", "fsdp")), P(("data", "fsdp"))), "out_shardings": P("fsdp")}
+    ledger, compiled = both(fn, [floats(64, 8), floats(64, 8)], {"data": 2, "fsdp": 4}, **options)
+    assert kinds(ledger) == [("reduce-scatter", "fsdp"), ("all-reduce", "data")]
+    assert ledger.lowered("cpu").by_kind() == compiled
+
+
+def test_a_value_is_gathered_once_for_two_uses():
+    def fn(x, w):
+        return x @ w + jnp.sin(x @ w)
+
+    ledger, compiled = both(fn, [floats(64, 16), floats(16, 16)], {"a": 4}, in_shardings=(P("a"), P("a")))
+    assert kinds(ledger) == [("all-gather", "a")] and ledger.lowered("cpu").by_kind() == compiled
+
+
+UNASKED = {"find_reason": None, "with_annotations": None}
+SPECS = [spec("", ""), spec("a", ""), spec("b", ""), spec("", "a"), spec("", "b"), spec("a", "b"), spec("ab", "")]
+
+
+@pytest.mark.parametrize("operand, result", list(itertools.product(SPECS, repeat=2)))
+def test_steps_lead_from_the_operand_spec_to_the_result_spec(operand, result):
+    """For an identity op."""
+    shape, sizes = (16, 32), {"a": 2, "b": 4}
+    op = Op("copy", (0,), (1,), identity(1, shape), (), 1)
+    graph = Graph(shapes=[shape] * 2, dtypes=[np.dtype("float32")] * 2, ops=[op], inputs=[0])
+    strategy = OpStrategies(Assignment(graph=graph, sizes=sizes, specs=(operand, result), **UNASKED)).of(op)
+    at = operand
+    for step in (*strategy.operand_steps[0], *strategy.result_steps[0]):
+        at = step.spec
+    assert at.axes == result.axes
+    assert strategy.operand_specs == strategy.result_specs
+
+
+def rolled(x, n):
+    return jnp.roll(x, n, 0)
+
+
+@pytest.mark.parametrize("n, expected", [(3, 3), (-1, 7), (0, 0), (8, 0)])
+def test_rotations_are_recognised(n, expected):
+    with sharding.mesh(a=2, devices=jax.devices()[:2]):
+        graph = sharding.jit(rolled, static_argnums=1).complete(floats(8, 2), n).assignment.graph
+    found = [rotation(op, graph.makers) for op in graph.ops if op.name == "concatenate"]
+    assert [f for f in found if f is not None] == [expected]
+
+
+def test_two_slices_that_are_no_rotation():
+    def fn(x):
+        return jnp.concatenate([x[:3], x[3:]]), jnp.concatenate([x[4:], x[:3]])
+
+    with sharding.mesh(a=2, devices=jax.devices()[:2]):
+        assignment = sharding.jit(fn).complete(floats(8, 2)).assignment
+    found = [rotation(op, assignment.graph.makers) for op in assignment.graph.ops if op.name == "concatenate"]
+    assert found == [None, None]
+    assert not communication(assignment)

@@ -1,0 +1,51 @@
+"""Predicted and compiled peak memory of a program."""
+
+from dataclasses import dataclass
+
+import jax
+import pytest
+
+import sharding
+from sharding.memory import usage
+
+newest_jax_only = pytest.mark.skipif(
+    jax.__version_info__ < (0, 12),
+    reason="JAX 0.10.2 undoes remat and orders, fuses and partitions differently",
+)
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Bytes per device of one program."""
+
+    predicted: int
+    compiled: int
+
+    @property
+    def ratio(self):
+        return self.predicted / self.compiled
+
+
+def peak_of_step(step, sizes):
+    """Peaks of a train step with its state donated."""
+    return peak_of(step.run, *step.args, sizes=sizes, in_shardings=step.specs, donate_argnums=0)
+
+
+def peak_of(f, *args, sizes, **options):
+    """Peaks of a function, with its first argument donated if `donate_argnums` is given."""
+    with sharding.mesh(sizes):
+        jitted = sharding.jit(f, **options)
+        donated = range(len(jax.tree.leaves(args[0]))) if "donate_argnums" in options else ()
+        found = usage(jitted.complete(*args).assignment, donated)
+        return Peak(found.peak_bytes, compiled_bytes(jitted.lower(*args)))
+
+
+def compiled_bytes(lowered):
+    """Argument + temporary + output - aliased bytes; XLA:CPU's own peak figure is not a peak."""
+    found = lowered.compile().memory_analysis()
+    own = found.argument_size_in_bytes + found.temp_size_in_bytes
+    return own + found.output_size_in_bytes - found.alias_size_in_bytes
+
+
+def floats(*shape):
+    return jax.ShapeDtypeStruct(shape, "float32")

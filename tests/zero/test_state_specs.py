@@ -1,0 +1,64 @@
+"""The dim of each array that an axis shards."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import sharding
+from sharding import P, ShardingError, zero
+
+
+def shape(*dims, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(dims, dtype)
+
+
+@pytest.fixture
+def mesh():
+    with sharding.mesh(data=4, tensor=2):
+        yield
+
+
+@pytest.mark.parametrize(
+    ("dims", "like", "expected"),
+    [
+        ((8, 16), P(), P(None, "data")),  # the longest
+        ((16, 6), P(), P("data", None)),  # that the axis divides
+        ((8, 16), P(None, "tensor"), P("data", "tensor")),  # that is not sharded yet
+        ((6, 16), P(None, "tensor"), P(None, ("tensor", "data"))),  # else one that is sharded
+        ((6, 12), P(None, "tensor"), None),
+        ((6, 4), P(None, "tensor"), None),
+        ((3,), P(), None),
+        ((), P(), None),
+        ((8, 16), P("data"), P("data")),  # already sharded over the axis
+    ],
+)
+def test_dims(mesh, dims, like, expected):
+    found = zero.specs({"w": shape(*dims)}, stage=3, like={"w": like})
+    assert found.params["w"] == (like if expected is None else expected)
+    assert (found.whole == {}) == (expected is not None)
+
+
+def test_stages(mesh):
+    params = {"w": shape(8, 16), "odd": shape(3, 5, dtype=jnp.bfloat16)}
+    sharded, own = {"w": P(None, "data"), "odd": P()}, {"w": P(), "odd": P()}
+    for stage, expected in {1: (own, own), 2: (own, sharded), 3: (sharded, sharded)}.items():
+        found = zero.specs(params, stage=stage)
+        assert (found.params, found.gradients, found.state) == (*expected, sharded)
+        assert found.whole == {"odd": 30}
+
+
+def test_existing_shardings_are_the_default(mesh):
+    w = sharding.put(jnp.zeros((8, 16)), P("tensor"))
+    assert zero.specs([w]).params == [P("tensor", "data")]
+
+
+def test_errors():
+    with pytest.raises(ShardingError, match="no mesh"):
+        zero.specs([shape(4)])
+    with sharding.mesh(data=8):
+        with pytest.raises(ShardingError, match=r"mesh axes data=8[\s\S]*a mesh axis 'fsdp'"):
+            zero.specs([shape(4)], "fsdp")
+        with pytest.raises(ShardingError, match="a replicas axis other than axis"):
+            zero.specs([shape(8)], replicas="data")
+        with pytest.raises(ShardingError, match="one of 1, 2, 3"):
+            zero.specs([shape(8)], stage=0)
