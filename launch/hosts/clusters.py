@@ -1,7 +1,6 @@
 """The hosts of a launch and the commands that start their agents, one function per kind of cluster."""
 
 import os
-import re
 import shlex
 import shutil
 import socket
@@ -14,6 +13,7 @@ from sharding.distributed import processes
 from ..config.launch_config import Launch
 from .agent_channel import Host
 from .kubernetes import POD
+from .slurm_nodelist import expand_nodelist
 
 AGENT = (sys.executable, "-m", "sharding.launch.hosts.agent")
 
@@ -119,23 +119,6 @@ def _process_numbers(config: Launch, num_hosts: int) -> list[tuple[int, ...]]:
         )
     each = count // num_hosts
     return [tuple(range(first, first + each)) for first in range(0, count, each)]
-
-
-def expand_nodelist(nodes: str) -> list[str]:
-    """The host names of a Slurm node list such as `n[1-3,7],login`."""
-    found = []
-    for part in re.findall(r"[^,\[]+(?:\[[^\]]*\][^,\[]*)?", nodes):
-        match = re.fullmatch(r"([^\[]+)(?:\[([^\]]*)\])?(.*)", part)
-        assert match is not None
-        head, ranges, tail = match.groups()
-        if ranges is None:
-            found.append(part)
-            continue
-        for each in ranges.split(","):
-            low, _, high = each.partition("-")
-            numbers = range(int(low), int(high or low) + 1)
-            found += [f"{head}{number:0{len(low)}d}{tail}" for number in numbers]
-    return found
 
 
 def require_program(program: str, option: str, what: str, *, fix: str = "") -> None:

@@ -8,8 +8,6 @@ annotation, if any, from which an enclosing `sharding.jit` infers again.
 
 from __future__ import annotations
 
-import math
-import warnings
 from typing import Any
 
 import jax
@@ -20,8 +18,9 @@ from jax.sharding import PartitionSpec as P
 from .. import compat
 from ..errors import ShardingError, raise_together
 from ..mesh import current
-from ..spec import OPEN, Spec, divisible, indivisible, local_shape, to_partition_spec
+from ..spec import OPEN, Spec, divisible, to_partition_spec
 from . import axis_rules, flax_metadata
+from .padding import warn_padding
 
 annotate_p = jex.Primitive("annotate")
 
@@ -88,7 +87,7 @@ def _annotate_leaf(x: Any, spec: P | None, *, what: str, name: str | None, prior
     shape, seen = tuple(jax.numpy.shape(x)), _abstract(mesh)
     sizes = {n: size for n, size in seen.shape.items() if n not in seen.manual_axes}
     resolved = axis_rules.resolve(spec, shape, sizes, asked=asked, priority=priority)
-    _warn_padding(resolved, x, sizes, asked)
+    warn_padding(resolved, x, sizes, asked)
     return bind(x, resolved, seen, name=name)
 
 
@@ -107,21 +106,6 @@ def _abstract(mesh: Any) -> AbstractMesh:
     if not inside.empty and inside.shape_tuple == mesh.shape_tuple:
         return inside  # in the body of a shard_map some of its axes are Manual
     return mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
-
-
-def _warn_padding(spec: Spec, x: Any, sizes: dict[str, int], asked: str) -> None:
-    lines = indivisible(spec, tuple(jax.numpy.shape(x)), sizes)
-    if lines:
-        warnings.warn(
-            f"{asked}: {'; '.join(lines)}. XLA pads it: {padding_bytes(spec, x, sizes)} bytes more over its shards.",
-            stacklevel=4,
-        )
-
-
-def padding_bytes(spec: Spec, x: Any, sizes: dict[str, int]) -> int:
-    """Bytes of padding over all shards of one copy of `x`, an array or abstract array."""
-    padded = spec.num_shards(sizes) * math.prod(local_shape(spec.axes, x.shape, sizes))
-    return (padded - math.prod(x.shape)) * x.dtype.itemsize
 
 
 def _constraint(x: Any, *, mesh: AbstractMesh | None, spec: Spec | None, **_: Any) -> Any:

@@ -5,15 +5,36 @@ from __future__ import annotations
 import difflib
 import hashlib
 import itertools
+import os
 import zlib
 from base64 import b85decode, b85encode
 from collections.abc import Mapping
+from importlib.metadata import version
+
+import jax
 
 from ..errors import ShardingError
 from . import processes
 
+FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NCCL_ALGO", "NCCL_PROTO")
+"""Environment variables that affect compilation or communication."""
+
+SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_default_prng_impl", "jax_threefry_partitionable")
+"""JAX configuration options that affect compilation or numerics."""
+
 _MAX_TEXT_BYTES = 3 << 20
 """The coordinator accepts messages of up to 4 MiB."""
+
+
+def versions() -> dict[str, str]:
+    """The installed versions that must be the same everywhere."""
+    return {name: version(name) for name in ("jax", "jaxlib", "flax", "optax")}
+
+
+def flags() -> dict[str, str]:
+    """The settings of this process that affect compilation."""
+    found = {name: os.environ[name] for name in FLAGS if name in os.environ}
+    return found | {name: str(getattr(jax.config, name)) for name in SETTINGS}
 
 
 def agree(facts: Mapping[str, str], *, about: str) -> None:

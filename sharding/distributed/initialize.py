@@ -16,7 +16,6 @@ import sys
 import threading
 import time
 from dataclasses import dataclass
-from importlib.metadata import version
 from types import TracebackType
 
 import jax
@@ -25,12 +24,6 @@ from .. import compat
 from ..errors import ShardingError
 from . import consistency, processes
 from . import heartbeat as reports
-
-FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NCCL_ALGO", "NCCL_PROTO")
-"""Environment variables that affect compilation or communication."""
-
-SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_default_prng_impl", "jax_threefry_partitionable")
-"""JAX configuration options that affect compilation or numerics."""
 
 
 def initialize(
@@ -72,7 +65,7 @@ def initialize(
     _exit_immediately_on_error()
     if reports.HEARTBEAT_FD in os.environ and sys.__stderr__ is not None:
         faulthandler.register(signal.SIGUSR1, file=sys.__stderr__, all_threads=True)
-    consistency.agree(_versions() | _flags(), about=asked)
+    consistency.agree(consistency.versions() | consistency.flags(), about=asked)
     reports.report(reports.UP)
 
 
@@ -229,13 +222,3 @@ def _exit_immediately_on_error() -> None:
 
     if not hasattr(sys, "ps1"):
         sys.excepthook = excepthook
-
-
-def _versions() -> dict[str, str]:
-    return {name: version(name) for name in ("jax", "jaxlib", "flax", "optax")}
-
-
-def _flags() -> dict[str, str]:
-    """Settings that affect compilation."""
-    flags = {name: os.environ[name] for name in FLAGS if name in os.environ}
-    return flags | {name: str(getattr(jax.config, name)) for name in SETTINGS}

@@ -4,7 +4,8 @@ In: a closed jaxpr and the annotations of its arguments and results. Out: a `Gra
 """
 
 from .build import build
-from .graph import CALLS, Annotation, Atom, Graph, Group, Op, Scope, Site, joined, line, merged
+from .graph import Annotation, Atom, Graph, Group, Op, Scope, Site, joined, line, merged
+from .inlined_calls import CALLS
 from .sharding_groups import group_annotations, value_annotations
 
 __all__ = [

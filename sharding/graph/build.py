@@ -6,16 +6,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .. import compat
-from . import call_bodies, loops
+from . import loops, shard_map_bodies
 from .from_jaxpr import Builder, Handler
 from .graph import Annotation, Graph
 from .sharding_groups import group_annotations
 
 HANDLERS: dict[str, Handler] = {
     "cond": loops.cond,
-    "custom_linear_solve": call_bodies.linear_solve,
+    "custom_linear_solve": shard_map_bodies.linear_solve,
     "scan": loops.scan,
-    "shard_map": call_bodies.shard_map,
+    "shard_map": shard_map_bodies.shard_map,
     "while": loops.while_,
 }
 

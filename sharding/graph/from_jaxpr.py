@@ -10,7 +10,8 @@ import jax
 from .. import compat
 from ..rules import CONSTANT_PRESERVING, MOVES, Flow, Rule, Shape, barrier, identity, pointwise, rule_for
 from ..spec import Dim, Spec, from_partition_spec
-from .graph import CALLS, Annotation, Atom, Graph, Group, Op, Scope, Site, joined, line, merged
+from .graph import Annotation, Atom, Graph, Group, Op, Scope, Site, joined, line, merged
+from .inlined_calls import CALLS
 
 Handler = Callable[["Builder", Scope, int, Any, int], None]
 """(builder, scope, index of the equation, equation, number of runs) -> None."""

@@ -20,14 +20,6 @@ from .. import compat
 from ..rules import Rule
 from ..spec import Spec
 
-CALLS = frozenset(
-    """
-    call checkpoint closed_call composite core_call custom_jvp_call custom_vjp_call custom_vmap_call jit linear_call
-    pjit remat remat2 xla_metadata_call
-    """.split()
-)
-"""Primitives whose body runs exactly once, inline."""
-
 Atom = int | None
 """A value's index; None for a constant expression."""
 

@@ -15,6 +15,14 @@ import numpy as np
 Interval = tuple[int, int, int]
 """Bytes of a buffer, and the first and last instant of its lifetime."""
 
+ALIGNMENT = 64
+"""Bytes; XLA:CPU aligns every buffer to this."""
+
+
+def aligned(num_bytes: int) -> int:
+    """The bytes that a buffer takes."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
 
 def fit_into(intervals: Sequence[Interval], allocations: Sequence[Interval]) -> set[int]:
     """Which buffers fit into existing allocations while those are unused, such as those of results.

@@ -12,13 +12,10 @@ from dataclasses import dataclass, field
 
 from .device_program import DeviceProgram
 from .fusion import Kernel, fuse
-from .heap_simulator import Interval, fit_into
+from .heap_simulator import Interval, aligned, fit_into
 from .instruction import Body, Instruction
 from .kernel_order import Order, Step
 from .primitive_traits import BARRIER
-
-ALIGNMENT = 64
-"""Bytes; XLA:CPU aligns every buffer to this."""
 
 
 @dataclass(slots=True, eq=False)
@@ -194,10 +191,9 @@ class _BufferAssignment:
             reused.is_temporary = reused.is_temporary and root not in self.not_temporary
             self.buffer_of[root] = reused
             return
-        num_bytes = -(-root.num_bytes // ALIGNMENT) * ALIGNMENT
         is_argument = root.role == "argument"
         buffer = Buffer(
-            num_bytes,
+            aligned(root.num_bytes),
             0 if is_argument else born,
             self.end if is_argument else dies,
             [(born, root)],

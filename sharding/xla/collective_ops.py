@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeVar, get_args
 
@@ -12,6 +12,18 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 SUMS: tuple[Kind, ...] = ("all-reduce", "reduce-scatter")
 """The reductions."""
+
+OPCODES: Mapping[str, Kind] = {
+    **{kind: kind for kind in KINDS},
+    "ragged-all-to-all": "all-to-all",
+    "collective-broadcast": "collective-permute",
+    "recv": "collective-permute",
+}
+"""HLO opcode -> kind.
+
+A broadcast forwards one array, as a permute does; a ragged all-to-all counts its capacity; a recv with source-target
+pairs is half of a permute that XLA:GPU decomposed (the other half, the send, is left out).
+"""
 
 
 def wire_bytes(kind: Kind, num_bytes: int, num_devices: int) -> int:

@@ -14,9 +14,9 @@ from jax.sharding import AbstractMesh, Mesh
 from sharding.errors import ShardingError
 from sharding.spec import Axis
 
-from .collective_ops import KINDS, Kind, Repeated, by_kind, totals
+from .collective_ops import OPCODES, Kind, Repeated, by_kind, totals
 from .execution_counts import ExecutionCount, execution_counts
-from .hlo import Array, Instruction, Module, Tree, arrays, read_module
+from .hlo import Array, Computation, Instruction, Module, Tree, arrays, read_module
 from .replica_groups import mesh_axes, mesh_subaxes, read_groups, wrong_mesh_error
 
 Sizes: TypeAlias = "Mesh | AbstractMesh | Mapping[str, int]"
@@ -140,21 +140,10 @@ def read_hlo(text: str, *, mesh: Sizes | None = None) -> CompiledFacts:
     return CompiledFacts(collectives=tuple(found), memory=None)
 
 
-# HLO opcodes. A broadcast forwards one array, as a permute does; a ragged all-to-all counts its capacity; a recv with
-# source-target pairs is half of a permute that XLA:GPU decomposed (the other half, the send, is left out).
-_KINDS: dict[str, Kind] = {
-    **{kind: kind for kind in KINDS},
-    "ragged-all-to-all": "all-to-all",
-    "collective-broadcast": "collective-permute",
-    "recv": "collective-permute",
-}
-
-
 def _kind(line: Instruction) -> Kind | None:
-    kind = _KINDS.get(line.opcode.removesuffix("-start"))
     if line.opcode == "recv" and "_source_target_pairs=" not in line.attributes:
         return None  # from the host
-    return kind
+    return OPCODES.get(line.opcode.removesuffix("-start"))
 
 
 def _collectives(
@@ -172,7 +161,8 @@ def _collectives(
     if kind == "all-reduce" and "all-reduce-scatter" in computation:
         kind = "reduce-scatter"  # XLA:TPU's fusion of an all-reduce and each device's slice
     axes = None if sizes is None else axes_of_groups(groups, sizes)
-    for array in _arrays(line, num_devices):
+    lines = module.computations[computation]
+    for array in _flattened(module, lines, line) or _arrays(line, num_devices):
         yield CompiledCollective(
             kind=kind,
             axes=axes,
@@ -198,6 +188,23 @@ def _arrays(line: Instruction, num_devices: int) -> list[Array]:
     if opcode == "reduce-scatter":
         return [_grown(array, dims[0], num_devices) for array in results]
     return results
+
+
+def _flattened(module: Module, lines: Computation, line: Instruction) -> list[Array]:
+    """The arrays of an all-reduce that XLA:GPU flattened into one buffer (`AllReduceContiguous`); empty for others.
+
+    A concatenation that the program asks for has a name.
+    """
+    source = lines.get(line.operands[0]) if line.opcode.startswith("all-reduce") and len(line.operands) == 1 else None
+    while source is not None and source.opcode == "bitcast":
+        source = lines.get(source.operands[0])
+    if source is not None and source.opcode == "fusion":
+        called = source.attribute(r"calls=%?([\w.\-]+)")
+        source, lines = module.root(called), module.computations[called]
+    if source is None or source.opcode != "concatenate" or source.op_name:
+        return []
+    found = [lines[name].result for name in source.operands]
+    return [array for array in found if isinstance(array, Array)]
 
 
 def _result_type(line: Instruction) -> Tree:

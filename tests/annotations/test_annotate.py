@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 
 import sharding
 from sharding import P, ShardingError, annotate, compat
-from sharding.annotations.annotate import padding_bytes
+from sharding.annotations.padding import padding_bytes
 from sharding.spec import Dim, Spec
 
 U = P.UNCONSTRAINED

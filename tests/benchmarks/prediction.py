@@ -1,26 +1,29 @@
-"""Predicted collectives and peak memory of train steps compared with what XLA:CPU compiles.
+"""Predicted collectives and peak memory of programs compared with what three compilers compile.
 
     python -m tests.benchmarks.prediction                                # all steps, meshes and styles: some 20 minutes
     python -m tests.benchmarks.prediction --steps gpt lstm --meshes 0 3  # some of them
+    python -m tests.benchmarks.prediction --compiler v5p                 # or h100: ahead of time, no chip is needed
+    python -m tests.benchmarks.prediction --corpus --compiler h100       # other people's programs
     python -m tests.benchmarks.prediction --table prediction.md --json prediction.json
 
 Per program: collectives by kind (count and bytes), compiled and predicted by the ledger; peak memory of one device,
 argument + temp + output - alias bytes of `memory_analysis()`, and the predicted one; and the bytes that a device sends
-(`cost.wire_bytes`) relative to the same step with `engine="xla"`, where XLA's partitioner chooses the reshards. Both
-run in alternation, and the ratio of their median step times is the last figure. On eight virtual CPU devices; all
-figures except the last depend on the release of JAX, not on the machine.
+(`cost.wire_bytes`) relative to the same step with `engine="xla"`, where XLA's partitioner chooses the reshards. The
+project's own steps run on XLA:CPU, both in alternation: the ratio of their median times is the last figure. All figures
+except the last depend on the releases of JAX and of the compiler, not on the machine.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -28,12 +31,14 @@ import tyro
 
 import sharding
 from sharding import cost
+from sharding.hardware import Platform
 from sharding.spec import sizes_text
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # as under pytest: `support` is top-level
+sys.path.insert(0, str(Path(__file__).parent.parent))  # as under pytest: `support` and `corpus` are top-level
 
+import corpus
 from support.train_steps import hand_written, known_misses, small_models
-from support.train_steps.step import MESHES, STYLES
+from support.train_steps.step import MESHES, STYLES, Sizes, Step
 
 STEPS = small_models.STEPS | hand_written.STEPS
 HALF = {
@@ -48,26 +53,52 @@ CLOSE = 0.05
 """Relative tolerance of the bytes of a kind."""
 NEAR = 0.10
 """Relative tolerance of the peak."""
+MOST_SENT = 1.02
+"""Most bytes sent, relative to the reshards of XLA's partitioner."""
 IS_NEWEST = jax.__version_info__ >= (0, 12)
 OLDER = "XLA of JAX 0.10.2 partitions, schedules and fuses differently, and undoes remat"
+
+CompilerName = Literal["cpu", "v5p", "h100"]
+PLATFORMS: dict[CompilerName, Platform] = {"cpu": "cpu", "v5p": "tpu", "h100": "gpu"}
+DEVICES: dict[tuple[CompilerName, int], str] = {
+    ("v5p", 8): "v5p:2x2x2",
+    ("v5p", 64): "v5p:4x4x4",
+    ("h100", 8): "h100:1x8",
+    ("h100", 64): "h100:8x8",
+}
+"""Compiler and number of devices -> the devices to compile for."""
 
 
 @dataclass(frozen=True)
 class Options:
     """The programs to compare."""
 
-    steps: tuple[str, ...] = tuple(STEPS | HALF)
-    """Train steps by name."""
-    meshes: tuple[int, ...] = tuple(range(len(MESHES)))
-    """Indices of the meshes."""
+    compiler: CompilerName = "cpu"
+    """XLA:CPU, or a compiler ahead of time (extras `tpu` and `cuda13`)."""
+    corpus: bool = False
+    """Other people's programs (extra `corpus`) in place of the project's own steps."""
+    steps: tuple[str, ...] = ()
+    """Programs by name, or by the start of their names. Default: all."""
+    meshes: tuple[int, ...] = ()
+    """Indices of the meshes. Default: all."""
     styles: tuple[str, ...] = STYLES
-    """Annotations: the batch alone, or the weights too."""
+    """Annotations of the own steps: the batch alone, or the weights too."""
     repeats: int = 7
-    """Timed runs of each program, with our reshards and with XLA's."""
+    """Timed runs of each own step on XLA:CPU, with our reshards and with XLA's."""
     json: Path | None = None
     """Output file of the figures."""
     table: Path | None = None
     """Output file of a Markdown table."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One program to compare."""
+
+    name: str
+    mesh: Sizes
+    style: str
+    make: Callable[[], Step]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +118,7 @@ class Program:
     """Bytes that it sends with the reshards of XLA's partitioner."""
     time_ratio: float
     """Ratio of the median step time to that with the reshards of XLA's partitioner; 0 if not measured."""
+    compile_seconds: float
 
     @property
     def counts_agree(self) -> bool:
@@ -107,40 +139,82 @@ class Program:
 
     @property
     def sent_ratio(self) -> float:
-        """Bytes sent, relative to XLA's reshards."""
-        return self.sent_bytes / max(1, self.left_bytes)
+        """Bytes sent, relative to XLA's reshards; 1 where neither sends any."""
+        return (self.sent_bytes + 1) / (self.left_bytes + 1)
 
 
-def program(name: str, style: str, sizes: dict[str, int], repeats: int) -> Program:
-    """The figures of a train step with donated state on one mesh."""
-    step = (STEPS | HALF)[name](style, sizes)
+def cases(options: Options) -> Iterator[Case]:
+    """The chosen programs, each on the chosen meshes."""
+    if options.corpus:
+        for adapter, modules in corpus.missing().items():
+            print(f"{adapter}: not installed: {', '.join(modules)}", file=sys.stderr)
+        programs = corpus.programs()
+        for name in chosen(options.steps, programs):
+            for sizes in at(options.meshes, corpus.MESHES):
+                yield Case(name, sizes, "", lambda make=programs[name], sizes=sizes: make(sizes))
+        return
+    steps = STEPS | HALF
+    for name in chosen(options.steps, steps):
+        for sizes in at(options.meshes, MESHES):
+            for style in options.styles:
+                make = steps[name]
+                yield Case(name, sizes, style, lambda make=make, style=style, sizes=sizes: make(style, sizes))
 
-    def jitted(engine: str) -> Any:
+
+def chosen(asked: Sequence[str], names: Iterator[str] | Any) -> list[str]:
+    """The names that are asked for, or start so; all if none is."""
+    exact = set(asked) & set(names)
+    return [n for n in names if not asked or n in exact or any(n.startswith(a) for a in set(asked) - exact)]
+
+
+def at(indices: Sequence[int], meshes: Sequence[Sizes]) -> Sequence[Sizes]:
+    """The meshes at some indices; all if none is given."""
+    return [meshes[k] for k in indices] if indices else meshes
+
+
+def program(case: Case, compiler: CompilerName, repeats: int = 0) -> Program:
+    """The figures of a program with its first argument donated."""
+    step, sizes, platform = case.make(), dict(case.mesh), PLATFORMS[compiler]
+
+    def jitted(engine: Literal["sharding", "xla"]) -> Any:
         return sharding.jit(step.run, in_shardings=step.specs, donate_argnums=0, engine=engine)
 
-    with sharding.mesh(sizes):
+    num_devices = math.prod(sizes.values())
+    devices = jax.devices("cpu")[:num_devices] if compiler == "cpu" else compile_only(compiler, num_devices)
+    with sharding.mesh(sizes, devices=devices):
         ours = jitted("sharding")
         completion = ours.complete(*step.args)
-        compiled, by_xla = ours.lower(*step.args).compile(), jitted("xla").lower(*step.args).compile()
+        started = time.perf_counter()
+        compiled = ours.lower(*step.args).compile()
+        seconds = time.perf_counter() - started
+        by_xla = jitted("xla").lower(*step.args).compile()
         facts, xla_facts = cost.read_compiled(compiled), cost.read_compiled(by_xla)
         found = Program(
-            name=name,
+            name=case.name,
             mesh=sizes_text(sizes),
-            style=style,
-            predicted={str(k): v for k, v in completion.communication().lowered("cpu").by_kind().items()},
+            style=case.style,
+            predicted={str(k): v for k, v in completion.communication().lowered(platform).by_kind().items()},
             compiled={str(k): v for k, v in facts.by_kind().items()},
-            predicted_peak=completion.memory().peak_bytes,
+            predicted_peak=completion.memory(platform=platform).peak_bytes,
             compiled_peak=facts.peak_bytes,
             sent_bytes=facts.sent_bytes,
             left_bytes=xla_facts.sent_bytes,
             time_ratio=ratio(compiled, by_xla, step.args, repeats),
+            compile_seconds=round(seconds, 1),
         )
     jax.clear_caches()
     return found
 
 
+def compile_only(compiler: CompilerName, num_devices: int) -> list[Any]:
+    """The described devices to compile for."""
+    return cost.compile_only(DEVICES[compiler, num_devices])
+
+
 def ratio(one: Any, other: Any, args: Sequence[Any], repeats: int) -> float:
     """The ratio of the median times of two compiled programs in `repeats` alternating runs."""
+    if not repeats:
+        return 0.0
     seconds: tuple[list[float], list[float]] = ([], [])
     for k in range(repeats + 1):
         for found, compiled in zip(seconds, (one, other), strict=True):
@@ -149,7 +223,7 @@ def ratio(one: Any, other: Any, args: Sequence[Any], repeats: int) -> float:
             jax.block_until_ready(compiled(*given))
             if k:  # the first run is warm-up
                 found.append(time.perf_counter() - start)
-    return statistics.median(seconds[0]) / statistics.median(seconds[1]) if repeats else 0.0
+    return statistics.median(seconds[0]) / statistics.median(seconds[1])
 
 
 def zeros(shape: jax.ShapeDtypeStruct, sharding: Any) -> jax.Array:
@@ -162,22 +236,27 @@ def zeros(shape: jax.ShapeDtypeStruct, sharding: Any) -> jax.Array:
 def summary(programs: Sequence[Program]) -> list[str]:
     """How many programs agree, by criterion."""
     n, sent = len(programs), sorted(p.sent_ratio for p in programs)
-    return [
+    lines = [
         f"{sum(p.counts_agree for p in programs)} of {n}: kinds and counts of collectives as predicted",
         f"{sum(p.bytes_agree for p in programs)} of {n}: bytes of each kind within {CLOSE:.0%}",
         f"{sum(abs(p.peak_ratio - 1) <= NEAR for p in programs)} of {n}: peak memory within {NEAR:.0%}",
-        f"{sum(ratio <= 1 for ratio in sent)} of {n}: no more bytes sent than with XLA's reshards; ratio "
-        f"{sent[-1]:.2f} at worst, median {statistics.median(sent):.2f}, best {sent[0]:.2f}",
-        f"median step-time ratio to XLA's reshards: {statistics.median(p.time_ratio for p in programs):.2f}",
+        f"{sum(ratio <= MOST_SENT for ratio in sent)} of {n}: at most {MOST_SENT} of the bytes sent with XLA's "
+        f"reshards; {sent[-1]:.2f} at worst, median {statistics.median(sent):.2f}, best {sent[0]:.2f}",
     ]
+    if any(p.time_ratio for p in programs):
+        median = statistics.median(p.time_ratio for p in programs)
+        lines.append(f"median step-time ratio to XLA's reshards: {median:.2f}")
+    return lines
 
 
-def table(programs: Sequence[Program]) -> str:
+def table(programs: Sequence[Program], failed: Sequence[str], options: Options) -> str:
     """All figures as a Markdown table."""
+    compiled_for = "eight virtual CPU devices" if options.compiler == "cpu" else f"{options.compiler} ahead of time"
+    arguments = " --corpus" * options.corpus + f" --compiler {options.compiler}" * (options.compiler != "cpu")
     head = [
         "# Predicted and compiled",
         "",
-        f"JAX {jax.__version__}, eight virtual CPU devices; `python -m tests.benchmarks.prediction` writes this.",
+        f"JAX {jax.__version__}, {compiled_for}; `python -m tests.benchmarks.prediction{arguments}` writes this.",
         "Peak is predicted over compiled; sent (bytes) and time are relative to the reshards of XLA's partitioner.",
         "",
         *(f"- {line}" for line in summary(programs)),
@@ -185,11 +264,14 @@ def table(programs: Sequence[Program]) -> str:
         "| program | mesh | annotated | predicted | compiled | peak | sent | time |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    return "\n".join([*head, *map(_row, programs), "", *misses(programs)]) + "\n"
+    ends = ["", *(f"- not compiled: {line}" for line in failed), *misses(programs, options)]
+    return "\n".join([*head, *map(_row, programs), *ends]) + "\n"
 
 
-def misses(programs: Sequence[Program]) -> list[str]:
-    """Every misprediction with its cause."""
+def misses(programs: Sequence[Program], options: Options) -> list[str]:
+    """Every misprediction of the own steps on XLA:CPU with its cause."""
+    if options.corpus or options.compiler != "cpu":
+        return []
     found = ["Mispredictions and their causes:", ""]
     meshes = {sizes_text(dict(sizes)): number for number, sizes in enumerate(MESHES)}
     for p in programs:
@@ -215,29 +297,34 @@ def _row(p: Program) -> str:
 
 
 def _text(found: dict[str, tuple[int, int]]) -> str:
-    return "; ".join(f"{n} {kind} ({size:,})" for kind, (n, size) in found.items()) or "none"
+    return "; ".join(f"{n} {kind} ({size:,})" for kind, (n, size) in sorted(found.items())) or "none"
 
 
 def main(options: Options) -> None:
     """Prints a line per program, then the summary."""
     jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", 8)
+    jax.config.update("jax_num_cpu_devices", 64 if options.corpus else 8)
     found: list[Program] = []
-    for name in options.steps:
-        for number in options.meshes:
-            for style in options.styles:
-                p = program(name, style, dict(MESHES[number]), options.repeats)
-                found.append(p)
-                agree = "as predicted" if p.predicted == p.compiled else "mispredicted"
-                label = f"{p.name}; {p.mesh}; {p.style}"
-                ratios = f"peak {p.peak_ratio:5.2f}  sent {p.sent_ratio:5.2f}  time {p.time_ratio:5.2f}"
-                print(f"{label:60} {agree:14} {ratios}", flush=True)
-    print("\n".join(summary(found)))
+    failed: list[str] = []
+    repeats = options.repeats if options.compiler == "cpu" and not options.corpus else 0
+    for case in cases(options):
+        label = f"{case.name}; {sizes_text(dict(case.mesh))}" + f"; {case.style}" * bool(case.style)
+        try:
+            p = program(case, options.compiler, repeats)
+        except Exception as error:  # of the package, the library or the compiler: the others go on
+            failed.append(f"{label}: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
+            print(f"{label:60} failed: {failed[-1]}", flush=True)
+            continue
+        found.append(p)
+        agree = "as predicted" if p.counts_agree and p.bytes_agree else "mispredicted"
+        times = f"time {p.time_ratio:5.2f}" if repeats else f"compiled in {p.compile_seconds:.0f} s"
+        print(f"{label:60} {agree:14} peak {p.peak_ratio:5.2f}  sent {p.sent_ratio:5.2f}  {times}", flush=True)
+    print("\n".join(summary(found) if found else ["no program"]))
     if options.table is not None:
-        options.table.write_text(table(found))
+        options.table.write_text(table(found, failed, options))
     if options.json is not None:
-        document = {"jax": jax.__version__, "summary": summary(found), "programs": [asdict(p) for p in found]}
-        options.json.write_text(json.dumps(document, indent=1) + "\n")
+        document = {"jax": jax.__version__, "compiler": options.compiler, "summary": summary(found), "failed": failed}
+        options.json.write_text(json.dumps({**document, "programs": [asdict(p) for p in found]}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

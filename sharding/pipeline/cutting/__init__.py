@@ -6,9 +6,10 @@ units of your choice; bandwidths are in these bytes per these times.
 """
 
 from .dapple_planner import PlacedCut, dapple
-from .device_hierarchy import POLICIES, Machines, Policy
+from .device_hierarchy import Machines
 from .even_stages import Cut, cut
 from .pipedream_partition import Level, ReplicatedCut, pipedream
+from .stage_placement import POLICIES, Policy
 from .step_latency import Latency, Phase, latency
 
 __all__ = [

@@ -1,19 +1,12 @@
-"""Machines with fast links inside and slow links between them: device placement, transfer and all-reduce times."""
+"""Machines with fast links inside and slow links between them: transfer and all-reduce times."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 from ..task_table import check_positive
 from .layer_costs import check_bandwidths
-
-Policy = Literal["fresh-first", "append-first", "scatter-first"]
-"""How a stage gets devices: from unused machines; from machines in use, to fill them up; evenly from all machines in
-use, or from all machines if none is."""
-
-POLICIES: tuple[Policy, ...] = get_args(Policy)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,29 +35,6 @@ class Machines:
         return self.inside if len({device // self.devices for device in devices}) == 1 else self.between
 
 
-def place(policy: Policy, machines: Machines, used: Sequence[int], count: int) -> tuple[int, ...]:
-    """The device indices of a stage; each machine gives its lowest free ones first.
-
-    Args:
-        policy: see ``Policy``.
-        machines: with at least ``count`` free devices.
-        used: number of devices in use on each machine.
-        count: number of devices.
-    """
-    free = [
-        [machine * machines.devices + device for device in range(busy, machines.devices)]
-        for machine, busy in enumerate(used)
-    ]
-    fresh = [devices for devices, busy in zip(free, used, strict=True) if not busy]
-    partly_used = [devices for devices, busy in zip(free, used, strict=True) if busy]
-    ordered = {
-        "fresh-first": [*_by_machine(fresh), *_by_machine(partly_used)],
-        "append-first": [*_by_machine(partly_used), *_by_machine(fresh)],
-        "scatter-first": [*_round_robin(partly_used), *_round_robin(fresh)],
-    }
-    return tuple(sorted(ordered[policy][:count]))
-
-
 def transfer_time_per_byte(machines: Machines, senders: Sequence[int], receivers: Sequence[int]) -> float:
     """Transfer time per byte of a microbatch's activations between two stages, or of its gradients back.
 
@@ -85,14 +55,3 @@ def transfer_time_per_byte(machines: Machines, senders: Sequence[int], receivers
 def all_reduce_time_per_byte(machines: Machines, devices: Sequence[int]) -> float:
     """Ring all-reduce time per byte of gradients over a stage's m devices: 2 (m - 1) / m over the slowest link."""
     return 2 * (len(devices) - 1) / len(devices) / machines.bandwidth(*devices)
-
-
-def _by_machine(free: Iterable[Sequence[int]]) -> list[int]:
-    """All devices, machine by machine."""
-    return [device for devices in free for device in devices]
-
-
-def _round_robin(free: Sequence[Sequence[int]]) -> list[int]:
-    """All devices, round-robin over the machines."""
-    longest = max(map(len, free), default=0)
-    return [devices[turn] for turn in range(longest) for devices in free if turn < len(devices)]

@@ -13,7 +13,6 @@ from support.process_groups import Launched, fake_ssh
 from sharding import launch
 from sharding.launch import device_setup
 from sharding.launch.commands.launch import process_command
-from sharding.launch.hosts import clusters
 
 REPORT = """
 import os, signal, sys, time
@@ -301,14 +300,6 @@ def test_a_batch_script(capsys: pytest.CaptureFixture[str], monkeypatch):
     lines = capsys.readouterr().out.splitlines()
     assert {"#SBATCH --nodes=2", "#SBATCH --time=01:00:00", "#SBATCH --gres=gpu:8"} <= set(lines)
     assert "--slurm --nodes 2" in lines[-1] and "--time" not in lines[-1] and lines[-1].endswith("-- train")
-
-
-@pytest.mark.parametrize(
-    ("text", "names"),
-    [("n1", ["n1"]), ("n[1-3,7]", ["n1", "n2", "n3", "n7"]), ("a[08-10]-x,b", ["a08-x", "a09-x", "a10-x", "b"])],
-)
-def test_expand_nodelist(text: str, names: list[str]):
-    assert clusters.expand_nodelist(text) == names
 
 
 def test_process_command():
