@@ -48,9 +48,16 @@ class Collective(Repeated):
 class Ledger(Sequence[Collective]):
     """The collectives of a program, in program order; prints as a table, most bytes first."""
 
-    def __init__(self, collectives: Sequence[Collective], *, name: str = ""):
+    def __init__(
+        self,
+        collectives: Sequence[Collective],
+        *,
+        name: str = "",
+        on_platform: Callable[[Platform], Sequence[Collective]] | None = None,
+    ):
         self.name = name
         self._collectives = tuple(collectives)
+        self._on_platform = on_platform
 
     @overload
     def __getitem__(self, index: int) -> Collective: ...
@@ -81,12 +88,16 @@ class Ledger(Sequence[Collective]):
         return sum(c.wire_bytes for c in self)
 
     def lowered(self, backend: Platform) -> Ledger:
-        """The collectives as a backend lowers them: other dtypes, or all-reduces in place of reduce-scatters.
+        """The collectives as a backend lowers them.
+
+        Other dtypes, all-reduces in place of reduce-scatters, and on GPUs and TPUs one reduction of several partial
+        sums that are added.
 
         Args:
             backend: `"cpu"`, `"gpu"` or `"tpu"`.
         """
-        return Ledger([_lowered(c, backend) for c in self], name=self.name)
+        own = self if self._on_platform is None else self._on_platform(backend)
+        return Ledger([_lowered(c, backend) for c in own], name=self.name)
 
     def rows(self) -> list[tuple[str, str, int, int, str, str]]:
         """(kind, axes, count, bytes, source, cause), identical ones in one row, most bytes first."""

@@ -16,6 +16,7 @@ from typing import Any, Literal
 from .. import compat
 from ..cost import SUMS, Kind
 from ..graph import Graph, Op, Scope, line
+from ..hardware import Platform
 from ..propagation import Assignment
 from ..rewrite import xla_workarounds
 from ..rewrite.halo_exchange import halos, rotation, rotation_gradient, rotation_parts
@@ -24,7 +25,9 @@ from ..rewrite.reshard import Step, chain, local_bytes
 from ..spec import Axis, Spec, axis_name, divisible, num_parts
 from .collective_hints import Hints
 from .collective_ledger import Collective, Ledger
+from .narrow_operands import narrow_reshards
 from .reduce_scatter_creation import reduce_scattered
+from .sum_reassociation import LOOKED_THROUGH, Reduction, reassociate
 
 MANUAL: Mapping[str, Kind] = {
     "all_gather": "all-gather",
@@ -43,9 +46,13 @@ CONTRACTIONS = frozenset({"conv_general_dilated", "dot_general"})
 
 def communication(assignment: Assignment, *, name: str = "") -> Ledger:
     """Every collective that a completed program runs; what XLA does for ops without a rule is unknown."""
-    program = ProgramCollectives(assignment)
-    found = [transfer.collective for _, transfers in program.ops() for transfer in transfers]
-    return Ledger((*found, *program.in_shard_maps()), name=name)
+
+    def collectives(platform: Platform = "cpu") -> tuple[Collective, ...]:
+        program = ProgramCollectives(assignment, platform=platform)
+        found = [transfer.collective for _, transfers in program.ops() for transfer in transfers]
+        return (*found, *program.in_shard_maps())
+
+    return Ledger(collectives(), name=name, on_platform=collectives)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +67,14 @@ class Transfer:
 
 
 class ProgramCollectives:
-    """One pass over the live ops of a program; yields each op's collectives in order."""
+    """One pass over the live ops of a program; yields each op's collectives in order.
 
-    def __init__(self, assignment: Assignment):
+    Args:
+        assignment: a spec per value.
+        platform: whose compiler may add partial sums before it reduces them.
+    """
+
+    def __init__(self, assignment: Assignment, *, platform: Platform = "cpu"):
         self.graph, self.specs, self.sizes = assignment.graph, assignment.specs, assignment.sizes
         self.strategies, self.hints = OpStrategies(assignment), Hints(assignment)
         self.times = _times(self.graph)
@@ -70,6 +82,8 @@ class ProgramCollectives:
         self.branches = _branches(self.graph.scope)
         self.resharded: set[tuple] = set()
         self.reduce_scattered = reduce_scattered(self.graph, self.specs, self.sizes)
+        self.reassociation = self.reassociated(platform)
+        self.narrow = narrow_reshards(self.graph, self.strategies) if platform == "tpu" else ()
         uniform = [op for op in self.graph.ops if not self.graph.diverges(op)]
         self.rotations = {op.results[0]: shift for op in uniform if (shift := _rotation(op, self.graph)) is not None}
         makers = self.graph.makers
@@ -82,6 +96,32 @@ class ProgramCollectives:
         for op in self.graph.ops:
             if not live.isdisjoint(op.results):
                 yield op, tuple(self.transfers(op))
+
+    def reassociated(self, platform: Platform) -> Mapping[int, tuple[Reduction, ...]]:
+        """Value -> the reductions behind its op, where a platform's compiler moves some behind later additions."""
+        if platform not in LOOKED_THROUGH:
+            return {}
+        reductions: dict[int, list[Reduction]] = {}
+        for op in self.graph.ops:
+            if op.rule is None or op.name == "edge" or op.name in MANUAL:
+                continue
+            for v, steps in zip(op.results, self.strategies.of(op).result_steps, strict=True):
+                sums, rest = self.sums_and_rest(v, steps)
+                if sums and not rest:
+                    reductions[v] = [(self.kind_of_sum(v, step), step.axes) for step in sums]
+
+        def moves(op: Op) -> bool:
+            return op.rule is None or any(self.strategies.of(op).steps)
+
+        names = list(self.sizes)
+        return reassociate(
+            self.graph,
+            platform,
+            reductions,
+            moves,
+            axes=lambda v: self.specs[v].axes,
+            order=lambda axis: names.index(axis) if isinstance(axis, str) else names.index(axis[0]),
+        )
 
     def in_shard_maps(self) -> Iterator[Collective]:
         """The explicit collectives of `shard_map`s over all mesh axes."""
@@ -139,8 +179,9 @@ class ProgramCollectives:
         yield from self.halo_exchanges(op, (*operand_specs, *result_specs))
         results = zip(op.results, strategy.result_specs, result_specs, strategy.result_steps, strict=True)
         for v, planned, spec, steps in results:
-            sums = [step for step in steps if step.kind in SUMS]
-            rest = steps[len(sums) :]
+            sums, rest = self.sums_and_rest(v, steps)
+            if v in self.reassociation:
+                sums = [self.reduction(v, kind, axes) for kind, axes in self.reassociation[v]]
             if spec.axes != planned.axes:
                 sums = self.sums_with_workarounds(v, sums, operand_specs, spec)
                 rest = self.chain(op, v, spec, self.specs[v])
@@ -149,6 +190,29 @@ class ProgramCollectives:
             what, advise = f"result of {op.name}, {self.graph.label(v)}", partial(self.hints.result, v, spec)
             for c in self.reshards(op, v, spec, rest, op.times, what, advise):
                 yield Transfer(c, v, False)
+
+    def sums_and_rest(self, v: int, steps: Sequence[Step]) -> tuple[list[Step], Sequence[Step]]:
+        """The reductions of a result, and the steps that reshard it then.
+
+        An all-reduce of which each device keeps a slice, over the same axes, is a reduce-scatter.
+        """
+        sums = [step for step in steps if step.kind in SUMS]
+        rest = steps[len(sums) :]
+        is_only_sliced = {step.kind for step in rest} == {"slice"} and [step.kind for step in sums] == ["all-reduce"]
+        if is_only_sliced and {a for step in rest for a in step.axes} == {*sums[0].axes}:
+            return [dataclasses.replace(sums[0], kind="reduce-scatter", spec=rest[-1].spec)], ()
+        return sums, rest
+
+    def kind_of_sum(self, v: int, step: Step) -> Kind:
+        """The kind of a reduction, which is a reduce-scatter if every use of its result is a slice."""
+        is_scattered = step.kind == "all-reduce" and self.reduce_scattered.get(v) == frozenset(step.axes)
+        assert step.kind != "slice"
+        return "reduce-scatter" if is_scattered else step.kind
+
+    def reduction(self, v: int, kind: Kind, axes: tuple[Axis, ...]) -> Step:
+        """A reduction of a value that is sharded as inferred."""
+        size = self.shard_bytes(v) * (num_parts(axes, self.sizes) if kind == "reduce-scatter" else 1)
+        return Step(kind=kind, axes=axes, spec=self.specs[v], num_bytes=size, wire_bytes=0)
 
     def with_workarounds(self, op: Op, strategy: OpStrategy) -> tuple[Sequence[Spec], Sequence[Spec]]:
         """The specs of operands and results, replaced where XLA would compute the op wrongly under the strategy's."""
@@ -234,9 +298,7 @@ class ProgramCollectives:
         verb = "contracts" if op.name in CONTRACTIONS else "reduces"
         for step in steps:
             cause = f"{op.name} {verb} a dim sharded over {_names(step.axes)}"
-            is_scattered = step.kind == "all-reduce" and self.reduce_scattered.get(v) == frozenset(step.axes)
-            kind = "reduce-scatter" if is_scattered else step.kind
-            found = self.collective(kind, step.axes, step.num_bytes, op, v, op.times, cause)
+            found = self.collective(self.kind_of_sum(v, step), step.axes, step.num_bytes, op, v, op.times, cause)
             yield dataclasses.replace(found, advise=partial(self.hints.sum, op, strategy, step.axes))
 
     def reshards(
@@ -250,6 +312,8 @@ class ProgramCollectives:
                 self.resharded.add(key)
                 cause = f"{what}, resharded from {have} to {step.spec}"
                 found = self.collective(step.kind, step.axes, step.num_bytes, op, v, times, cause)
+                if found.dtype == "float32" and (v, step.spec.axes) in self.narrow:
+                    found = dataclasses.replace(found, dtype="bfloat16", result_bytes=found.result_bytes // 2)
                 yield dataclasses.replace(found, advise=advise, is_move=True)
             have = step.spec
 

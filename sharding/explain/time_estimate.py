@@ -106,7 +106,7 @@ class _Tasks:
 
     def __init__(self, assignment: Assignment, on: Topology):
         self.assignment, self.graph, self.on = assignment, assignment.graph, on
-        self.program = ProgramCollectives(assignment)
+        self.program = ProgramCollectives(assignment, platform=on.chip.platform)
         self.fused = _fused(self.graph)
         self.links = LINKS if on.chip.sends_while_computing else DEVICE
         self.ready: dict[int, tuple[str, ...]] = {}  # value -> the tasks that it depends on

@@ -80,7 +80,6 @@ class _Body(ConstraintEmitter):
     def __init__(self, rewriter: _Rewriter, jaxpr: Any, scope: Scope):
         super().__init__(rewriter.program, scope)
         self.rewriter, self.original = rewriter, jaxpr
-        self.reshards: dict[tuple[Any, Any], Any] = {}
         self.unconstrained: set[Any] = set()
         self.resharded: set[Any] = set()
         """Variables resharded before a use: constrained first, or XLA computes them with the resharded spec."""
@@ -255,11 +254,10 @@ class _Body(ConstraintEmitter):
 
     def apply_steps(self, operand: Any, var: Any, steps: Sequence[Step], eqn: Any) -> Any:
         """Reshards an operand step by step; uses with a common prefix of steps share its variables."""
+        have = self.var_spec(var)
+        operand = operand if have is None else self.before_steps(operand, have, steps, eqn)
         for step in steps:
-            key = (var, step.spec.axes)
-            if key not in self.reshards:
-                self.reshards[key] = self.emit(operand, step.spec, eqn)
-            operand = self.reshards[key]
+            operand = self.emit_once(operand, step.spec, eqn)
         return operand
 
     def apply_workaround(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -12,8 +13,11 @@ from ..annotations import annotate
 from ..graph import Atom, Scope
 from ..propagation import Assignment
 from ..spec import Spec, indivisible
-from .reshard import chain
+from .reshard import DimAxes, Step, chain
 from .sub_axes import refine
+
+MOVES_SHARDS = ("all-to-all", "collective-permute")
+"""The steps that neither only slice nor only gather."""
 
 
 class AssignedProgram:
@@ -53,6 +57,8 @@ class ConstraintEmitter:
         self.mesh = program.mesh_in(scope)
         self.eqns: list[Any] = []
         self.replaced: dict[Any, Any] = {}
+        self.resharded_to: dict[tuple[Any, DimAxes], Any] = {}
+        """Variable and axes -> its reshard."""
 
     def read(self, atom: Any) -> Any:
         """Returns the variable that currently stands for an operand."""
@@ -80,9 +86,26 @@ class ConstraintEmitter:
         itemsize = getattr(operand.aval.dtype, "itemsize", 0)
         permutes = permutes and not self.scope.divergent
         if have is not None and itemsize:
-            for step in chain(have, spec, operand.aval.shape, itemsize, self.program.sizes, permutes=permutes)[:-1]:
-                operand = self.emit(operand, step.spec, eqn)
+            steps = chain(have, spec, operand.aval.shape, itemsize, self.program.sizes, permutes=permutes)
+            operand = self.before_steps(operand, have, steps, eqn)
+            for step in steps[:-1]:
+                operand = self.emit_once(operand, step.spec, eqn)
         return self.emit(operand, spec, eqn, asked=asked, name=name)
+
+    def before_steps(self, operand: Any, have: Spec, steps: Sequence[Step], eqn: Any) -> Any:
+        """Emits the present sharding of an operand once more before a step that moves shards, and returns the result.
+
+        XLA of JAX 0.12 rewrites the sharding of a dot's operand to an equal one in another form, from which it finds no
+        all-to-all or permute and gathers the whole array. A constraint of its own keeps the form.
+        """
+        return self.emit_once(operand, have, eqn) if steps and steps[0].kind in MOVES_SHARDS else operand
+
+    def emit_once(self, operand: Any, spec: Spec, eqn: Any) -> Any:
+        """Emits a constraint that all reshards of an operand through this spec share, and returns its result."""
+        key = (operand, spec.axes)
+        if key not in self.resharded_to:
+            self.resharded_to[key] = self.emit(operand, spec, eqn)
+        return self.resharded_to[key]
 
     def emit(self, operand: Any, spec: Spec, eqn: Any, *, asked: Spec | None = None, name: str | None = None) -> Any:
         """Emits a constraint and returns its result."""

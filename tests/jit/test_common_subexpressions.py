@@ -1,0 +1,113 @@
+"""Equal equations of one body become one; nothing else changes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import sharding
+from sharding import P
+from sharding.jit.common_subexpressions import merge_equal
+
+X = np.linspace(-1.0, 1.0, 12, dtype=np.float32).reshape(3, 4)
+
+
+def count(jaxpr, name):
+    """Equations of one primitive, in all bodies."""
+    inner = getattr(jaxpr, "jaxpr", jaxpr)
+    bodies = [b for eqn in inner.eqns for p in eqn.params.values() for b in (p if isinstance(p, tuple) else (p,))]
+    return sum(e.primitive.name == name for e in inner.eqns) + sum(count(b, name) for b in bodies if hasattr(b, "eqns"))
+
+
+def twice(x):
+    return jnp.sin(x) * jnp.sum(jnp.sin(x)) + jnp.sum(jnp.sin(x))
+
+
+def in_a_scan(x):
+    return jax.lax.scan(lambda c, row: (c + jnp.sin(row) * jnp.sin(row), jnp.sin(row)), jnp.zeros(4), x)
+
+
+def in_a_branch(x):
+    return jax.lax.cond(x[0, 0] > 0, lambda: jnp.sin(x) + jnp.sin(x), lambda: jnp.sin(x))
+
+
+def with_constants(x):
+    return (x + 1.0) * (x + 1.0) + (x + 2.0) + (x + jnp.float32(1.0)).astype(jnp.int32)
+
+
+def of_other_types(x):
+    return jax.lax.convert_element_type(x, jnp.int32) + jax.lax.convert_element_type(x, jnp.int8)
+
+
+PROGRAMS = [twice, in_a_scan, in_a_branch, with_constants, of_other_types]
+
+
+@pytest.mark.parametrize("f", PROGRAMS)
+def test_values_are_the_same(f):
+    closed = jax.make_jaxpr(f)(X)
+    expected = jax.tree.leaves(f(X))
+    found = jax.core.eval_jaxpr(*_parts(merge_equal(closed)), X)
+    assert all(np.array_equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+def _parts(closed):
+    return getattr(closed, "jaxpr", closed), closed.consts
+
+
+@pytest.mark.parametrize(("f", "name", "left"), [(twice, "sin", 1), (twice, "reduce_sum", 1), (in_a_scan, "sin", 1)])
+def test_equal_equations_are_one(f, name, left):
+    assert count(merge_equal(jax.make_jaxpr(f)(X)), name) == left
+
+
+def test_without_repetition_it_is_the_same_object():
+    closed = jax.make_jaxpr(lambda x: jnp.sin(x) + jnp.cos(x))(X)
+    assert merge_equal(closed) is closed
+
+
+def test_other_parameters_are_not_equal():
+    closed = jax.make_jaxpr(of_other_types)(X)
+    assert count(merge_equal(closed), "convert_element_type") == count(closed, "convert_element_type")
+
+
+def test_barriers_and_recomputation_stay():
+    def f(x):
+        once, again = jax.lax.optimization_barrier(x), jax.lax.optimization_barrier(x)
+        block = jax.checkpoint(jnp.sin)
+        return once + again + block(x) + block(x)
+
+    merged = merge_equal(jax.make_jaxpr(f)(X))
+    name = "checkpoint" if count(merged, "checkpoint") else "remat2"
+    assert count(merged, "optimization_barrier") == 2 and count(merged, name) == 2
+
+
+def test_effects_stay(capfd):
+    def f(x):
+        jax.debug.print("seen")
+        jax.debug.print("seen")
+        return x
+
+    closed = jax.make_jaxpr(f)(X)
+    assert len(_parts(merge_equal(closed))[0].eqns) == len(_parts(closed)[0].eqns)
+
+
+def test_names_stay():
+    def f(x):
+        return sharding.annotate(jnp.sin(x), name="one") + sharding.annotate(jnp.sin(x), name="two")
+
+    with sharding.mesh(data=8):
+        completion = sharding.jit(f, in_shardings=P("data")).complete(jax.ShapeDtypeStruct((8, 4), "float32"))
+    assert completion.spec("one") == completion.spec("two") == P("data")
+
+
+def test_a_norm_that_is_used_twice_is_reduced_once():
+    def f(grads):
+        updates, _ = optax.clip_by_global_norm(1.0).update(grads, optax.EmptyState())
+        return updates, optax.tree.norm(grads)
+
+    shapes = [jax.ShapeDtypeStruct((16, 16), "float32")] * 3
+    with sharding.mesh(data=2, tensor=4):
+        jitted = sharding.jit(f, in_shardings=([P("data", "tensor")] * 3,))
+        completion = jitted.complete(shapes)
+        compiled = sharding.cost.read_compiled(jitted.lower(shapes).compile())
+    assert compiled.by_kind() == completion.communication().lowered("cpu").by_kind() == {"all-reduce": (6, 24)}
