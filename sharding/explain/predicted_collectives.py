@@ -7,15 +7,14 @@ once, before the loop.
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
-from .. import compat
 from ..cost import SUMS, Kind
-from ..graph import Graph, Op, Scope, line
+from ..graph import Graph, Op, Scope
 from ..hardware import Platform
 from ..propagation import Assignment
 from ..rewrite import xla_workarounds
@@ -27,21 +26,16 @@ from .collective_hints import Hints
 from .collective_ledger import Collective, Ledger
 from .narrow_operands import narrow_reshards
 from .reduce_scatter_creation import reduce_scattered
-from .sum_reassociation import LOOKED_THROUGH, Reduction, reassociate
+from .shard_map_collectives import MANUAL, explicit, in_bodies
+from .sum_reassociation import LOOKED_THROUGH, SPLITS, Reassociation, reassociate, split_all_reduce
+from .sums_behind_loops import Reduction
 
-MANUAL: Mapping[str, Kind] = {
-    "all_gather": "all-gather",
-    "all_gather_invariant": "all-gather",
-    "all_to_all": "all-to-all",
-    "pmax": "all-reduce",
-    "pmin": "all-reduce",
-    "ppermute": "collective-permute",
-    "psum": "all-reduce",
-    "psum_invariant": "all-reduce",
-    "reduce_scatter": "reduce-scatter",
+_SUMMING = {
+    "conv_general_dilated": "conv_general_dilated contracts",
+    "dot_general": "dot_general contracts",
+    "edge": "a loop adds up partial sums over",
 }
-"""The collective primitives of a `shard_map`."""
-CONTRACTIONS = frozenset({"conv_general_dilated", "dot_general"})
+"""Primitive -> what it does along a dim, for causes."""
 
 
 def communication(assignment: Assignment, *, name: str = "") -> Ledger:
@@ -97,18 +91,23 @@ class ProgramCollectives:
             if not live.isdisjoint(op.results):
                 yield op, tuple(self.transfers(op))
 
-    def reassociated(self, platform: Platform) -> Mapping[int, tuple[Reduction, ...]]:
-        """Value -> the reductions behind its op, where a platform's compiler moves some behind later additions."""
+    def reassociated(self, platform: Platform) -> Reassociation:
+        """The reductions that a platform's compiler leaves behind each op."""
         if platform not in LOOKED_THROUGH:
-            return {}
+            return Reassociation()
+        found = [
+            (v, *self.sums_and_rest(v, steps))
+            for op in self.graph.ops
+            if op.rule is not None and op.name != "edge" and op.name not in MANUAL
+            for v, steps in zip(op.results, self.strategies.of(op).result_steps, strict=True)
+        ]
+        used = {frozenset(step.axes) for _, sums, _ in found for step in sums} if platform in SPLITS else set()
         reductions: dict[int, list[Reduction]] = {}
-        for op in self.graph.ops:
-            if op.rule is None or op.name == "edge" or op.name in MANUAL:
-                continue
-            for v, steps in zip(op.results, self.strategies.of(op).result_steps, strict=True):
-                sums, rest = self.sums_and_rest(v, steps)
-                if sums and not rest:
-                    reductions[v] = [(self.kind_of_sum(v, step), step.axes) for step in sums]
+        for v, sums, rest in found:
+            if sums and not rest:
+                reductions[v] = [(self.kind_of_sum(v, step), step.axes) for step in sums]
+            elif split := split_all_reduce(sums, rest, used):
+                reductions[v] = split
 
         def moves(op: Op) -> bool:
             return op.rule is None or any(self.strategies.of(op).steps)
@@ -121,12 +120,13 @@ class ProgramCollectives:
             moves,
             axes=lambda v: self.specs[v].axes,
             order=lambda axis: names.index(axis) if isinstance(axis, str) else names.index(axis[0]),
+            shard_bytes=self.shard_bytes,
         )
 
     def in_shard_maps(self) -> Iterator[Collective]:
         """The explicit collectives of `shard_map`s over all mesh axes."""
         if self.graph.scope is not None:
-            yield from self.shard_map_bodies(self.graph.scope)
+            yield from in_bodies(self.graph.scope, self.sizes)
 
     def transfers(self, op: Op) -> Iterator[Transfer]:
         if op.rule is None:
@@ -153,6 +153,9 @@ class ProgramCollectives:
                 advise = partial(self.hints.edge, v, target)
                 for c in self.reshards(op, v, self.specs[v], steps, self.times[v], what, advise):
                     yield Transfer(c, v, True)
+        for kind, axes in self.reassociation.behind_loops.get(target, ()):
+            step = self.reduction(target, kind, axes)
+            yield from (Transfer(c, target, False) for c in self.sums(op, target, [step], None))
 
     def output_spec(self, target: int) -> Spec:
         """The spec of an output of the program: only axes that divide their dim."""
@@ -180,8 +183,8 @@ class ProgramCollectives:
         results = zip(op.results, strategy.result_specs, result_specs, strategy.result_steps, strict=True)
         for v, planned, spec, steps in results:
             sums, rest = self.sums_and_rest(v, steps)
-            if v in self.reassociation:
-                sums = [self.reduction(v, kind, axes) for kind, axes in self.reassociation[v]]
+            if v in self.reassociation.left:
+                sums, rest = [self.reduction(v, kind, axes) for kind, axes in self.reassociation.left[v]], ()
             if spec.axes != planned.axes:
                 sums = self.sums_with_workarounds(v, sums, operand_specs, spec)
                 rest = self.chain(op, v, spec, self.specs[v])
@@ -194,13 +197,13 @@ class ProgramCollectives:
     def sums_and_rest(self, v: int, steps: Sequence[Step]) -> tuple[list[Step], Sequence[Step]]:
         """The reductions of a result, and the steps that reshard it then.
 
-        An all-reduce of which each device keeps a slice, over the same axes, is a reduce-scatter.
+        An all-reduce of which each device first keeps a slice, over the same axes, is a reduce-scatter.
         """
         sums = [step for step in steps if step.kind in SUMS]
         rest = steps[len(sums) :]
-        is_only_sliced = {step.kind for step in rest} == {"slice"} and [step.kind for step in sums] == ["all-reduce"]
-        if is_only_sliced and {a for step in rest for a in step.axes} == {*sums[0].axes}:
-            return [dataclasses.replace(sums[0], kind="reduce-scatter", spec=rest[-1].spec)], ()
+        slices = list(itertools.takewhile(lambda step: step.kind == "slice", rest))
+        if [step.kind for step in sums] == ["all-reduce"] and {a for s in slices for a in s.axes} == {*sums[0].axes}:
+            return [dataclasses.replace(sums[0], kind="reduce-scatter", spec=slices[-1].spec)], rest[len(slices) :]
         return sums, rest
 
     def kind_of_sum(self, v: int, step: Step) -> Kind:
@@ -261,45 +264,17 @@ class ProgramCollectives:
 
     def manual_collectives(self, op: Op) -> Iterator[Collective]:
         """The explicit collectives in the body of a `shard_map`."""
-        eqn = op.site[0]
         for v in op.results:
-            yield from self.manual_collective(eqn, self.shard_bytes(v), str(self.graph.dtypes[v]), op.times, op.source)
+            dtype = str(self.graph.dtypes[v])
+            yield from explicit(op.site[0], self.shard_bytes(v), dtype, op.times, op.source, self.sizes)
 
-    def shard_map_bodies(self, scope: Scope, times: int = 1) -> Iterator[Collective]:
-        """The `shard_map`s over all mesh axes, whose bodies are not in the graph."""
-        for i, eqn in enumerate(scope.jaxpr.eqns):
-            if eqn.primitive.name == "shard_map" and (i, "jaxpr", 0) not in scope.children:
-                yield from self.shard_map_body(eqn.params["jaxpr"], times)
-        for (i, _, _), child in scope.children.items():
-            yield from self.shard_map_bodies(child, times * _length(scope.jaxpr.eqns[i]))
-
-    def shard_map_body(self, jaxpr: Any, times: int) -> Iterator[Collective]:
-        for eqn in compat.open_jaxpr(jaxpr).eqns:
-            if eqn.primitive.name in MANUAL:
-                for var in eqn.outvars:
-                    size = math.prod(var.aval.shape) * var.aval.dtype.itemsize
-                    yield from self.manual_collective(eqn, size, str(var.aval.dtype), times, line((eqn,)))
-            for _, _, inner in compat.sub_jaxprs(eqn.params):
-                yield from self.shard_map_body(inner, times * _length(eqn))
-
-    def manual_collective(self, eqn: Any, out: int, dtype: str, times: int, source: str) -> Iterator[Collective]:
-        name = eqn.primitive.name
-        given = eqn.params.get("axes") or eqn.params.get("axis_name") or ()
-        axes = tuple(a for a in (given if isinstance(given, tuple) else (given,)) if self.sizes.get(a, 1) > 1)
-        if axes:
-            kind, n = MANUAL[name], num_parts(axes, self.sizes)
-            yield Collective(
-                kind=kind, axes=axes, num_devices=n, count=times, dtype=dtype, op=name, source=source, is_manual=True,
-                result_bytes=out * n if kind == "reduce-scatter" else out, cause=f"{name} in a shard_map",
-            )  # fmt: skip
-
-    def sums(self, op: Op, v: int, steps: Sequence[Step], strategy: OpStrategy) -> Iterator[Collective]:
+    def sums(self, op: Op, v: int, steps: Sequence[Step], strategy: OpStrategy | None) -> Iterator[Collective]:
         """The reductions of an op's partial sums."""
-        verb = "contracts" if op.name in CONTRACTIONS else "reduces"
         for step in steps:
-            cause = f"{op.name} {verb} a dim sharded over {_names(step.axes)}"
+            cause = f"{_SUMMING.get(op.name, f'{op.name} reduces')} a dim sharded over {_names(step.axes)}"
             found = self.collective(self.kind_of_sum(v, step), step.axes, step.num_bytes, op, v, op.times, cause)
-            yield dataclasses.replace(found, advise=partial(self.hints.sum, op, strategy, step.axes))
+            advise = str if strategy is None else partial(self.hints.sum, op, strategy, step.axes)
+            yield dataclasses.replace(found, advise=advise)
 
     def reshards(
         self, op: Op, v: int, have: Spec, steps: Sequence[Step], times: int, what: str, advise: Callable[[], str]
@@ -359,10 +334,6 @@ def _rotation(op: Op, graph: Graph) -> tuple[int, int] | None:
 
 def _names(axes: Sequence[Axis]) -> str:
     return ", ".join(map(axis_name, axes))
-
-
-def _length(eqn: Any) -> int:
-    return eqn.params["length"] if eqn.primitive.name == "scan" else 1
 
 
 def _times(graph: Graph) -> dict[int, int]:

@@ -23,11 +23,11 @@ from ..mesh import current, described
 from ..propagation import Assignment, shardy
 from . import argument_shardings, tracing
 from .cache_key import CacheKey, cache_key, changed_parts, context_key
-from .common_subexpressions import merge_equal
 from .donation import outputs_reusing_donated
 from .executable import ArgumentMismatch, Executable
 from .fast_dispatch import FastPath
 from .signature import Names, Nums, Signature
+from .simplification import simplify
 from .strict_checks import refuse_gathers, refuse_uneven
 
 Engine = Literal["sharding", "shardy", "xla"]
@@ -277,7 +277,7 @@ class Jitted:
         statics = dict(zip(sorted(self._signature.static), [value for _, value in call.statics], strict=False))
         traced = tracing.trace(self._f, avals, call.tree, statics, self._dynamic_names(call), function)
         if self._engine != "xla":
-            traced = dataclasses.replace(traced, jaxpr=merge_equal(traced.jaxpr))
+            traced = dataclasses.replace(traced, jaxpr=simplify(traced.jaxpr))
         result = jax.tree.unflatten(traced.out_tree, traced.out_avals)
         out_names = paths.of_tree(result, "out")
         specs = argument_shardings.broadcast_specs(self._out_shardings, [result], "out_shardings", function)

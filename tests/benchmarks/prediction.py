@@ -83,6 +83,8 @@ class Options:
     """Indices of the meshes. Default: all."""
     styles: tuple[str, ...] = STYLES
     """Annotations of the own steps: the batch alone, or the weights too."""
+    left: bool = True
+    """Also compile each program with XLA's own reshards, to compare the bytes sent."""
     repeats: int = 7
     """Timed runs of each own step on XLA:CPU, with our reshards and with XLA's."""
     json: Path | None = None
@@ -172,7 +174,7 @@ def at(indices: Sequence[int], meshes: Sequence[Sizes]) -> Sequence[Sizes]:
     return [meshes[k] for k in indices] if indices else meshes
 
 
-def program(case: Case, compiler: CompilerName, repeats: int = 0) -> Program:
+def program(case: Case, compiler: CompilerName, *, left: bool = True, repeats: int = 0) -> Program:
     """The figures of a program with its first argument donated."""
     step, sizes, platform = case.make(), dict(case.mesh), PLATFORMS[compiler]
 
@@ -187,7 +189,7 @@ def program(case: Case, compiler: CompilerName, repeats: int = 0) -> Program:
         started = time.perf_counter()
         compiled = ours.lower(*step.args).compile()
         seconds = time.perf_counter() - started
-        by_xla = jitted("xla").lower(*step.args).compile()
+        by_xla = jitted("xla").lower(*step.args).compile() if left else compiled
         facts, xla_facts = cost.read_compiled(compiled), cost.read_compiled(by_xla)
         found = Program(
             name=case.name,
@@ -306,11 +308,11 @@ def main(options: Options) -> None:
     jax.config.update("jax_num_cpu_devices", 64 if options.corpus else 8)
     found: list[Program] = []
     failed: list[str] = []
-    repeats = options.repeats if options.compiler == "cpu" and not options.corpus else 0
+    repeats = options.repeats if options.left and options.compiler == "cpu" and not options.corpus else 0
     for case in cases(options):
         label = f"{case.name}; {sizes_text(dict(case.mesh))}" + f"; {case.style}" * bool(case.style)
         try:
-            p = program(case, options.compiler, repeats)
+            p = program(case, options.compiler, left=options.left, repeats=repeats)
         except Exception as error:  # of the package, the library or the compiler: the others go on
             failed.append(f"{label}: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
             print(f"{label:60} failed: {failed[-1]}", flush=True)

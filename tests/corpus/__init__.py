@@ -1,7 +1,9 @@
 """Programs that other people wrote, as their users would shard them: what predictions are held against.
 
-In: packages from the registry, which the extra `corpus` installs (MaxText apart: `pip install --no-deps maxtext`). Out:
-`programs()`, name -> a function from mesh axis sizes to a `Step` of shapes. Each adapter builds the package's own
+In: packages from the registry, which the extra `corpus` installs. Some pin what they don't need here and are installed
+without their dependencies: `pip install --no-deps maxtext gemma kauldron lark tensorboard mediapy dialog penzai`.
+
+Out: `programs()`, name -> a function from mesh axis sizes to a `Step` of shapes. Each adapter builds the package's own
 model, loss and optimizer at a real size and shards the parameters and the batch; nothing else is changed. No array is
 made.
 """
@@ -10,6 +12,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import warnings
 from collections.abc import Callable, Mapping
 
 from support.train_steps.step import Sizes, Step
@@ -17,7 +20,34 @@ from support.train_steps.step import Sizes, Step
 MESHES: tuple[Sizes, ...] = ({"data": 2, "model": 4}, {"data": 2, "fsdp": 2, "model": 2}, {"data": 8, "model": 8})
 """Every program is built for each of these meshes."""
 
-ADAPTERS: Mapping[str, tuple[str, ...]] = {}
+ADAPTERS: Mapping[str, tuple[str, ...]] = {
+    "aqt_models": ("aqt", "flax"),
+    "blackjax_kernels": ("blackjax",),
+    "brax_agents": ("brax",),
+    "diffrax_models": ("diffrax", "equinox"),
+    "distrax_models": ("distrax", "haiku"),
+    "e3nn_models": ("e3nn_jax", "flax"),
+    "equimo_models": ("equimo", "equinox"),
+    "equinox_models": ("equinox",),
+    "equinox_vision": ("equinox",),
+    "flax_linen_models": ("flax",),
+    "flax_nnx_models": ("flax",),
+    "gemma_models": ("gemma", "kauldron", "mediapy", "lark", "dialog", "tensorboard"),
+    "haiku_models": ("haiku",),
+    "haiku_vision": ("haiku",),
+    "jaxopt_solvers": ("jaxopt",),
+    "jraph_models": ("jraph", "haiku"),
+    "linax_models": ("linax", "equinox"),
+    "maxtext_models": ("maxtext", "pathwaysutils", "tokamax", "drjax", "tiktoken", "aqt", "yaml"),
+    "numpyro_models": ("numpyro",),
+    "optax_steps": ("optax",),
+    "optimistix_solvers": ("optimistix", "lineax"),
+    "ott_solvers": ("ott",),
+    "penzai_models": ("penzai", "ordered_set"),
+    "qwix_models": ("qwix",),
+    "rlax_agents": ("rlax", "haiku"),
+    "tunix_models": ("tunix", "qwix"),
+}
 """Adapter module -> the top-level modules it needs."""
 
 MakeProgram = Callable[[Sizes], Step]
@@ -33,5 +63,7 @@ def missing() -> dict[str, tuple[str, ...]]:
 def programs() -> dict[str, MakeProgram]:
     """Name -> program, of every adapter whose packages are installed."""
     absent = missing()
-    modules = [importlib.import_module(f"{__name__}.{name}") for name in ADAPTERS if name not in absent]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # deprecations of the packages
+        modules = [importlib.import_module(f"{__name__}.{name}") for name in ADAPTERS if name not in absent]
     return {f"{module.PACKAGE}: {name}": make for module in modules for name, make in module.PROGRAMS.items()}

@@ -1,13 +1,16 @@
-"""Common-subexpression elimination of a traced program, before its shardings are inferred.
+"""Simplification of a traced program, before its shardings are inferred.
 
-XLA merges equal instructions too, but never equal collectives, since each has a channel of its own. A gradient norm
-that is computed once to clip and once to report is computed, and reduced, once.
+Equal equations become one. XLA merges equal instructions too, but never equal collectives, since each has a channel of
+its own: a gradient norm that is computed once to clip and once to report is computed, and reduced, once. A `psum` over
+dims, which is what `vmap` makes of one over its axis, becomes the reduction that it is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable
 from typing import Any
+
+import jax
 
 from .. import compat
 from ..annotations import annotate
@@ -17,35 +20,42 @@ from ..annotations.same import same_p
 KEPT = frozenset({"checkpoint", "optimization_barrier", "remat", "remat2"})
 """Primitives that exist to compute something once more."""
 
-MERGED_INSIDE = frozenset("checkpoint closed_call cond core_call jit pjit remat remat2 scan shard_map while".split())
-"""Primitives in whose bodies equal equations are merged, too."""
+REDUCTIONS = {"pmax": jax.lax.reduce_max, "pmin": jax.lax.reduce_min, "psum": jax.lax.reduce_sum}
+"""Collective -> the same over dims."""
+
+SIMPLIFIED_INSIDE = frozenset(
+    "checkpoint closed_call cond core_call jit pjit remat remat2 scan shard_map while".split()
+)
+"""Primitives whose bodies are simplified, too."""
 
 
-def merge_equal(jaxpr: Any) -> Any:
-    """The same jaxpr without equations that repeat an earlier one of their body; itself if there is none."""
-    return _Merger().jaxpr(jaxpr)
+def simplify(jaxpr: Any) -> Any:
+    """The same jaxpr without equations that repeat an earlier one of their body; itself if nothing changes."""
+    return _Simplifier().jaxpr(jaxpr)
 
 
-class _Merger:
+class _Simplifier:
     def __init__(self) -> None:
         self.done: dict[int, tuple[Any, Any]] = {}
         """Id of a jaxpr -> the jaxpr, which keeps the id valid, and its result."""
 
     def jaxpr(self, jaxpr: Any) -> Any:
         if id(jaxpr) not in self.done:
-            self.done[id(jaxpr)] = (jaxpr, self.merged(jaxpr))
+            self.done[id(jaxpr)] = (jaxpr, self.simplified(jaxpr))
         return self.done[id(jaxpr)][1]
 
-    def merged(self, jaxpr: Any) -> Any:
+    def simplified(self, jaxpr: Any) -> Any:
         source = compat.open_jaxpr(jaxpr)
         first: dict[Hashable, Any] = {}
         same: dict[Any, Any] = {}
-        eqns, is_changed = [], False
+        eqns = []
 
         def read(atom: Any) -> Any:
             return atom if compat.is_literal(atom) else same.get(atom, atom)
 
-        for eqn in source.eqns:
+        given = [new for eqn in source.eqns for new in _as_reductions(eqn)]
+        is_changed = len(given) != len(source.eqns) or any(a is not b for a, b in zip(given, source.eqns, strict=True))
+        for eqn in given:
             params = self.parameters(eqn)
             if params is not eqn.params or any(read(v) is not v for v in eqn.invars):
                 eqn, is_changed = eqn.replace(params=params, invars=[read(v) for v in eqn.invars]), True
@@ -60,13 +70,26 @@ class _Merger:
         return compat.rebuild(jaxpr, eqns=eqns, outvars=[*map(read, source.outvars)]) if is_changed else jaxpr
 
     def parameters(self, eqn: Any) -> dict[str, Any]:
-        """The parameters of an equation with merged bodies; the same object if none changed."""
+        """The parameters of an equation with simplified bodies; the same object if none changed."""
         params = eqn.params
-        for key, position, body in compat.sub_jaxprs(params) if eqn.primitive.name in MERGED_INSIDE else ():
+        for key, position, body in compat.sub_jaxprs(params) if eqn.primitive.name in SIMPLIFIED_INSIDE else ():
             new = self.jaxpr(body)
             if new is not body:
                 params = compat.with_jaxpr(params, key, position, new)
         return params
+
+
+def _as_reductions(eqn: Any) -> list[Any]:
+    """A collective over dims as reductions; any other equation as it is."""
+    axes = eqn.params.get("axes", ()) if eqn.primitive.name in REDUCTIONS else ()
+    if not axes or not all(isinstance(axis, int) for axis in axes) or eqn.params.get("axis_index_groups"):
+        return [eqn]
+    reduce = REDUCTIONS[eqn.primitive.name]
+    found = []
+    for operand, result in zip(eqn.invars, eqn.outvars, strict=True):
+        (new,) = compat.open_jaxpr(jax.make_jaxpr(lambda x: reduce(x, axes))(operand.aval)).eqns
+        found.append(compat.new_eqn(eqn, [operand], [result], new.primitive, new.params))
+    return found
 
 
 def _key(eqn: Any) -> Hashable | None:

@@ -1,4 +1,4 @@
-"""Equal equations of one body become one; nothing else changes."""
+"""Equal equations become one, collectives over dims reductions; nothing else changes."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ import pytest
 
 import sharding
 from sharding import P
-from sharding.jit.common_subexpressions import merge_equal
+from sharding.jit.simplification import simplify
 
 X = np.linspace(-1.0, 1.0, 12, dtype=np.float32).reshape(3, 4)
 
@@ -40,14 +40,21 @@ def of_other_types(x):
     return jax.lax.convert_element_type(x, jnp.int32) + jax.lax.convert_element_type(x, jnp.int8)
 
 
-PROGRAMS = [twice, in_a_scan, in_a_branch, with_constants, of_other_types]
+def over_a_vmapped_axis(x):
+    def normalized(row):
+        return row - jax.lax.pmean(row, "rows"), jax.lax.pmax(row, "rows"), jax.lax.psum((row, 2 * row), "rows")
+
+    return jax.vmap(normalized, axis_name="rows")(x)
+
+
+PROGRAMS = [over_a_vmapped_axis, twice, in_a_scan, in_a_branch, with_constants, of_other_types]
 
 
 @pytest.mark.parametrize("f", PROGRAMS)
 def test_values_are_the_same(f):
     closed = jax.make_jaxpr(f)(X)
     expected = jax.tree.leaves(f(X))
-    found = jax.core.eval_jaxpr(*_parts(merge_equal(closed)), X)
+    found = jax.core.eval_jaxpr(*_parts(simplify(closed)), X)
     assert all(np.array_equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
@@ -57,17 +64,17 @@ def _parts(closed):
 
 @pytest.mark.parametrize(("f", "name", "left"), [(twice, "sin", 1), (twice, "reduce_sum", 1), (in_a_scan, "sin", 1)])
 def test_equal_equations_are_one(f, name, left):
-    assert count(merge_equal(jax.make_jaxpr(f)(X)), name) == left
+    assert count(simplify(jax.make_jaxpr(f)(X)), name) == left
 
 
 def test_without_repetition_it_is_the_same_object():
     closed = jax.make_jaxpr(lambda x: jnp.sin(x) + jnp.cos(x))(X)
-    assert merge_equal(closed) is closed
+    assert simplify(closed) is closed
 
 
 def test_other_parameters_are_not_equal():
     closed = jax.make_jaxpr(of_other_types)(X)
-    assert count(merge_equal(closed), "convert_element_type") == count(closed, "convert_element_type")
+    assert count(simplify(closed), "convert_element_type") == count(closed, "convert_element_type")
 
 
 def test_barriers_and_recomputation_stay():
@@ -76,7 +83,7 @@ def test_barriers_and_recomputation_stay():
         block = jax.checkpoint(jnp.sin)
         return once + again + block(x) + block(x)
 
-    merged = merge_equal(jax.make_jaxpr(f)(X))
+    merged = simplify(jax.make_jaxpr(f)(X))
     name = "checkpoint" if count(merged, "checkpoint") else "remat2"
     assert count(merged, "optimization_barrier") == 2 and count(merged, name) == 2
 
@@ -88,7 +95,7 @@ def test_effects_stay(capfd):
         return x
 
     closed = jax.make_jaxpr(f)(X)
-    assert len(_parts(merge_equal(closed))[0].eqns) == len(_parts(closed)[0].eqns)
+    assert len(_parts(simplify(closed))[0].eqns) == len(_parts(closed)[0].eqns)
 
 
 def test_names_stay():
@@ -111,3 +118,13 @@ def test_a_norm_that_is_used_twice_is_reduced_once():
         completion = jitted.complete(shapes)
         compiled = sharding.cost.read_compiled(jitted.lower(shapes).compile())
     assert compiled.by_kind() == completion.communication().lowered("cpu").by_kind() == {"all-reduce": (6, 24)}
+
+
+def test_a_sum_over_a_vmapped_axis_is_reduced_over_its_mesh_axis():
+    with sharding.mesh(data=8):
+        jitted = sharding.jit(over_a_vmapped_axis, in_shardings=P("data"))
+        x = jax.ShapeDtypeStruct((64, 16), "float32")
+        completion = jitted.complete(x)
+        compiled = sharding.cost.read_compiled(jitted.lower(x).compile())
+    assert not completion.unknown
+    assert compiled.by_kind() == completion.communication().lowered("cpu").by_kind()

@@ -1,0 +1,74 @@
+"""Explicit collectives, in the bodies of `shard_map`s."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from .. import compat
+from ..cost import Kind
+from ..graph import Scope, line
+from ..spec import num_parts
+from .collective_ledger import Collective
+
+MANUAL: Mapping[str, Kind] = {
+    "all_gather": "all-gather",
+    "all_gather_invariant": "all-gather",
+    "all_to_all": "all-to-all",
+    "pmax": "all-reduce",
+    "pmin": "all-reduce",
+    "ppermute": "collective-permute",
+    "psum": "all-reduce",
+    "psum_invariant": "all-reduce",
+    "reduce_scatter": "reduce-scatter",
+}
+"""The collective primitives of a `shard_map`."""
+
+
+def in_bodies(scope: Scope, sizes: Mapping[str, int], times: int = 1) -> Iterator[Collective]:
+    """The collectives of `shard_map`s over all mesh axes, whose bodies are not in the graph."""
+    for i, eqn in enumerate(scope.jaxpr.eqns):
+        if eqn.primitive.name == "shard_map" and (i, "jaxpr", 0) not in scope.children:
+            yield from _in_body(eqn.params["jaxpr"], sizes, times)
+    for (i, _, _), child in scope.children.items():
+        yield from in_bodies(child, sizes, times * _length(scope.jaxpr.eqns[i]))
+
+
+def explicit(
+    eqn: Any, result_bytes: int, dtype: str, times: int, source: str, sizes: Mapping[str, int]
+) -> Iterator[Collective]:
+    """The collective of one equation, if any of its axes has more than one device.
+
+    Args:
+        eqn: an equation of one of the primitives in `MANUAL`.
+        result_bytes: bytes of the result on one device.
+        dtype: of the array.
+        times: how often it runs.
+        source: the user's line.
+        sizes: mesh axis sizes.
+    """
+    name = eqn.primitive.name
+    given = eqn.params.get("axes") or eqn.params.get("axis_name") or ()
+    axes = tuple(a for a in (given if isinstance(given, tuple) else (given,)) if sizes.get(a, 1) > 1)
+    if axes:
+        kind, n = MANUAL[name], num_parts(axes, sizes)
+        yield Collective(
+            kind=kind, axes=axes, num_devices=n, count=times, dtype=dtype, op=name, source=source, is_manual=True,
+            result_bytes=result_bytes * n if kind == "reduce-scatter" else result_bytes,
+            cause=f"{name} in a shard_map",
+        )  # fmt: skip
+
+
+def _in_body(jaxpr: Any, sizes: Mapping[str, int], times: int) -> Iterator[Collective]:
+    for eqn in compat.open_jaxpr(jaxpr).eqns:
+        if eqn.primitive.name in MANUAL:
+            for var in eqn.outvars:
+                size = math.prod(var.aval.shape) * var.aval.dtype.itemsize
+                yield from explicit(eqn, size, str(var.aval.dtype), times, line((eqn,)), sizes)
+        for _, _, inner in compat.sub_jaxprs(eqn.params):
+            yield from _in_body(inner, sizes, times * _length(eqn))
+
+
+def _length(eqn: Any) -> int:
+    return eqn.params["length"] if eqn.primitive.name == "scan" else 1
