@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from .. import compat
 from ..graph import Graph
+from ..hardware import Platform
 from ..memory import POINTER_BYTES, Usage, usage
 from ..memory.instruction import Instruction
 from ..memory.liveness import Buffer, Lifetimes
@@ -160,7 +161,7 @@ class MemoryReport:
 
 
 def memory(
-    assignment: Assignment, *, name: str = "program", donated: Collection[int] = (), platform: str = "cpu"
+    assignment: Assignment, *, name: str = "program", donated: Collection[int] = (), platform: Platform = "cpu"
 ) -> MemoryReport:
     """The memory of a completed program on one device.
 

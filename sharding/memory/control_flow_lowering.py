@@ -25,7 +25,7 @@ def loop_operand(
 
 def body_emitter(lowering: Lowering, child: Scope | None) -> Emitter:
     """The emitter of a loop body or branch."""
-    return Emitter(lowering.sizes, lowering.cursor, permutes=child is None or not child.divergent)
+    return Emitter(lowering.sizes, lowering.cursor, lowering.traits, permutes=child is None or not child.divergent)
 
 
 def copy_carried(operands: Sequence[Instruction], carried: Sequence[int], emitter: Emitter) -> list[Instruction]:

@@ -59,7 +59,7 @@ def in_f32(
     if name == "integer_pow" and eqn.params["y"] == 3:
         present.append(_rounded_op(name, present, shape, ((2,), (None,), 0), facts, emitter))
         name, key = "mul", "cubed"
-    expensive = primitive_traits.is_expensive(name, eqn)
+    expensive = primitive_traits.is_expensive(name, eqn, emitter.traits)
     return _rounded_op(name, present, shape, key, {**facts, "expensive": expensive}, emitter)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from ..propagation import Assignment
 from ..spec import Spec, divisible
 from . import control_flow_lowering
+from .compiler_traits import CompilerTraits
 from .emitter import Emitter
 from .equation_lowering import Env, Handler, Lowering
 from .instruction import Body, Instruction
@@ -29,10 +30,10 @@ class DeviceProgram:
     outputs: tuple[Instruction, ...]
 
 
-def lower(assignment: Assignment, platform: str) -> DeviceProgram:
-    """The program of an assignment on one device of a platform."""
-    lowering = Lowering(assignment, HANDLERS, platform)
-    g, emitter = lowering.graph, Emitter(lowering.sizes, lowering.cursor)
+def lower(assignment: Assignment, traits: CompilerTraits) -> DeviceProgram:
+    """The program of an assignment on one device, as a compiler emits it."""
+    lowering = Lowering(assignment, HANDLERS, traits)
+    g, emitter = lowering.graph, Emitter(lowering.sizes, lowering.cursor, traits)
     scope = g.scope
     assert scope is not None
     env: Env = dict.fromkeys(scope.jaxpr.constvars)

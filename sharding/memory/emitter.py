@@ -8,6 +8,7 @@ from typing import Any
 
 from ..rewrite.reshard import Step, chain
 from ..spec import Axis, Spec, local_shape
+from .compiler_traits import CompilerTraits
 from .instruction import Body, Instruction, Phase, Role
 
 
@@ -20,9 +21,10 @@ class Cursor:
 class Emitter:
     """Appends instructions to a body."""
 
-    def __init__(self, sizes: Mapping[str, int], cursor: Cursor, *, permutes: bool = True):
+    def __init__(self, sizes: Mapping[str, int], cursor: Cursor, traits: CompilerTraits, *, permutes: bool = True):
         self.body = Body()
         self.sizes = sizes
+        self.traits = traits
         self.permutes = permutes
         self.cursor = cursor
         self._made: dict[Any, Instruction] = {}
@@ -108,6 +110,8 @@ class Emitter:
             pieces = self.emit("slice", "fusible", [x], shape, itemsize, key=key, **facts)
             sent = self.emit(step.kind, "unfusible", [pieces], shape, itemsize, key=key, **facts)
             return self.emit("concatenate", "unfusible", [sent], shape, itemsize, key=key, **facts)
+        if step.kind == "reduce-scatter" and self.traits.reduce_scatters:
+            return self.emit(step.kind, "unfusible", [x], shape, itemsize, **facts)
         if step.kind == "reduce-scatter":
             x = self.all_reduce(x, itemsize, step.axes)
         if x.shape != shape:
@@ -117,7 +121,7 @@ class Emitter:
     def all_gather(self, x: Instruction, shape: tuple[int, ...], itemsize: int, d: int) -> Instruction:
         """An all-gather along one dim; XLA:CPU gathers along the outermost dim and otherwise transposes around it."""
         facts: Mapping[str, Any] = {"value": x.value, "eqn": x.eqn}
-        inner = math.prod(x.shape[:d]) > 1
+        inner = self.traits.transposes_operands and math.prod(x.shape[:d]) > 1
         if inner:
             x = self.emit("transpose", "fusible", [x], x.shape, itemsize, key=("to", d), **facts)
         x = self.emit("all-gather", "unfusible", [x], shape, itemsize, key=d, **facts)
@@ -127,7 +131,7 @@ class Emitter:
         """An all-reduce of partial sums; 16-bit floats are reduced in 32 bits."""
         facts: Mapping[str, Any] = {"value": x.value, "eqn": x.eqn}
         group = (axes, itemsize)
-        if itemsize != 2:
+        if itemsize != 2 or not self.traits.widens_16_bits:
             return self.emit("all-reduce", "unfusible", [x], x.shape, itemsize, group=group, **facts)
         group = (group[0], 4)
         x = self.emit("convert", "fusible", [x], x.shape, 4, elementwise=True, **facts)

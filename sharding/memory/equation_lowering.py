@@ -19,6 +19,7 @@ from ..rewrite import xla_workarounds
 from ..rewrite.op_strategy import OpStrategies
 from ..spec import Spec, closed_spec
 from . import cpu_arithmetic, cpu_dot_layouts, cpu_library_reductions, primitive_traits
+from .compiler_traits import CompilerTraits
 from .emitter import Cursor, Emitter
 from .instruction import Instruction, Phase
 
@@ -33,10 +34,8 @@ Handler = Callable[["Lowering", int, Any, "Scope | None", Env, Emitter], None]
 class Lowering:
     """Lowers equations to instructions; handlers lower control flow and other primitives with bodies."""
 
-    def __init__(self, assignment: Assignment, handlers: Mapping[str, Handler], platform: str):
-        self.handlers = handlers
-        self.has_bf16_dots = platform != "cpu"
-        """Whether every dot of 16-bit floats runs in 16 bits."""
+    def __init__(self, assignment: Assignment, handlers: Mapping[str, Handler], traits: CompilerTraits):
+        self.handlers, self.traits = handlers, traits
         self.graph: Graph = assignment.graph
         self.sizes = assignment.sizes
         self.specs = assignment.specs
@@ -236,7 +235,7 @@ class Lowering:
             and cpu_arithmetic.is_float(eqn)
         ):
             return [cpu_arithmetic.divide_by_broadcast(eqn, present, values[0], emitter)]
-        if name in primitive_traits.REDUCTIONS:
+        if name in primitive_traits.REDUCTIONS and self.traits.reduces_in_rounds:
             is_library_reduction = self.is_library_reduction(eqn, present[0])
             present = present if is_library_reduction else [self.reduce_window(eqn, present[0], emitter)]
         outputs = list(enumerate(zip(shapes, itemsizes, values, strict=True)))
@@ -255,7 +254,8 @@ class Lowering:
                 for k, (shape, itemsize, v) in outputs
             ]
         if (
-            primitive_traits.is_elementwise(name)
+            self.traits.widens_16_bits
+            and primitive_traits.is_elementwise(name)
             and name != "convert_element_type"
             and len(shapes) == 1
             and cpu_arithmetic.is_bf16(eqn)
@@ -273,7 +273,7 @@ class Lowering:
                 "eqn": eqn,
                 "in_place": _in_place(name, operands),
                 "elementwise": primitive_traits.is_elementwise(name),
-                "expensive": primitive_traits.is_expensive(name, eqn),
+                "expensive": primitive_traits.is_expensive(name, eqn, self.traits),
                 "reuses_operand": name in primitive_traits.REUSES_OPERAND,
                 "is_library_reduction": is_library_reduction,
             }
@@ -304,8 +304,14 @@ class Lowering:
         (var,) = eqn.outvars
         name, value, key = eqn.primitive.name, self.graph_value(var, scope), cpu_arithmetic.cse_key(eqn, operands, 0)
         itemsize = self.itemsize(var.aval)
+        if not self.traits.transposes_operands:
+            return emitter.emit(name, "unfusible", operands, shape, itemsize, key=key, value=value, eqn=eqn)
         if name == "dot_general":
-            if not self.has_bf16_dots and cpu_arithmetic.is_bf16(eqn) and cpu_dot_layouts.runs_in_f32(eqn, operands):
+            if (
+                self.traits.widens_16_bits
+                and cpu_arithmetic.is_bf16(eqn)
+                and cpu_dot_layouts.runs_in_f32(eqn, operands)
+            ):
                 stored = cpu_dot_layouts.dot_operands(
                     eqn, [cpu_arithmetic.widened_to_f32(x, emitter) for x in operands], emitter
                 )

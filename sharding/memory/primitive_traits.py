@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..rules import ELEMENTWISE
+from .compiler_traits import CompilerTraits
 from .instruction import Instruction
 
 RESHAPES = frozenset("expand_dims reshape squeeze".split())
@@ -22,14 +23,6 @@ DATA_MOVEMENT = frozenset(
 """Fusible data movement: a consumer can index its operand instead."""
 
 REDUCTIONS = frozenset("reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor".split())
-
-EXPENSIVE = frozenset(
-    """
-    acos acosh asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt cosh digamma div erf erf_inv erfc exp exp2 expm1
-    gather igamma igammac lgamma log log1p log2 logistic pow random_gamma regularized_incomplete_beta rem rsqrt sinh
-    sqrt tanh threefry2x32 threefry4x32
-    """.split()
-)
 
 BARRIER = "optimization_barrier"
 """Its results are its operands, none available before all are."""
@@ -71,12 +64,13 @@ def stores_constant(name: str, shape: tuple[int, ...]) -> bool:
     return one_array or (bool(shape) and not is_fusible(name))
 
 
-def is_expensive(name: str, eqn: Any) -> bool:
-    """Whether XLA does not duplicate it into several consumers."""
+def is_expensive(name: str, eqn: Any, traits: CompilerTraits) -> bool:
+    """Whether a compiler does not duplicate it into several consumers."""
     if name in ("div", "rem"):
-        return getattr(eqn.outvars[0].aval.dtype, "kind", "f") not in "iu"
+        return name in traits.stored_once and getattr(eqn.outvars[0].aval.dtype, "kind", "f") not in "iu"
     if name == "integer_pow":
-        return eqn.params["y"] < 0
+        return "div" in traits.stored_once and eqn.params["y"] < 0
     if name == "convert_element_type":
-        return str(eqn.outvars[0].aval.dtype) == "bfloat16" and str(eqn.invars[0].aval.dtype) == "float32"
-    return name in EXPENSIVE or name in REDUCTIONS
+        rounds = str(eqn.outvars[0].aval.dtype) == "bfloat16" and str(eqn.invars[0].aval.dtype) == "float32"
+        return traits.widens_16_bits and rounds
+    return name in traits.stored_once or name in REDUCTIONS

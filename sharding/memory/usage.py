@@ -7,7 +7,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from ..hardware import Platform
 from ..propagation import Assignment
+from .compiler_traits import TRAITS
 from .device_program import DeviceProgram, lower
 from .heap_simulator import block_bytes
 from .kernel_order import program_order, xla_cpu_order
@@ -53,18 +55,18 @@ class Usage:
         return self.argument_bytes + self.result_bytes + self.temporary_bytes
 
 
-def usage(assignment: Assignment, donated: Collection[int] = (), *, platform: str = "cpu") -> Usage:
+def usage(assignment: Assignment, donated: Collection[int] = (), *, platform: Platform = "cpu") -> Usage:
     """The memory of a completed program on one device.
 
     Args:
         assignment: a spec per value.
         donated: indices of the graph's donated inputs.
-        platform: whose scheduler orders the kernels. `"cpu"` schedules breadth first and runs some dots of 16-bit
-            floats in 32 bits; other platforms, whose schedulers minimise memory, are taken to keep program order.
+        platform: whose compiler is modelled, see `compiler_traits`.
     """
-    program = lower(assignment, platform)
+    traits = TRAITS[platform]
+    program = lower(assignment, traits)
     aliases = donations(assignment, program, donated)
-    order = xla_cpu_order if platform == "cpu" else program_order
+    order = xla_cpu_order if traits.is_breadth_first else program_order
     return Usage(program, program_lifetimes(program, aliases, order), aliases)
 
 

@@ -3,7 +3,8 @@
     python -m tests.benchmarks.prediction                                # all steps, meshes and styles: some 20 minutes
     python -m tests.benchmarks.prediction --steps gpt lstm --meshes 0 3  # some of them
     python -m tests.benchmarks.prediction --compiler v5p                 # or h100: ahead of time, no chip is needed
-    python -m tests.benchmarks.prediction --corpus --compiler h100       # other people's programs
+    python tests/benchmarks/prediction.py --corpus --compiler h100       # other people's programs, some of whose
+                                                                         # packages bring a module `tests`
     python -m tests.benchmarks.prediction --table prediction.md --json prediction.json
 
 Per program: collectives by kind (count and bytes), compiled and predicted by the ledger; peak memory of one device,

@@ -17,6 +17,7 @@ from typing import Any
 
 from ... import paths
 from ...cost import Topology, collective_seconds
+from ...hardware import Platform
 from ...memory import Usage, usage
 from ...propagation import Assignment
 from ...spec import axis_name
@@ -35,7 +36,7 @@ def contents(
     *,
     name: str,
     donated: Collection[int] = (),
-    platform: str = "cpu",
+    platform: Platform = "cpu",
     on: Topology | None = None,
     with_costs: bool = True,
 ) -> dict[str, Any]:

@@ -16,13 +16,13 @@ import jax
 import jax.numpy as jnp
 
 from ... import compat
-from ...memory.primitive_traits import EXPENSIVE
+from ...memory.compiler_traits import TRANSCENDENTAL
 from ...rules.rule_table import ELEMENTWISE
 from .activations import EMPTY, Activation, ActivationTree, Arrays, is_float
 from .cpu_matmul_order import reorder_products
 from .straight_line import Program, trace_program, variables
 
-CHEAP = (ELEMENTWISE - EXPENSIVE | {"broadcast_in_dim", "div", "reshape", "squeeze"}) - {"name"}
+CHEAP = (ELEMENTWISE - TRANSCENDENTAL | {"broadcast_in_dim", "div", "reshape", "squeeze"}) - {"name"}
 """Primitives that are cheaper to rematerialize than to store and load."""
 
 

@@ -1,0 +1,59 @@
+"""What each platform's compiler stores, where they differ: one record per platform."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ..hardware import Platform
+
+TRANSCENDENTAL = frozenset(
+    """
+    acos acosh asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt cosh digamma div erf erf_inv erfc exp exp2 expm1
+    gather igamma igammac lgamma log log1p log2 logistic pow random_gamma regularized_incomplete_beta rem rsqrt sinh
+    sqrt tanh threefry2x32 threefry4x32
+    """.split()
+)
+"""Primitives that take many instructions per element."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompilerTraits:
+    """How one compiler's buffers differ from the program's arrays."""
+
+    widens_16_bits: bool
+    """Whether arithmetic and collectives on 16-bit floats, and some dots, run in 32 bits."""
+    transposes_operands: bool
+    """Whether operands of dots and convolutions are transposed to the order of a library, and arrays that are gathered
+    along an inner dim around the gather; others choose layouts so that neither is needed."""
+    reduces_in_rounds: bool
+    """Whether reductions over long dims store the results of a first round, or run in a library."""
+    reduce_scatters: bool
+    """Whether a reduce-scatter stores only its result; otherwise it is an all-reduce and a slice."""
+    stored_once: frozenset[str]
+    """Primitives that are stored rather than computed in each of several consumers."""
+    is_breadth_first: bool
+    """Whether kernels run in the order in which they become ready; others keep the program's order."""
+
+
+TRAITS: Mapping[Platform, CompilerTraits] = {
+    "cpu": CompilerTraits(
+        widens_16_bits=True,
+        transposes_operands=True,
+        reduces_in_rounds=True,
+        reduce_scatters=False,
+        stored_once=TRANSCENDENTAL,
+        is_breadth_first=True,
+    ),
+    **dict.fromkeys(
+        ("tpu", "gpu"),
+        CompilerTraits(
+            widens_16_bits=False,
+            transposes_operands=False,
+            reduces_in_rounds=False,
+            reduce_scatters=True,
+            stored_once=frozenset({"gather", "threefry2x32", "threefry4x32"}),
+            is_breadth_first=False,
+        ),
+    ),
+}
