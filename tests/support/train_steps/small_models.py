@@ -40,9 +40,10 @@ def step(module, loss, layout, batch) -> MakeStep:
     return make
 
 
-def gpt_step(**options) -> MakeStep:
-    config = gpt.Config(vocab=64, context=16, **(BLOCKS | {"kv_heads": 8} | options))
-    return step(lambda rngs: gpt.GPT(config, rngs=rngs), gpt.next_token_loss, layouts.gpt, ints(ROWS, 17))
+def gpt_step(rows=ROWS, **options) -> MakeStep:
+    config = gpt.Config(**({"vocab": 64, "context": 16, **BLOCKS, "kv_heads": 8} | options))
+    batch = ints(rows, config.context + 1)
+    return step(lambda rngs: gpt.GPT(config, rngs=rngs), gpt.next_token_loss, layouts.gpt, batch)
 
 
 def bert_step() -> MakeStep:

@@ -1,0 +1,86 @@
+"""What the compilers of the platforms store; peaks of GPT steps against XLA:GPU, ahead of time."""
+
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import pytest
+from support.train_steps.small_models import gpt_step
+
+import sharding
+from sharding import P, cost
+from sharding.memory import usage
+
+N = 256
+HALF = jax.ShapeDtypeStruct((N, N), "bfloat16")
+FULL = jax.ShapeDtypeStruct((N, N), "float32")
+
+
+def temporaries(f, *args, platform, sizes=None, **options):
+    """Bytes of temporaries on one device."""
+    with sharding.mesh(sizes or {"data": 1}, devices=None if sizes else jax.devices()[:1]):
+        return usage(sharding.jit(f, **options).complete(*args).assignment, platform=platform).temporary_bytes
+
+
+def summed_over_devices(x, w):
+    return ((x @ w) @ jnp.ones((N, N), "bfloat16")).astype("float32").sum()
+
+
+def a_used_twice(x, w):
+    a = jnp.exp(x @ w)
+    return (a @ w) * jnp.sum(a)
+
+
+def scattered(x, w):
+    return sharding.annotate(x @ w, P("data"))
+
+
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_sums_of_16_bits(platform):
+    """A partial product and its sum, in 16 bits; a CPU reduces in 32."""
+    options = {"sizes": {"data": 8}, "in_shardings": (P(None, "data"), P("data"))}
+    found = temporaries(summed_over_devices, HALF, HALF, platform=platform, **options)
+    assert found <= 3 * N * N * 2 < temporaries(summed_over_devices, HALF, HALF, platform="cpu", **options)
+
+
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_functions_are_computed_in_each_consumer(platform):
+    """The product is stored, and its exponential as operand of the next one; the sum computes its own."""
+    found = temporaries(a_used_twice, FULL, FULL, platform=platform)
+    assert found <= temporaries(a_used_twice, FULL, FULL, platform="cpu")
+
+
+@pytest.mark.parametrize(("platform", "share"), [("cpu", 1), ("gpu", 1 / 8), ("tpu", 1 / 8)])
+def test_a_reduce_scatter_stores_its_shard(platform, share):
+    """Beside the product's partial sum; on CPUs all of the sum, of which a slice is kept."""
+    sizes, specs = {"data": 8}, (P(None, "data"), P("data"))
+    args = (jax.ShapeDtypeStruct((N, N), "float32"), FULL)
+
+    def then_squared(x, w):
+        return jnp.sin(scattered(x, w)) @ jnp.ones((N, N))
+
+    found = temporaries(then_squared, *args, platform=platform, sizes=sizes, in_shardings=specs)
+    assert found >= N * N * 4
+    if share < 1:
+        assert found < temporaries(then_squared, *args, platform="cpu", sizes=sizes, in_shardings=specs)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("jax_cuda13_plugin") is None, reason="no cuda13")
+@pytest.mark.parametrize(
+    ("options", "sizes"),
+    [
+        ({}, {"data": 2, "fsdp": 2, "tensor": 2}),
+        ({}, {"fsdp": 8}),
+        ({"scan": True, "remat": True}, {"data": 2, "fsdp": 2, "tensor": 2}),
+    ],
+)
+def test_gpt_on_h100(options, sizes):
+    config = {"vocab": 32000, "context": 1024, "layers": 4, "features": 1024, "mlp_features": 4096}
+    step = gpt_step(rows=32, dtype="bfloat16", **config, **options)("weights", sizes)
+    with sharding.mesh(sizes, devices=cost.compile_only("h100:1x8")):
+        jitted = sharding.jit(step.run, in_shardings=step.specs, donate_argnums=0)
+        completion = jitted.complete(*step.args)
+        facts = cost.read_compiled(jitted.lower(*step.args).compile())
+    assert completion.communication().lowered("gpu").by_kind() == facts.by_kind()
+    assert completion.memory(platform="gpu").peak_bytes == pytest.approx(facts.peak_bytes, rel=0.1)
