@@ -198,9 +198,9 @@ class _StrategySearch:
         """Returns the steps that reduce a result and reshard it to its spec, and whether it needs a constraint first.
 
         One all-reduce per summed factor, unless the result is then sliced along axes of the sum alone: then it is
-        reduce-scattered over these, and all-reduced over all others at once. If as many devices run redundantly, XLA
-        all-reduces the shards and then collective-permutes them; if permutes are not allowed, it all-reduces the full
-        result.
+        reduce-scattered over these, and all-reduced over all others at once. If as many devices, or a multiple, run
+        redundantly, XLA all-reduces the shards and then collective-permutes them; if permutes are not allowed, it
+        all-reduces the full result.
         """
         rule, table = self.form.rule, self.strategies.table
         sums = [factors[f] for f, kind in enumerate(rule.kinds) if kind is Kind.REDUCE and factors[f]]
@@ -217,7 +217,7 @@ class _StrategySearch:
         idle = tuple(a for a in range(len(table.sizes)) if a not in taken)
         if idle and not self.permutes:
             return (self.step("all-reduce", summed, spec, self.shard_bytes(i, spec)), *after), True
-        if self.num_devices(idle) == self.num_devices(sliced):
+        if idle and self.num_devices(idle) % self.num_devices(sliced) == 0:
             sum_ = self.step("all-reduce", summed, last.spec, last.num_bytes)
             return (sum_, self.step("collective-permute", (*sliced, *idle), last.spec, last.num_bytes)), False
         rest = tuple(a for a in summed if a not in sliced)

@@ -121,3 +121,17 @@ def test_two_slices_that_are_no_rotation():
     found = [rotation(op, assignment.graph.makers) for op in assignment.graph.ops if op.name == "concatenate"]
     assert found == [None, None]
     assert not communication(assignment)
+
+
+@pytest.mark.parametrize("sizes", [{"data": 2, "idle": 4}, {"data": 4, "idle": 2}, {"data": 2, "one": 2, "two": 2}])
+def test_a_scattered_sum_beside_idle_devices(sizes):
+    """XLA divides the sum over devices that would compute the same, if their number is a multiple."""
+
+    def f(x, w):
+        return jnp.sin(sharding.annotate(x @ w, P(None, "data")))
+
+    x = jax.ShapeDtypeStruct((48, 48), "float32")
+    with sharding.mesh(sizes):
+        jitted = sharding.jit(f, in_shardings=(P(None, "data"), P("data")))
+        predicted = jitted.complete(x, x).communication().lowered("cpu").by_kind()
+        assert sharding.cost.read_compiled(jitted.lower(x, x).compile()).by_kind() == predicted
