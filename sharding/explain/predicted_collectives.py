@@ -270,11 +270,24 @@ class ProgramCollectives:
 
     def sums(self, op: Op, v: int, steps: Sequence[Step], strategy: OpStrategy | None) -> Iterator[Collective]:
         """The reductions of an op's partial sums."""
+        if op.name in ("argmax", "argmin"):
+            yield from self.gathered_candidates(op, v, steps)
+            return
         for step in steps:
             cause = f"{_SUMMING.get(op.name, f'{op.name} reduces')} a dim sharded over {_names(step.axes)}"
             found = self.collective(self.kind_of_sum(v, step), step.axes, step.num_bytes, op, v, op.times, cause)
             advise = str if strategy is None else partial(self.hints.sum, op, strategy, step.axes)
             yield dataclasses.replace(found, advise=advise)
+
+    def gathered_candidates(self, op: Op, v: int, steps: Sequence[Step]) -> Iterator[Collective]:
+        """The gathers of each device's extreme value and of its index, among which every device then chooses."""
+        for step in steps:
+            cause = f"{op.name} along a dim sharded over {_names(step.axes)}"
+            parts, (x,) = num_parts(step.axes, self.sizes), op.operands
+            value_bytes = step.num_bytes * self.graph.itemsize(x) // self.graph.itemsize(v)
+            for of, num_bytes in ((x, value_bytes), (v, step.num_bytes)):
+                found = self.collective("all-gather", step.axes, parts * num_bytes, op, v, op.times, cause)
+                yield dataclasses.replace(found, dtype=str(self.graph.dtypes[of]))
 
     def reshards(
         self, op: Op, v: int, have: Spec, steps: Sequence[Step], times: int, what: str, advise: Callable[[], str]

@@ -91,6 +91,22 @@ def test_a_rotation_along_a_sharded_dim():
     assert rows(found) == [("collective-permute", ("a",), 1, 2 * 4 * 4)]
 
 
+def test_an_argmax_along_a_sharded_dim_gathers_values_and_indices():
+    def f(x):
+        return jnp.argmax(x, -1), jnp.argmin(jnp.sin(x).astype("bfloat16"), -1)
+
+    x = jax.ShapeDtypeStruct((128, 64), "float32")
+    with sharding.mesh(data=2, tensor=4):
+        jitted = sharding.jit(f, in_shardings=P("data", "tensor"))
+        ledger = jitted.complete(x).communication()
+        compiled = cost.read_compiled(jitted.lower(x).compile())
+    rows = 4 * 64
+    assert sorted((c.dtype, c.result_bytes) for c in ledger) == [
+        ("bfloat16", 2 * rows), ("float32", 4 * rows), ("int32", 4 * rows), ("int32", 4 * rows),
+    ]  # fmt: skip
+    assert compiled.by_kind() == ledger.lowered("cpu").by_kind()
+
+
 def test_dead_code_is_not_run():
     def fn(x):
         (x * 2).sum()
