@@ -2,12 +2,13 @@
 
 Equal equations become one. XLA merges equal instructions too, but never equal collectives, since each has a channel of
 its own: a gradient norm that is computed once to clip and once to report is computed, and reduced, once. A `psum` over
-dims, which is what `vmap` makes of one over its axis, becomes the reduction that it is.
+dims, which is what `vmap` makes of one over its axis, becomes the reduction that it is. A product of two flattened
+arrays (`vdot`) contracts their own dims: a flattened array cannot keep the sharding of its minor dims.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import jax
@@ -48,7 +49,8 @@ class _Simplifier:
         source = compat.open_jaxpr(jaxpr)
         first: dict[Hashable, Any] = {}
         same: dict[Any, Any] = {}
-        eqns = []
+        eqns: list[Any] = []
+        flattened: dict[Any, Any] = {}
 
         def read(atom: Any) -> Any:
             return atom if compat.is_literal(atom) else same.get(atom, atom)
@@ -59,6 +61,10 @@ class _Simplifier:
             params = self.parameters(eqn)
             if params is not eqn.params or any(read(v) is not v for v in eqn.invars):
                 eqn, is_changed = eqn.replace(params=params, invars=[read(v) for v in eqn.invars]), True
+            if (product := _unflattened(eqn, flattened)) is not eqn:
+                eqn, is_changed = product, True
+            if eqn.primitive.name == "reshape" and len(eqn.outvars[0].aval.shape) == 1 and len(eqn.invars) == 1:
+                flattened[eqn.outvars[0]] = eqn.invars[0]
             key = _key(eqn)
             earlier = first.setdefault(key, eqn) if key is not None else eqn
             pairs = list(zip(eqn.outvars, earlier.outvars, strict=True))
@@ -67,7 +73,14 @@ class _Simplifier:
                 is_changed = True
             else:
                 eqns.append(eqn)
-        return compat.rebuild(jaxpr, eqns=eqns, outvars=[*map(read, source.outvars)]) if is_changed else jaxpr
+        if not is_changed:
+            return jaxpr
+        outvars = [*map(read, source.outvars)]
+        used = {v for eqn in eqns for v in eqn.invars if not compat.is_literal(v)}
+        used.update(v for v in outvars if not compat.is_literal(v))
+        unused = flattened.keys() - used
+        live = [eqn for eqn in eqns if unused.isdisjoint(eqn.outvars)]
+        return compat.rebuild(jaxpr, eqns=live, outvars=outvars)
 
     def parameters(self, eqn: Any) -> dict[str, Any]:
         """The parameters of an equation with simplified bodies; the same object if none changed."""
@@ -90,6 +103,17 @@ def _as_reductions(eqn: Any) -> list[Any]:
         (new,) = compat.open_jaxpr(jax.make_jaxpr(lambda x: reduce(x, axes))(operand.aval)).eqns
         found.append(compat.new_eqn(eqn, [operand], [result], new.primitive, new.params))
     return found
+
+
+def _unflattened(eqn: Any, flattened: Mapping[Any, Any]) -> Any:
+    """The product of two flattened arrays as one that contracts all dims; any other equation as it is."""
+    if eqn.primitive.name != "dot_general" or eqn.params["dimension_numbers"] != (((0,), (0,)), ((), ())):
+        return eqn
+    sources = [None if compat.is_literal(v) else flattened.get(v) for v in eqn.invars]
+    if any(v is None or compat.is_literal(v) for v in sources) or sources[0].aval.shape != sources[1].aval.shape:
+        return eqn
+    dims = tuple(range(len(sources[0].aval.shape)))
+    return eqn.replace(invars=sources, params={**eqn.params, "dimension_numbers": ((dims, dims), ((), ()))})
 
 
 def _key(eqn: Any) -> Hashable | None:

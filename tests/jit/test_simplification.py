@@ -47,7 +47,20 @@ def over_a_vmapped_axis(x):
     return jax.vmap(normalized, axis_name="rows")(x)
 
 
-PROGRAMS = [over_a_vmapped_axis, twice, in_a_scan, in_a_branch, with_constants, of_other_types]
+def a_dot_of_flattened_arrays(x):
+    flat = jnp.ravel(x)
+    return jnp.vdot(x, jnp.sin(x)), flat * 2, jnp.dot(flat, jnp.ravel(x.T))
+
+
+PROGRAMS = [
+    a_dot_of_flattened_arrays,
+    in_a_branch,
+    in_a_scan,
+    of_other_types,
+    over_a_vmapped_axis,
+    twice,
+    with_constants,
+]
 
 
 @pytest.mark.parametrize("f", PROGRAMS)
@@ -127,4 +140,17 @@ def test_a_sum_over_a_vmapped_axis_is_reduced_over_its_mesh_axis():
         completion = jitted.complete(x)
         compiled = sharding.cost.read_compiled(jitted.lower(x).compile())
     assert not completion.unknown
+    assert compiled.by_kind() == completion.communication().lowered("cpu").by_kind()
+
+
+def test_a_vdot_leaves_its_arrays_sharded():
+    def f(x, y):
+        return jnp.vdot(x, y)
+
+    x = jax.ShapeDtypeStruct((64, 32), "float32")
+    with sharding.mesh(data=2, tensor=4):
+        jitted = sharding.jit(f, in_shardings=(P("data", "tensor"), P("data", "tensor")))
+        completion = jitted.complete(x, x)
+        compiled = sharding.cost.read_compiled(jitted.lower(x, x).compile())
+    assert set(completion.communication().by_kind()) == {"all-reduce"}
     assert compiled.by_kind() == completion.communication().lowered("cpu").by_kind()
