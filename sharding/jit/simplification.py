@@ -109,8 +109,8 @@ def _unflattened(eqn: Any, flattened: Mapping[Any, Any]) -> Any:
     """The product of two flattened arrays as one that contracts all dims; any other equation as it is."""
     if eqn.primitive.name != "dot_general" or eqn.params["dimension_numbers"] != (((0,), (0,)), ((), ())):
         return eqn
-    sources = [None if compat.is_literal(v) else flattened.get(v) for v in eqn.invars]
-    if any(v is None or compat.is_literal(v) for v in sources) or sources[0].aval.shape != sources[1].aval.shape:
+    sources = [flattened[v] for v in eqn.invars if not compat.is_literal(v) and v in flattened]
+    if len(sources) < 2 or any(map(compat.is_literal, sources)) or sources[0].aval.shape != sources[1].aval.shape:
         return eqn
     dims = tuple(range(len(sources[0].aval.shape)))
     return eqn.replace(invars=sources, params={**eqn.params, "dimension_numbers": ((dims, dims), ((), ()))})
