@@ -14,6 +14,7 @@ import importlib
 import importlib.util
 import warnings
 from collections.abc import Callable, Mapping
+from types import ModuleType
 
 from support.train_steps.step import Sizes, Step
 
@@ -60,10 +61,15 @@ def missing() -> dict[str, tuple[str, ...]]:
     return {name: modules for name, modules in found.items() if modules}
 
 
+def adapter(name: str) -> ModuleType:
+    """An adapter whose packages are installed."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # deprecations of the packages
+        return importlib.import_module(f"{__name__}.{name}")
+
+
 def programs() -> dict[str, MakeProgram]:
     """Name -> program, of every adapter whose packages are installed."""
     absent = missing()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # deprecations of the packages
-        modules = [importlib.import_module(f"{__name__}.{name}") for name in ADAPTERS if name not in absent]
+    modules = [adapter(name) for name in ADAPTERS if name not in absent]
     return {f"{module.PACKAGE}: {name}": make for module in modules for name, make in module.PROGRAMS.items()}
