@@ -275,9 +275,8 @@ class Jitted:
         )
         in_annotations = argument_shardings.with_committed_shardings(call.leaves, requested, names, mesh, function)
         statics = dict(zip(sorted(self._signature.static), [value for _, value in call.statics], strict=False))
-        traced = tracing.trace(self._f, avals, call.tree, statics, self._dynamic_names(call), function)
-        if self._engine != "xla":
-            traced = dataclasses.replace(traced, jaxpr=simplify(traced.jaxpr))
+        as_written = tracing.trace(self._f, avals, call.tree, statics, self._dynamic_names(call), function)
+        traced = dataclasses.replace(as_written, jaxpr=simplify(as_written.jaxpr))
         result = jax.tree.unflatten(traced.out_tree, traced.out_avals)
         out_names = paths.of_tree(result, "out")
         specs = argument_shardings.broadcast_specs(self._out_shardings, [result], "out_shardings", function)
@@ -313,7 +312,7 @@ class Jitted:
         executable = Executable(
             function=function,
             mesh=mesh,
-            traced=traced,
+            traced=as_written if self._engine == "xla" else traced,
             completion=completion,
             in_tree=call.tree,
             donated=donated,
