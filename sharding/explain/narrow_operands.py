@@ -34,14 +34,11 @@ def narrow_reshards(graph: Graph, strategies: OpStrategies) -> Collection[tuple[
 
 def _rounded(graph: Graph) -> set[int]:
     """Values of which every use is a product at default precision, maybe behind formatting ops."""
-    uses: defaultdict[int, list[Op]] = defaultdict(list)
-    for op in graph.ops:
-        for v in op.operands:
-            uses[v].append(op)
     outputs, found = set(graph.outputs), set[int]()
     for op in reversed(graph.ops):
         for v in op.results:
-            if uses[v] and v not in outputs and all(_rounds(use, found) for use in uses[v]):
+            users = graph.users[v]
+            if users and v not in outputs and all(_rounds(user, found) for user in users):
                 found.add(v)
     return found
 

@@ -7,10 +7,10 @@ once, before the loop.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 from ..cost import SUMS, Kind
@@ -41,12 +41,13 @@ _SUMMING = {
 def communication(assignment: Assignment, *, name: str = "") -> Ledger:
     """Every collective that a completed program runs; what XLA does for ops without a rule is unknown."""
 
-    def collectives(platform: Platform = "cpu") -> tuple[Collective, ...]:
+    @functools.cache
+    def collectives(platform: Platform) -> tuple[Collective, ...]:
         program = ProgramCollectives(assignment, platform=platform)
         found = [transfer.collective for _, transfers in program.ops() for transfer in transfers]
         return (*found, *program.in_shard_maps())
 
-    return Ledger(collectives(), name=name, on_platform=collectives)
+    return Ledger(collectives("cpu"), name=name, on_platform=collectives)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +151,7 @@ class ProgramCollectives:
             if v in self.times and self.specs[v].axes != want.axes:
                 steps = self.chain(op, v, self.specs[v], want)
                 what = f"{self.graph.label(target)}, {'at a loop or branch boundary' if op.site else 'an output'}"
-                advise = partial(self.hints.edge, v, target)
+                advise = functools.partial(self.hints.edge, v, target)
                 for c in self.reshards(op, v, self.specs[v], steps, self.times[v], what, advise):
                     yield Transfer(c, v, True)
         for kind, axes in self.reassociation.behind_loops.get(target, ()):
@@ -174,7 +175,7 @@ class ProgramCollectives:
         operand_specs, result_specs = self.with_workarounds(op, strategy)
         for k, (v, steps) in enumerate(zip(op.operands, strategy.operand_steps, strict=True)):
             times, what = self.loop_invariants.get(v, op.times), f"operand {k} of {op.name}, {self.graph.label(v)}"
-            advise = partial(self.hints.operand, op, v, operand_specs[k])
+            advise = functools.partial(self.hints.operand, op, v, operand_specs[k])
             if v in self.times and operand_specs[k].axes != strategy.operand_specs[k].axes:
                 steps = (*steps, *self.chain(op, v, strategy.operand_specs[k], operand_specs[k]))
             for c in self.reshards(op, v, self.specs[v], steps, times, what, advise):
@@ -190,7 +191,7 @@ class ProgramCollectives:
                 rest = self.chain(op, v, spec, self.specs[v])
             for c in self.sums(op, v, sums, strategy):
                 yield Transfer(c, v, False)
-            what, advise = f"result of {op.name}, {self.graph.label(v)}", partial(self.hints.result, v, spec)
+            what, advise = f"result of {op.name}, {self.graph.label(v)}", functools.partial(self.hints.result, v, spec)
             for c in self.reshards(op, v, spec, rest, op.times, what, advise):
                 yield Transfer(c, v, False)
 
@@ -276,7 +277,7 @@ class ProgramCollectives:
         for step in steps:
             cause = f"{_SUMMING.get(op.name, f'{op.name} reduces')} a dim sharded over {_names(step.axes)}"
             found = self.collective(self.kind_of_sum(v, step), step.axes, step.num_bytes, op, v, op.times, cause)
-            advise = str if strategy is None else partial(self.hints.sum, op, strategy, step.axes)
+            advise = str if strategy is None else functools.partial(self.hints.sum, op, strategy, step.axes)
             yield dataclasses.replace(found, advise=advise)
 
     def gathered_candidates(self, op: Op, v: int, steps: Sequence[Step]) -> Iterator[Collective]:

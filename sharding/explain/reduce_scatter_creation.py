@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from ..graph import Graph, Op
@@ -23,13 +22,11 @@ def reduce_scattered(graph: Graph, specs: Sequence[Spec], sizes: Mapping[str, in
     }
     if not slices:
         return {}
-    uses = Counter(v for op in graph.ops for v in op.operands)
-    uses.update(graph.outputs)
     found: dict[int, frozenset[Axis]] = {}
     waiting = list(slices.items())
     while waiting:
         v, axes = waiting.pop()
-        if uses[v] > 1 or v in found:
+        if graph.num_uses[v] > 1 or v in found:
             continue
         found[v] = axes
         op = graph.makers.get(v)

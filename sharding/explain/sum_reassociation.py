@@ -9,7 +9,6 @@ into one over the axes of both (`AllReduceFolder`).
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 from .. import compat
 from ..graph import Graph, Op
 from ..hardware import Platform
+from ..propagation.partial_sums import SUMS
 from ..rewrite.reshard import Step
 from ..spec import Axis
 from .sums_behind_loops import ADDS, Reduction, sums_behind_loops
@@ -81,16 +81,14 @@ def reassociate(
         order: the sort key of an axis in mesh order.
         shard_bytes: bytes of a value on one device.
     """
-    uses = Counter(v for op in graph.ops for v in op.operands)
-    uses.update(graph.outputs)
     left = {v: _folded(found, order) if platform == "gpu" else tuple(found) for v, found in reductions.items()}
 
     def reduced(v: int) -> int | None:
-        """The reduced value that is looked through to."""
-        while uses[v] == 1:
-            if left.get(v):
-                return v
+        """The value, reduced by addition, that is looked through to."""
+        while graph.num_uses[v] == 1:
             op = graph.makers.get(v)
+            if left.get(v):
+                return v if op is not None and op.name in SUMS | ADDS else None
             operand = None if op is None or moves(op) else _only_operand(graph, op, LOOKED_THROUGH[platform])
             if operand is None:
                 return None

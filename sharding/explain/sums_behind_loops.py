@@ -5,7 +5,6 @@ After `WhileLoopAllReduceCodeMotion` of openxla/xla, which leaves reduce-scatter
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 
 from ..cost import Kind
@@ -38,33 +37,29 @@ def sums_behind_loops(
         moves: whether an op reshards any of its arrays.
         shard_bytes: bytes of a value on one device.
     """
-    users: dict[int, list[Op]] = defaultdict(list)
-    for op in graph.ops:
-        for v in op.operands:
-            users[v].append(op)
     found: dict[int, tuple[Reduction, ...]] = {}
     for edge in graph.ops:
         if edge.name == "edge" and edge.site:
             (result,) = edge.results
-            for v in (*_added(graph, edge, users, moves), *_stacked(graph, edge, users, shard_bytes)):
+            for v in (*_added(graph, edge, moves), *_stacked(graph, edge, shard_bytes)):
                 source = reduced(v)
                 if source is not None and {kind for kind, _ in left[source]} == {"all-reduce"}:
                     found[result], left[source] = left[source], ()
     return found
 
 
-def _added(graph: Graph, edge: Op, users: dict[int, list[Op]], moves: Callable[[Op], bool]) -> Iterator[int]:
+def _added(graph: Graph, edge: Op, moves: Callable[[Op], bool]) -> Iterator[int]:
     """What an iteration adds to a carry that it does not read otherwise."""
     (carry,), update = edge.results, graph.makers.get(edge.operands[-1])
     if update is None or len(edge.operands) != 2 or update.name not in ADDS or moves(update):
         return
     added = [v for v in update.operands if v != carry]
-    inside = [op for op in users[carry] if op.times > edge.times]
-    if inside == [update] and len(added) == 1 and len(users[edge.operands[-1]]) == 1:
+    inside = [op for op in graph.users[carry] if op.times > edge.times]
+    if inside == [update] and len(added) == 1 and len(graph.users[edge.operands[-1]]) == 1:
         yield added[0]
 
 
-def _stacked(graph: Graph, edge: Op, users: dict[int, list[Op]], shard_bytes: Callable[[int], int]) -> Iterator[int]:
+def _stacked(graph: Graph, edge: Op, shard_bytes: Callable[[int], int]) -> Iterator[int]:
     """What an iteration writes to a small stack."""
     (result,), update = edge.results, graph.makers.get(edge.operands[-1])
     if update is not None and update.name == "scan ys" and shard_bytes(result) <= MOST_STACKED_BYTES:

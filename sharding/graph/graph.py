@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -151,6 +152,20 @@ class Graph:
     def makers(self) -> dict[int, Op]:
         """Value -> the op that produces it; arguments and constants are missing."""
         return {v: op for op in self.ops for v in op.results}
+
+    @cached_property
+    def users(self) -> Mapping[int, Sequence[Op]]:
+        """Value -> the ops that read it, once per operand."""
+        found: defaultdict[int, list[Op]] = defaultdict(list)
+        for op in self.ops:
+            for v in op.operands:
+                found[v].append(op)
+        return found
+
+    @cached_property
+    def num_uses(self) -> Counter[int]:
+        """Value -> how often ops read it and the program returns it."""
+        return Counter([*(v for op in self.ops for v in op.operands), *self.outputs])
 
     @cached_property
     def first_names(self) -> dict[int, str]:

@@ -24,14 +24,12 @@ KEPT = frozenset({"checkpoint", "optimization_barrier", "remat", "remat2"})
 REDUCTIONS = {"pmax": jax.lax.reduce_max, "pmin": jax.lax.reduce_min, "psum": jax.lax.reduce_sum}
 """Collective -> the same over dims."""
 
-SIMPLIFIED_INSIDE = frozenset(
-    "checkpoint closed_call cond core_call jit pjit remat remat2 scan shard_map while".split()
-)
+SIMPLIFIED_INSIDE = KEPT | frozenset("closed_call cond core_call jit pjit scan shard_map while".split())
 """Primitives whose bodies are simplified, too."""
 
 
 def simplify(jaxpr: Any) -> Any:
-    """The same jaxpr without equations that repeat an earlier one of their body; itself if nothing changes."""
+    """The simplified jaxpr, which computes the same; itself if nothing changes."""
     return _Simplifier().jaxpr(jaxpr)
 
 

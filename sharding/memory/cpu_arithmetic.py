@@ -21,8 +21,6 @@ def cse_key(eqn: Any, operands: Sequence[Instruction | None], k: int) -> Any:
     """A key that equal equations share, besides their operands; None where equality can't be decided."""
     params = tuple(v for p, v in eqn.params.items() if p not in ("sharding", "out_sharding"))
     literals = tuple(str(a.val) if compat.is_literal(a) else None for a in eqn.invars)
-    if len(operands) != len(eqn.invars):
-        return None
     if any(x is None and not compat.is_literal(a) for a, x in zip(eqn.invars, operands, strict=True)):
         return None
     try:

@@ -220,7 +220,7 @@ class Lowering:
         """The instructions of an equation on one device, one per result."""
         name = eqn.primitive.name
         if name in ("dot_general", "conv_general_dilated"):
-            return [self.dot_or_conv(eqn, [x for x in operands if x is not None], shapes[0], scope, emitter)]
+            return [self.dot_or_conv(eqn, operands, shapes[0], scope, emitter)]
         present, is_library_reduction = [x for x in operands if x is not None], False
         itemsizes = [self.itemsize(v.aval) for v in eqn.outvars]
         values = [self.graph_value(v, scope) if not compat.is_drop(v) else None for v in eqn.outvars]
@@ -298,11 +298,12 @@ class Lowering:
         return emitter.tuple_elements(results, [(*output, eqn) for _, output in outputs])
 
     def dot_or_conv(
-        self, eqn: Any, operands: list[Instruction], shape: tuple[int, ...], scope: Scope | None, emitter: Emitter
+        self, eqn: Any, given: list[Instruction | None], shape: tuple[int, ...], scope: Scope | None, emitter: Emitter
     ) -> Instruction:
         """A dot or a convolution, its operands transposed for the library."""
         (var,) = eqn.outvars
-        name, value, key = eqn.primitive.name, self.graph_value(var, scope), cpu_arithmetic.cse_key(eqn, operands, 0)
+        name, value, key = eqn.primitive.name, self.graph_value(var, scope), cpu_arithmetic.cse_key(eqn, given, 0)
+        operands = [x for x in given if x is not None]
         itemsize = self.itemsize(var.aval)
         if not self.traits.transposes_operands:
             return emitter.emit(name, "unfusible", operands, shape, itemsize, key=key, value=value, eqn=eqn)

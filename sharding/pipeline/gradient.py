@@ -73,8 +73,8 @@ def value_and_grad(
         remat: whether to rematerialize a stage's forward in its backward, which then saves only its input; or a
             ``jax.checkpoint`` policy.
         context: initial context of a microbatch's first slice at every stage, such as empty keys and values. Its
-            gradient is passed from each slice to the previous one. In one program its size is fixed and must hold all
-            tokens; with ``"mpmd"`` slices may differ in length and the context may grow.
+            gradient is passed from each slice to the previous one. In one program its size is fixed, and large enough
+            for all tokens; with ``"mpmd"`` slices may differ in length and the context may grow.
         placed: whether the stages' parameters, and so their gradients, are in device order (see ``place``).
         executor: ``"spmd"``: one XLA program in lockstep, for use inside ``sharding.jit`` or ``jax.jit``. ``"mpmd"``:
             one program per task and device, each dispatched as early as possible; called outside of traces, by a

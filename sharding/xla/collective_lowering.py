@@ -25,9 +25,7 @@ from typing import NamedTuple
 
 from sharding.hardware import Platform
 
-from .collective_ops import KINDS, Kind
-
-_SUMS: tuple[Kind, ...] = ("all-reduce", "reduce-scatter")
+from .collective_ops import KINDS, SUMS, Kind
 
 
 class Lowered(NamedTuple):
@@ -74,6 +72,6 @@ _CPU_WIRE_TYPES: dict[str, tuple[str, int]] = {
 
 _WIRE_TYPES: dict[Platform, WireTypes] = {
     "cpu": {(kind, dtype): wire_dtype for kind in KINDS for dtype, wire_dtype in _CPU_WIRE_TYPES.items()},
-    "tpu": {(kind, dtype): ("uint32", 1) for kind in _SUMS for dtype in ("float16", "bool", *_INTEGERS, *_FLOAT8)},
-    "gpu": {(kind, f"{sign}int16"): (f"{sign}int32", 2) for kind in _SUMS for sign in ("", "u")},
+    "tpu": {(kind, dtype): ("uint32", 1) for kind in SUMS for dtype in ("float16", "bool", *_INTEGERS, *_FLOAT8)},
+    "gpu": {(kind, f"{sign}int16"): (f"{sign}int32", 2) for kind in SUMS for sign in ("", "u")},
 }

@@ -60,6 +60,10 @@ def other_axes(x, a, b, c):
     return x @ a + sharding.annotate(across, P()) + x @ c
 
 
+def maxima(x, a, b, c):
+    return jnp.max(a, 0) + jnp.max(b, 0) + jnp.max(c, 0)
+
+
 def a_norm(x, a, b, c):
     return jnp.sqrt(sum(jnp.sum(w * w) for w in (a, b, c)))
 
@@ -88,6 +92,7 @@ PROGRAMS = {
     "through converts": (through_converts, 1),
     "a gradient": (a_gradient, 1),
     "other axes": (other_axes, 3),
+    "maxima": (maxima, 3),
     "a norm": (a_norm, 1),
     "a loop": (a_loop, 1),
     "a small stack": (a_small_stack, 1),
