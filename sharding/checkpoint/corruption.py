@@ -15,8 +15,8 @@ import jax.numpy as jnp
 
 from ..errors import ShardingError
 from .array_names import is_key
-from .array_reading import AllFacts, UnreadableError, on_one_device, read_arrays
 from .directory import EXTRA, FACTS, Directory, Json, existing_step, first_line, read_json, steps
+from .multiprocess_read import AllFacts, UnreadableError, on_one_device, read_arrays
 
 _DOCUMENT, _CHECKSUM = "document", "crc32"
 

@@ -10,9 +10,9 @@ import jax
 
 from ..errors import ShardingError
 from .array_names import Tree, named_leaves
-from .array_reading import AllFacts, on_one_device
 from .corruption import CorruptedError, corruption_error, document, document_or_none, unreadable, verified_arrays
 from .directory import FACTS, Directory, existing_step, steps
+from .multiprocess_read import AllFacts, on_one_device
 
 
 @dataclass(frozen=True, kw_only=True)

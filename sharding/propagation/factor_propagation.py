@@ -14,7 +14,8 @@ from typing import NamedTuple
 from ..rules import Dims, Flow
 from .axis_atoms import Atoms
 from .interned_shardings import ValueSharding
-from .propagation_graph import BACKWARD, BOTH, NONE, OpForm
+from .op_priorities import BACKWARD, BOTH, NONE
+from .propagation_graph import OpForm
 
 
 class Origin(NamedTuple):

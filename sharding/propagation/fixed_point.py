@@ -23,7 +23,8 @@ from ..graph import Graph, group_annotations
 from .axis_atoms import AtomTable
 from .factor_propagation import Expansion, expansions
 from .interned_shardings import ShardingTable, ValueSharding
-from .propagation_graph import LEVELS, PropagationGraph
+from .op_priorities import LEVELS
+from .propagation_graph import PropagationGraph
 
 ALL_DIRECTION_IDS = 0xFF
 

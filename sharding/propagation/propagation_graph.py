@@ -14,11 +14,8 @@ from itertools import chain
 import numpy as np
 
 from ..graph import Graph, Op
-from ..rules import Dims, Flow, Kind, Rule
-
-NONE, FORWARD, BACKWARD, BOTH = 0, 1, 2, 3
-LEVELS = 5
-"""Op priorities, from pass-through ops to all."""
+from ..rules import Dims, Rule
+from .op_priorities import LEVELS, factor_directions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -42,7 +39,7 @@ class OpForm:
     def of(number: int, rule: Rule, *, single_use: bool, firsts: tuple[int, ...] | None) -> OpForm:
         """Returns the form of ops with a rule; `single_use` if no other op uses their operands."""
         arrays = rule.operands + rule.results
-        directions = tuple(_factor_directions(rule, single_use, level) for level in range(LEVELS))
+        directions = tuple(factor_directions(rule, single_use, level) for level in range(LEVELS))
         return OpForm(
             number=number,
             rule=rule,
@@ -56,30 +53,6 @@ class OpForm:
     @property
     def num_operands(self) -> int:
         return len(self.rule.operands)
-
-
-def _factor_directions(rule: Rule, single_use: bool, level: int) -> tuple[int, ...]:
-    """Returns the directions in which each factor of a rule propagates at a level."""
-    passing, other = _kind_directions(rule.flow, single_use, level)
-    found = [passing if kind is Kind.PASS else other for kind in rule.kinds]
-    for factor in rule.blocked:
-        found[factor] = NONE
-    return tuple(found)
-
-
-def _kind_directions(flow: Flow, single_use: bool, level: int) -> tuple[int, int]:
-    """Returns the directions at a level of pass-through factors, and of all others."""
-    if flow is Flow.FORWARD or flow is Flow.BACKWARD:
-        return (FORWARD, FORWARD) if flow is Flow.FORWARD else (BACKWARD, BACKWARD)
-    if level == 4:
-        return BOTH, BOTH
-    backward_only = BACKWARD if flow is Flow.BROADCAST else BOTH
-    if level == 3:
-        return backward_only, backward_only
-    early = NONE
-    if level >= 1 or single_use:
-        early = BOTH if flow in (Flow.ELEMENTWISE, Flow.MOVE) else FORWARD if flow is Flow.SLICE else NONE
-    return (early | backward_only if level == 2 else early), early
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

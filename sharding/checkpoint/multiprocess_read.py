@@ -1,4 +1,4 @@
-"""Reading arrays of a checkpoint onto the shardings of the target arrays."""
+"""Reading arrays of a checkpoint in all processes, each its part, onto the shardings of the target arrays."""
 
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
