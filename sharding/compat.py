@@ -29,6 +29,7 @@ from jax.interpreters import ad as ad
 from jax.interpreters import batching as batching
 from jax.interpreters import mlir as mlir
 from jax.interpreters import partial_eval as _partial_eval
+from jaxlib._jax import CompileOnlyPyClient as _CompileOnlyPyClient
 from jaxlib.mlir.dialects import sdy as _sdy
 
 _source.register_exclusion(os.path.dirname(__file__))  # our own frames never count as the user's line
@@ -37,6 +38,11 @@ _source.register_exclusion(os.path.dirname(__file__))  # our own frames never co
 def is_literal(atom: Any) -> bool:
     """Whether a jaxpr atom is a literal constant rather than a variable."""
     return isinstance(atom, jex.Literal)
+
+
+def is_compile_only(device: Any) -> bool:
+    """Whether a device can be compiled for but not run on."""
+    return isinstance(device.client, _CompileOnlyPyClient)
 
 
 def is_drop(var: Any) -> bool:

@@ -12,7 +12,7 @@ import heapq
 import math
 import operator
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Protocol
@@ -92,9 +92,7 @@ class MeshContext:
             if isinstance(self.mesh, Mesh):
                 stack.enter_context(jax.set_mesh(self.mesh))
             else:
-                # JAX rejects a mesh of another size inside a real one, but allows it inside the empty mesh.
-                stack.enter_context(jax.set_mesh(Mesh(np.empty((), object), ())))
-                stack.enter_context(jax.sharding.use_abstract_mesh(self.mesh))
+                stack.enter_context(_without_devices(self.mesh))
             _ENTERED.set((*_ENTERED.get(), (self, stack.pop_all())))
         return self.mesh
 
@@ -127,6 +125,23 @@ def described() -> hardware.Devices | None:
     """The described devices of the current mesh, or None."""
     ours = _innermost()
     return ours.described if ours is not None and ours.mesh is current() else None
+
+
+@contextmanager
+def tracing_context() -> Iterator[None]:
+    """The context to trace in: eager ops of the traced function can't run on compile-only devices."""
+    m = current()
+    with ExitStack() as stack:
+        if isinstance(m, Mesh) and compat.is_compile_only(m.devices.flat[0]) and not compat.in_trace():
+            stack.enter_context(_without_devices(m.abstract_mesh))
+        yield
+
+
+@contextmanager
+def _without_devices(m: AbstractMesh) -> Iterator[None]:
+    # JAX rejects a mesh of another size inside a real one, but allows it inside the empty mesh.
+    with jax.set_mesh(Mesh(np.empty((), object), ())), jax.sharding.use_abstract_mesh(m):
+        yield
 
 
 def topology(m: Mesh | AbstractMesh, *, devices: hardware.Devices | str | None = None) -> dict[str, hardware.Link]:

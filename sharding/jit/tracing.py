@@ -10,6 +10,7 @@ import jax
 
 from .. import compat, paths
 from ..errors import ShardingError, raise_together
+from ..mesh import tracing_context
 from .cache_key import leaf_key
 
 
@@ -82,7 +83,8 @@ def trace(
 
     flat.__name__ = flat.__qualname__ = function
     # Not `jax.jit(flat).trace`: that turns closed-over tracers into arguments.
-    jaxpr, out_avals = jax.make_jaxpr(flat, return_shape=True)(*avals)
+    with tracing_context():
+        jaxpr, out_avals = jax.make_jaxpr(flat, return_shape=True)(*avals)
     assert out_tree is not None
     return Traced(jaxpr=jaxpr, out_tree=out_tree, out_avals=out_avals)
 

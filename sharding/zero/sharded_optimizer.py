@@ -10,12 +10,11 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
-from .. import paths
 from ..annotations.annotate import annotate
 from ..annotations.propagation_barrier import barrier
 from ..errors import ShardingError
 from .memory_formula import check_stage
-from .state_specs import axes_of, is_spec, mesh_sizes, specs, warn_replicated, with_axis
+from .state_specs import axes_of, is_spec, leaf_specs, mesh_sizes, specs, warn_replicated
 
 PRIORITY = 2
 """Lower priority than a model's own annotations (0) and its FSDP annotations (1)."""
@@ -157,33 +156,20 @@ class _ShardedTransform:
         return specs(params, self.axis, self.stage, like=self.like, replicas=self.replicas).state
 
     def _annotate_state(self, state: Any, params: Any, state_specs: Any) -> Any:
-        """The annotated state: leaves with a parameter's name and shape get its spec, others one by their own shape."""
-        sizes = mesh_sizes(self.asked, self.axis)
-        shapes = dict(zip(paths.of_tree(params), map(jnp.shape, jax.tree.leaves(params)), strict=True))
-        by_name = dict(zip(shapes, jax.tree.leaves(state_specs, is_leaf=is_spec), strict=True))
-
-        def place(path: Any, leaf: Any) -> Any:
-            parts, shape = paths.text(path).split("/"), jnp.shape(leaf)
-            name = next((end for i in range(len(parts)) if (end := "/".join(parts[i:])) in shapes), None)
-            if name is not None and shapes[name] == shape:
-                spec = by_name[name]
-            else:
-                spec = with_axis(shape, P(), self.axis, sizes)
-            return leaf if spec is None else annotate(leaf, _at_least(spec, len(shape)), priority=PRIORITY)
-
-        return jax.tree_util.tree_map_with_path(place, state)
+        found = leaf_specs(state, params, state_specs, self.axis, mesh_sizes(self.asked, self.axis))
+        leaves, tree_def = jax.tree.flatten(state)
+        pairs = zip(leaves, found, strict=True)
+        return jax.tree.unflatten(tree_def, [leaf if spec is None else _at_least(leaf, spec) for leaf, spec in pairs])
 
 
 def _annotate(tree: Any, specs: Any) -> Any:
     """Each array annotated with at least the axes of its spec."""
     leaves, tree_def = jax.tree.flatten(tree)
-    found = [
-        annotate(leaf, _at_least(spec, jnp.ndim(leaf)), priority=PRIORITY)
-        for leaf, spec in zip(leaves, jax.tree.leaves(specs, is_leaf=is_spec), strict=True)
-    ]
-    return jax.tree.unflatten(tree_def, found)
+    pairs = zip(leaves, jax.tree.leaves(specs, is_leaf=is_spec), strict=True)
+    return jax.tree.unflatten(tree_def, [_at_least(leaf, spec) for leaf, spec in pairs])
 
 
-def _at_least(spec: P, ndim: int) -> P:
-    """The spec opened in every dim, so that it requires at least these axes."""
-    return P(*((*names, ...) if names else P.UNCONSTRAINED for names in axes_of(spec, ndim)))
+def _at_least(leaf: Any, spec: P) -> Any:
+    """The array annotated with the spec opened in every dim, so that it has at least these axes."""
+    opened = P(*((*names, ...) if names else P.UNCONSTRAINED for names in axes_of(spec, jnp.ndim(leaf))))
+    return annotate(leaf, opened, priority=PRIORITY)

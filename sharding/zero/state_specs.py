@@ -73,6 +73,24 @@ def specs(params: Any, axis: str = "data", stage: int = 3, *, like: Any = None, 
     )
 
 
+def leaf_specs(state: Any, params: Any, param_specs: Any, axis: str, sizes: Mapping[str, int]) -> list[P | None]:
+    """The spec of each leaf of an optimizer's state; None if replicated.
+
+    Leaves with a parameter's name and shape get its spec, others one by their own shape.
+    """
+    shapes = dict(zip(paths.of_tree(params), map(jnp.shape, jax.tree.leaves(params)), strict=True))
+    by_name = dict(zip(shapes, jax.tree.leaves(param_specs, is_leaf=is_spec), strict=True))
+
+    def spec(path: Any, leaf: Any) -> P | None:
+        parts, shape = paths.text(path).split("/"), jnp.shape(leaf)
+        name = next((end for i in range(len(parts)) if (end := "/".join(parts[i:])) in shapes), None)
+        if name is not None and shapes[name] == shape:
+            return by_name[name]
+        return with_axis(shape, P(), axis, sizes)
+
+    return [spec(path, leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(state)]
+
+
 def with_axis(shape: tuple[int, ...], spec: P, axis: str, sizes: Mapping[str, int]) -> P | None:
     """The spec with the axis added, or None if the axis divides no dim."""
     names = axes_of(spec, len(shape))

@@ -34,6 +34,7 @@ import tyro
 import sharding
 from sharding import cost
 from sharding.hardware import Platform
+from sharding.mesh import tracing_context
 from sharding.spec import sizes_text
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # as under pytest: `support` and `corpus` are top-level
@@ -175,21 +176,20 @@ def at(indices: Sequence[int], meshes: Sequence[Sizes]) -> Sequence[Sizes]:
 
 def program(case: Case, compiler: CompilerName, *, left: bool = True, repeats: int = 0) -> Program:
     """The figures of a program with its first argument donated."""
-    step, sizes, platform = case.make(), dict(case.mesh), PLATFORMS[compiler]
-
-    def jitted(engine: Literal["sharding", "xla"]) -> Any:
-        return sharding.jit(step.run, in_shardings=step.specs, donate_argnums=0, engine=engine)
-
+    sizes, platform = dict(case.mesh), PLATFORMS[compiler]
     num_devices = math.prod(sizes.values())
     is_cpu = compiler == "cpu"
     devices = jax.devices("cpu")[:num_devices] if is_cpu else cost.compile_only(DEVICES[compiler, num_devices])
     with sharding.mesh(sizes, devices=devices):
-        ours = jitted("sharding")
+        with tracing_context():
+            step = case.make()
+        jitted = partial(sharding.jit, step.run, in_shardings=step.specs, donate_argnums=0)
+        ours = jitted()
         completion = ours.complete(*step.args)
         started = time.perf_counter()
         compiled = ours.lower(*step.args).compile()
         seconds = time.perf_counter() - started
-        by_xla = jitted("xla").lower(*step.args).compile() if left else compiled
+        by_xla = jitted(engine="xla").lower(*step.args).compile() if left else compiled
         facts, xla_facts = cost.read_compiled(compiled), cost.read_compiled(by_xla)
         found = Program(
             name=case.name,

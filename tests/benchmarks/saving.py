@@ -73,7 +73,7 @@ def main(options: Options) -> None:
     found = {
         "machine": machine(),
         "model": workload.name,
-        "mesh": device_setup.written(axes),
+        "mesh": device_setup.format_axes(axes),
         "checkpoint megabytes": round(num_bytes / 1e6, 1),
         "seconds a step": round(statistics.median(without for _, without in pairs) / options.every, 4),
         f"a save per {options.every} steps over none": [round(each, 4) for each in (low, middle, high)],

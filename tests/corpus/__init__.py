@@ -1,7 +1,8 @@
 """Programs that other people wrote, as their users would shard them: what predictions are held against.
 
 In: packages from the registry, which the extra `corpus` installs. Some pin what they don't need here and are installed
-without their dependencies: `pip install --no-deps maxtext gemma kauldron lark tensorboard mediapy dialog penzai`.
+without their dependencies: `pip install --no-deps maxtext gemma kauldron lark tensorboard mediapy dialog penzai`;
+gemma also imports `tensorflow-cpu`, `ipython` and `matplotlib`.
 
 Out: `programs()`, name -> a function from mesh axis sizes to a `Step` of shapes. Each adapter builds the package's own
 model, loss and optimizer at a real size and shards the parameters and the batch; nothing else is changed. No array is
@@ -33,7 +34,7 @@ ADAPTERS: Mapping[str, tuple[str, ...]] = {
     "equinox_vision": ("equinox",),
     "flax_linen_models": ("flax",),
     "flax_nnx_models": ("flax",),
-    "gemma_models": ("gemma", "kauldron", "mediapy", "lark", "dialog", "tensorboard"),
+    "gemma_models": ("gemma", "kauldron", "mediapy", "lark", "dialog", "tensorboard", "tensorflow", "IPython"),
     "haiku_models": ("haiku",),
     "haiku_vision": ("haiku",),
     "jaxopt_solvers": ("jaxopt",),

@@ -23,6 +23,8 @@ from maxtext.trainers.pre_train import train, train_compile
 from maxtext.utils import sharding
 from support.train_steps.step import Sizes, Step
 
+from sharding.mesh import current
+
 from . import MakeProgram
 from .common import renamed
 
@@ -75,7 +77,10 @@ def configuration(sizes: Sizes, rules: str, **options: Any) -> Any:
 
 
 def concrete_mesh(sizes: Sizes) -> Mesh:
-    """A mesh of devices, whose platform MaxText's attention reads."""
+    """The current mesh, or one of the default devices: MaxText's attention reads the platform."""
+    mesh = current()
+    if isinstance(mesh, Mesh):
+        return mesh
     num_devices, kinds = math.prod(sizes.values()), (AxisType.Auto,) * len(sizes)
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes), kinds, devices=jax.devices()[:num_devices])
 

@@ -5,8 +5,8 @@ pipelines, ``dapple`` for a step that ends with a flush. All are exact. Times an
 units of your choice; bandwidths are in these bytes per these times.
 """
 
+from .communication_times import Machines
 from .dapple_planner import PlacedCut, dapple
-from .device_hierarchy import Machines
 from .even_stages import Cut, cut
 from .pipedream_partition import Level, ReplicatedCut, pipedream
 from .stage_placement import POLICIES, Policy

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from ...errors import ShardingError
 from ..task_table import check_positive
-from .device_hierarchy import Machines, all_reduce_time_per_byte, transfer_time_per_byte
+from .communication_times import Machines, all_reduce_time_per_byte, transfer_time_per_byte
 from .even_stages import ranges
 from .layer_costs import check_layers, run_sums
 from .stage_placement import POLICIES, Policy, place

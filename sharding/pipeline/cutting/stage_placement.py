@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Literal, get_args
 
-from .device_hierarchy import Machines
+from .communication_times import Machines
 
 Policy = Literal["fresh-first", "append-first", "scatter-first"]
 """How a stage gets devices: from unused machines; from machines in use, to fill them up; evenly from all machines in

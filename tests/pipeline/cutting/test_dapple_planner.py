@@ -9,8 +9,8 @@ import pytest
 from sharding.errors import ShardingError
 from sharding.pipeline import schedules
 from sharding.pipeline.cutting import POLICIES, Machines, Phase, dapple, latency
+from sharding.pipeline.cutting.communication_times import all_reduce_time_per_byte, transfer_time_per_byte
 from sharding.pipeline.cutting.dapple_planner import _Plan
-from sharding.pipeline.cutting.device_hierarchy import all_reduce_time_per_byte, transfer_time_per_byte
 from sharding.pipeline.cutting.stage_placement import place
 
 FREE = {"inside": math.inf, "between": math.inf}

@@ -7,7 +7,7 @@ import pytest
 
 from sharding.errors import ShardingError
 from sharding.pipeline.cutting import Machines
-from sharding.pipeline.cutting.device_hierarchy import all_reduce_time_per_byte, transfer_time_per_byte
+from sharding.pipeline.cutting.communication_times import all_reduce_time_per_byte, transfer_time_per_byte
 
 THREE = Machines(machines=3, devices=4, inside=10, between=1)
 
