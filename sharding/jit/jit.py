@@ -19,7 +19,7 @@ from ..completion import Completion
 from ..cost import topology
 from ..errors import ShardingError, raise_together
 from ..hardware import Devices, Platform
-from ..mesh import current, described
+from ..mesh import current, described, tracing_context
 from ..propagation import Assignment, shardy
 from . import argument_shardings, tracing
 from .cache_key import CacheKey, cache_key, changed_parts, context_key
@@ -162,7 +162,8 @@ class Jitted:
         """Lowers the constrained program, as `jax.jit(f).lower`; over described devices, for their platform."""
         traced = self.trace(*args, **kwargs)
         mesh = current()
-        return traced.lower() if isinstance(mesh, Mesh) else traced.lower(lowering_platforms=(_platform(mesh),))
+        with tracing_context():  # some primitives lower by tracing a function
+            return traced.lower() if isinstance(mesh, Mesh) else traced.lower(lowering_platforms=(_platform(mesh),))
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """The result's shapes, dtypes and shardings; no sharding where XLA chooses it."""

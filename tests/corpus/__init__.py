@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import warnings
 from collections.abc import Callable, Mapping
 from types import ModuleType
@@ -51,6 +52,8 @@ ADAPTERS: Mapping[str, tuple[str, ...]] = {
     "tunix_models": ("tunix", "qwix"),
 }
 """Adapter module -> the top-level modules it needs."""
+
+os.environ.setdefault("EQX_ON_ERROR", "nan")  # equinox' checks: callbacks don't lower for compile-only devices
 
 MakeProgram = Callable[[Sizes], Step]
 """Axis sizes -> program."""
