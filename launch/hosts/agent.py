@@ -22,6 +22,7 @@ from typing import IO, Any
 from sharding.distributed import heartbeat, processes
 
 from .agent_messages import ALIVE_EVERY, ALIVE_TIMEOUT, Message, decode, encode
+from .clusters import mpi_rank
 
 _SIGNALS = {"stop": signal.SIGTERM, "stacks": signal.SIGUSR1, "kill": signal.SIGKILL}
 
@@ -43,7 +44,7 @@ def main() -> None:
     if args:
         separator = args.index("--")
         environment = dict(pair.split("=", 1) for pair in args[:separator])
-        starts = [{"process": _rank(), "environment": environment}]
+        starts = [{"process": mpi_rank(), "environment": environment}]
         events.put({"is": "start", "command": args[separator + 1 :], "processes": starts})
     else:
         threading.Thread(target=_listen, args=(sys.stdin.buffer, events), daemon=True).start()
@@ -159,11 +160,6 @@ class Agent:
             with contextlib.suppress(ProcessLookupError):
                 # A kill reaches the children too; SIGTERM only the process, which may stop its children itself.
                 (os.killpg if number == signal.SIGKILL else os.kill)(process.pid, number)
-
-
-def _rank() -> int:
-    """This agent's rank, from mpirun."""
-    return int(next(os.environ[name] for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK") if name in os.environ))
 
 
 def _listen(stream: IO[bytes], events: "queue.Queue[Message]") -> None:

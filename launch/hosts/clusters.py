@@ -19,6 +19,9 @@ AGENT = (sys.executable, "-m", "sharding.launch.hosts.agent")
 
 HERE = "this machine"
 
+MPI_RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
+"""Environment variables that hold a process's rank: of Open MPI, of MPICH and Intel MPI, of PMIx."""
+
 
 def hosts(config: Launch) -> list[Host]:
     """The hosts of `config`.
@@ -105,6 +108,14 @@ def mpi_hosts(config: Launch) -> list[Host]:
             command_in_args=True,
         )
     ]
+
+
+def mpi_rank() -> int:
+    """The rank of this process among those that mpirun started."""
+    found = [os.environ[name] for name in MPI_RANKS if name in os.environ]
+    if not found:
+        raise ShardingError("--mpi", found="no rank in the environment", required=f"one of {', '.join(MPI_RANKS)}")
+    return int(found[0])
 
 
 def _process_numbers(config: Launch, num_hosts: int) -> list[tuple[int, ...]]:

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeVar, get_args
 
+from .hlo import Instruction
+
 Kind = Literal["all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute"]
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -24,6 +26,13 @@ OPCODES: Mapping[str, Kind] = {
 A broadcast forwards one array, as a permute does; a ragged all-to-all counts its capacity; a recv with source-target
 pairs is half of a permute that XLA:GPU decomposed (the other half, the send, is left out).
 """
+
+
+def kind_of(instruction: Instruction) -> Kind | None:
+    """The kind of a compiled instruction; None if it is no collective, or the end of an asynchronous one."""
+    if instruction.opcode == "recv" and "_source_target_pairs=" not in instruction.attributes:
+        return None  # from the host
+    return OPCODES.get(instruction.opcode.removesuffix("-start"))
 
 
 def wire_bytes(kind: Kind, num_bytes: int, num_devices: int) -> int:

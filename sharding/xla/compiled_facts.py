@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, Mesh
 from sharding.errors import ShardingError
 from sharding.spec import Axis
 
-from .collective_ops import OPCODES, Kind, Repeated, by_kind, totals
+from .collective_ops import Kind, Repeated, by_kind, kind_of, totals
 from .execution_counts import ExecutionCount, execution_counts
 from .hlo import Array, Computation, Instruction, Module, Tree, arrays, read_module
 from .replica_groups import mesh_axes, mesh_subaxes, read_groups, wrong_mesh_error
@@ -140,17 +140,11 @@ def read_hlo(text: str, *, mesh: Sizes | None = None) -> CompiledFacts:
     return CompiledFacts(collectives=tuple(found), memory=None)
 
 
-def _kind(line: Instruction) -> Kind | None:
-    if line.opcode == "recv" and "_source_target_pairs=" not in line.attributes:
-        return None  # from the host
-    return OPCODES.get(line.opcode.removesuffix("-start"))
-
-
 def _collectives(
     module: Module, computation: str, line: Instruction, executions: ExecutionCount, sizes: Mapping[str, int] | None
 ) -> Iterator[CompiledCollective]:
     """One collective per array of a collective instruction; none for other instructions."""
-    kind = _kind(line)
+    kind = kind_of(line)
     if kind is None:
         return
     groups = read_groups(line.attributes, module.num_devices)
