@@ -109,6 +109,11 @@ def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
     return list(results) if eqn.primitive.multiple_results else [results]
 
 
+def source_of(eqn: Any) -> Any:
+    """A context in which new equations have the source line of `eqn`."""
+    return _source.user_context(eqn.source_info.traceback)
+
+
 def inputs_used(jaxpr: Any, outputs: Sequence[bool]) -> list[bool]:
     """For each input of a jaxpr, whether any of the selected outputs depends on it."""
     return _partial_eval.dce_jaxpr(open_jaxpr(jaxpr), list(outputs))[1]

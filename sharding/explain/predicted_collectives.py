@@ -18,7 +18,7 @@ from ..graph import Graph, Op, Scope
 from ..hardware import Platform
 from ..propagation import Assignment
 from ..rewrite import xla_workarounds
-from ..rewrite.halo_exchange import halos, rotation, rotation_gradient, rotation_parts
+from ..rewrite.halo_exchange import halos, realignments, rotation, rotation_gradient, rotation_parts
 from ..rewrite.op_strategy import OpStrategies, OpStrategy
 from ..rewrite.reshard import Step, chain, local_bytes
 from ..spec import Axis, Spec, axis_name, divisible, num_parts
@@ -248,6 +248,15 @@ class ProgramCollectives:
                 size = int(shard_bytes * share)
                 yield Transfer(self.collective("collective-permute", halo.axes, size, op, v, op.times, cause), v, True)
 
+    def realigned(self, op: Op, v: int, have: Spec, want: Spec, times: int, what: str) -> Iterator[Collective]:
+        """What devices exchange before some axes of a dim with uneven shards are gathered."""
+        shape = self.graph.shapes[v]
+        shard_bytes = local_bytes(have.axes, shape, self.graph.itemsize(v), self.sizes)
+        for halo in realignments(have, want, shape, self.sizes):
+            cause = f"{what}, gathered along dim {halo.dim}, whose shards are uneven"
+            for share in halo.shares:
+                yield self.collective("collective-permute", halo.axes, int(shard_bytes * share), op, v, times, cause)
+
     def rotated(self, op: Op) -> Iterator[Collective]:
         """A rotation (`jnp.roll`) along a sharded dim: the permutes that move rows to other devices."""
         (v,) = op.results
@@ -296,25 +305,17 @@ class ProgramCollectives:
         """The collectives of a reshard; a value that one branch, or the code outside, reshards twice moves once."""
         branch = self.branches.get(id(op.site[0])) if op.site else None
         for step in steps:
-            key = (*self.untransposed(v, step.spec.axes), branch)
+            key = (v, step.spec.axes, branch)
             if step.kind != "slice" and key not in self.resharded:
                 self.resharded.add(key)
+                if step.kind in ("all-gather", "all-reduce"):
+                    yield from self.realigned(op, v, have, step.spec, times, what)
                 cause = f"{what}, resharded from {have} to {step.spec}"
                 found = self.collective(step.kind, step.axes, step.num_bytes, op, v, times, cause)
                 if found.dtype == "float32" and (v, step.spec.axes) in self.narrow:
                     found = dataclasses.replace(found, dtype="bfloat16", result_bytes=found.result_bytes // 2)
                 yield dataclasses.replace(found, advise=advise, is_move=True)
             have = step.spec
-
-    def untransposed(self, v: int, axes: tuple[tuple[Axis, ...], ...]) -> tuple[int, tuple[tuple[Axis, ...], ...]]:
-        """The value that `v` is a transpose of, and its axes: XLA reshards both as one."""
-        op = self.graph.makers.get(v)
-        while op is not None and op.name == "transpose":
-            permutation = op.site[0].params["permutation"]
-            axes = tuple(axes[permutation.index(d)] for d in range(len(axes)))
-            (v,) = op.operands
-            op = self.graph.makers.get(v)
-        return v, axes
 
     def collective(
         self,
@@ -377,8 +378,9 @@ def _live(graph: Graph) -> set[int]:
     waiting = [*graph.outputs, *graph.broadcast_scalars]
     live = set(waiting)
     while waiting:
-        op = graph.makers.get(waiting.pop())
-        new = set(op.operands) - live if op is not None else set()
+        v = waiting.pop()
+        op = graph.makers.get(v)
+        new = {*(op.operands if op is not None else ()), *([graph.controls[v]] if v in graph.controls else ())} - live
         live |= new
         waiting += new
     return live

@@ -52,6 +52,11 @@ class Builder:
         site = (eqn, *self.calls) if eqn is not None else ()
         self.graph.ops.append(Op(name, tuple(ins), tuple(outs), rule, site, times))
 
+    def control(self, values: Sequence[int], condition: Atom) -> None:
+        """States that a loop or branch with these results depends on a condition, or on an index."""
+        if condition is not None:
+            self.graph.controls.update(dict.fromkeys(values, condition))
+
     def read(self, scope: Scope, atom: Any) -> Atom:
         return None if compat.is_literal(atom) else scope.env[atom]
 

@@ -113,6 +113,8 @@ class Graph:
     """Values computed where control flow may differ between devices, so that no op may synchronize all of them."""
     broadcast_scalars: list[int] = field(default_factory=list)
     """Scalars that are broadcast: live, although the constant expressions made from them are not values."""
+    controls: dict[int, int] = field(default_factory=dict)
+    """Result of a loop or branch -> the condition or index that it depends on."""
     names: dict[str, int] = field(default_factory=dict)
     """Name or path -> value."""
     inputs: list[int] = field(default_factory=list)

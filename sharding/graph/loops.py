@@ -68,15 +68,17 @@ def _update(b: Builder, out: int, var: Any, eqn: Any, times: int) -> int:
 def while_(b: Builder, scope: Scope, i: int, eqn: Any, times: int) -> None:
     """Adds the condition and the body of a `while` once, with edges for constants and carry.
 
-    The body counts as often as ``divergence.declare_trip_count`` states, otherwise once.
+    The body counts as often as ``divergence.declare_trip_count`` states, otherwise once; the condition once more, since
+    its last evaluation ends the loop.
     """
     p = eqn.params
     n_cond, n_body = p["cond_nconsts"], p["body_nconsts"]
     consts = _carry(b, eqn.invars[: n_cond + n_body], eqn)
     inits = eqn.invars[n_cond + n_body :]
     carry = _carry(b, inits, eqn)
-    scope.children[i, "cond_jaxpr", 0] = b.scope(p["cond_jaxpr"], [*consts[:n_cond], *carry], times)
     rounds = math.ceil(times * (declared_trip_count(compat.name_stack(eqn)) or 1))
+    condition = b.scope(p["cond_jaxpr"], [*consts[:n_cond], *carry], times + rounds)
+    scope.children[i, "cond_jaxpr", 0] = condition
     child = b.scope(p["body_jaxpr"], [*consts[n_cond:], *carry], rounds)
     scope.children[i, "body_jaxpr", 0] = child
     _enter(b, eqn.invars[: n_cond + n_body], consts, scope, eqn, times)
@@ -85,6 +87,7 @@ def while_(b: Builder, scope: Scope, i: int, eqn: Any, times: int) -> None:
         b.edge(sources, target, eqn, times)
     scope.entries[i] = [*consts, *carry]
     child.exits = list(carry)
+    b.control(carry, b.outs(condition)[0])
     b.bind(scope, eqn, carry)
 
 
@@ -101,6 +104,7 @@ def cond(b: Builder, scope: Scope, i: int, eqn: Any, times: int) -> None:
             s.append(b.use(out, var.aval))
     for s, target in zip(sources, results, strict=True):
         b.edge(s, target, eqn, times)
+    b.control(results, b.read(scope, eqn.invars[0]))
     b.bind(scope, eqn, results)
 
 

@@ -3,7 +3,8 @@
 Equal equations become one. XLA merges equal instructions too, but never equal collectives, since each has a channel of
 its own: a gradient norm that is computed once to clip and once to report is computed, and reduced, once. A `psum` over
 dims, which is what `vmap` makes of one over its axis, becomes the reduction that it is. A product of two flattened
-arrays (`vdot`) contracts their own dims: a flattened array cannot keep the sharding of its minor dims.
+arrays (`vdot`) contracts their own dims: a flattened array cannot keep the sharding of its minor dims. A vmapped
+`while` is written as JAX lowers it: it runs while the condition of any example holds, and the others keep their values.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class _Simplifier:
         def read(atom: Any) -> Any:
             return atom if compat.is_literal(atom) else same.get(atom, atom)
 
-        given = [new for eqn in source.eqns for new in _as_reductions(eqn)]
+        given = [new for eqn in source.eqns for new in _as_reductions(_with_one_condition(eqn))]
         is_changed = len(given) != len(source.eqns) or any(a is not b for a, b in zip(given, source.eqns, strict=True))
         for eqn in given:
             params = self.parameters(eqn)
@@ -101,6 +102,36 @@ def _as_reductions(eqn: Any) -> list[Any]:
         (new,) = compat.open_jaxpr(jax.make_jaxpr(lambda x: reduce(x, axes))(operand.aval)).eqns
         found.append(compat.new_eqn(eqn, [operand], [result], new.primitive, new.params))
     return found
+
+
+def _with_one_condition(eqn: Any) -> Any:
+    """A vmapped `while` as one with a scalar condition; any other equation as it is."""
+    if eqn.primitive.name != "while" or eqn.effects:
+        return eqn
+    p, avals = eqn.params, [v.aval for v in eqn.invars]
+    n_cond, n_body = p["cond_nconsts"], p["body_nconsts"]
+    n_consts = n_cond + n_body
+    conditions, body = compat.jaxpr_fun(p["cond_jaxpr"]), compat.jaxpr_fun(p["body_jaxpr"])
+    batch = p["cond_jaxpr"].out_avals[0].shape
+    if not batch or any(aval.sharding.mesh.manual_axes for aval in avals):
+        return eqn
+
+    def any_holds(*args: jax.Array) -> jax.Array:
+        return jax.lax.reduce_or(conditions(*args)[0], range(len(batch)))
+
+    def advance_those(*args: jax.Array) -> list[jax.Array]:
+        carry = args[n_consts:]
+        (hold,) = conditions(*args[:n_cond], *carry)
+        return [
+            jax.lax.select_n(jax.lax.broadcast_in_dim(hold, old.shape, range(len(batch))), old, new)
+            for old, new in zip(carry, body(*args[n_cond:]), strict=True)
+        ]
+
+    with compat.source_of(eqn):
+        condition = jax.make_jaxpr(any_holds)(*avals[:n_cond], *avals[n_consts:])
+        advance = jax.make_jaxpr(advance_those)(*avals)
+    params = {**p, "cond_jaxpr": condition, "body_jaxpr": advance, "body_nconsts": n_consts}
+    return eqn.replace(invars=[*eqn.invars[:n_cond], *eqn.invars], params=params)
 
 
 def _unflattened(eqn: Any, flattened: Mapping[Any, Any]) -> Any:

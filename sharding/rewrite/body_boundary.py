@@ -7,7 +7,7 @@ from typing import Any
 
 from .. import compat
 from ..graph import CALLS, Atom
-from ..spec import Dim, Spec
+from ..spec import Dim, Spec, divisible
 from .constraint_emitter import ConstraintEmitter
 
 
@@ -53,14 +53,24 @@ def _row_spec(emitter: ConstraintEmitter, stacked: Atom) -> Spec | None:
 
 
 def edge_operand(
-    emitter: ConstraintEmitter, operand: Any, var: Any, target: Atom, eqn: Any, *, annotated: bool = False
+    emitter: ConstraintEmitter,
+    operand: Any,
+    var: Any,
+    target: Atom,
+    eqn: Any,
+    *,
+    annotated: bool = False,
+    is_output: bool = False,
 ) -> Any:
-    """Reshards an operand to the spec of its edge's target.
+    """Reshards an operand to the spec of its edge's target; an output of the program, to the axes that
+    divide its dims.
 
     Emits nothing if the specs are equal, unless `annotated` and the target has an annotation.
     """
     program = emitter.program
     spec = program.constraint_spec(target, var.aval)
+    if spec is not None and is_output:
+        spec = divisible(spec, var.aval.shape, program.sizes)
     annotation = program.annotations.get(target) if annotated and target is not None else None
     if spec is None or (annotation is None and program.spec(emitter.atom(var)) == spec):
         return operand

@@ -150,8 +150,9 @@ class _Body(ConstraintEmitter):
         outvars = [self.read(v) for v in source.outvars]
         if self.scope.exits:
             pairs = zip(outvars, source.outvars, self.scope.exits, strict=True)
+            options = {"annotated": inputs, "is_output": self.scope is self.program.scope}
             outvars = [
-                body_boundary.edge_operand(self, new, old, target, last, annotated=inputs) for new, old, target in pairs
+                body_boundary.edge_operand(self, new, old, target, last, **options) for new, old, target in pairs
             ]
             outvars = body_boundary.call_results(self, outvars) if self.scope.manual else outvars
         if self.scope.stacked_outputs:

@@ -39,6 +39,8 @@ class _Window:
     step: int
     first: int
     last: int
+    dilation: int = 1
+    """Of the operand: gaps between its rows count, too."""
 
 
 def halos(op: Op, shapes: Sequence[Sequence[int]], specs: Sequence[Spec], sizes: Mapping[str, int]) -> Iterator[Halo]:
@@ -54,7 +56,9 @@ def halos(op: Op, shapes: Sequence[Sequence[int]], specs: Sequence[Spec], sizes:
     for one in WINDOWS[op.name](op.site[0].params, shapes) if op.name in WINDOWS else ():
         axes = specs[0].dims[one.dim].axes
         if axes and axes == specs[n].dims[one.result_dim].axes:
-            shares = _shares(one, shapes[0][one.dim], shapes[n][one.result_dim], num_parts(axes, sizes))
+            parts = num_parts(axes, sizes)
+            pieces = _exchanged(one, shapes[0][one.dim], shapes[n][one.result_dim], parts) or ()
+            shares = [Fraction(piece * parts, shapes[0][one.dim]) for piece in pieces]
             if shares:
                 yield Halo(dim=one.dim, axes=axes, shares=tuple(grown * share for share in shares))
             grown += grown * sum(shares)  # the halo makes the rows of the next dim longer
@@ -63,52 +67,125 @@ def halos(op: Op, shapes: Sequence[Sequence[int]], specs: Sequence[Spec], sizes:
             yield Halo(dim=dim, axes=axes, shares=(Fraction(1),))
 
 
-def _shares(window: _Window, length: int, result_length: int, parts: int) -> list[Fraction]:
-    """Returns the collective-permutes along one dim, each as a fraction of the rows of a shard."""
-    if not length:
+def _exchanged(window: _Window, length: int, result_length: int, parts: int) -> list[int] | None:
+    """The rows that each device receives by each collective-permute along one dim; None if XLA gathers the dim instead.
+
+    After `ExchangeHaloAndGetValidData` of openxla/xla, which takes no notice of where an uneven dim ends.
+    """
+    if not length or not result_length:
         return []
     rows, result_rows = -(-length // parts), -(-result_length // parts)
-    before = after = 0
-    for k in range(parts):
-        last = min((k + 1) * result_rows, result_length) - 1
-        low = max(0, k * result_rows * window.step + window.first)
-        high = min(length - 1, last * window.step + window.last)
-        if k * result_rows <= last and low <= high:
-            before, after = max(before, k * rows - low), max(after, high + 1 - (k + 1) * rows)
-    return [Fraction(int(piece), rows) for piece in (*_pieces(before, rows), *_pieces(after, rows))]
+    first = [(k * result_rows * window.step + window.first) for k in range(parts)]
+    size = (result_rows - 1) * window.step + window.last - window.first + 1
+    gap = window.dilation
+    needed = [((low + gap - 1) // gap, (low + size + gap - 1) // gap) for low in first]
+    before = [k * rows - low for k, (low, _) in enumerate(needed)]
+    after = [high - (k + 1) * rows for k, (_, high) in enumerate(needed)]
+    if gap == 1 and max(*before, *after) > 2 * size:
+        if 2 * size >= parts * rows:
+            return None
+        receivers = result_length if 2 * result_length <= parts else parts  # with fewer rows XLA leaves out the rest
+        return list(_far_pieces(needed[:receivers], length, rows))
+    left, right = max(before[1:]), max(after[:-1])
+    if left + right + rows >= rows * parts and max(left, right) > rows:
+        return None
+    begin, end = -max(before), rows + max(after)
+    if begin >= end:
+        return None
+    pieces = []
+    for i in reversed(range(-(-left // rows))):
+        if (-i - 1) * rows < end:
+            pieces.append(min(left - rows * i, rows) - max(-i * rows - end, 0))
+    for i in range(min(max(begin - rows, 0), max(right, 0)) // rows, -(-right // rows)):
+        pieces.append(min(right - rows * i, rows) - max(begin - (i + 1) * rows, 0))
+    return pieces
 
 
-def _pieces(num_rows: int, shard_rows: int) -> Iterator[int]:
-    """Yields a number of rows as full shards and a remainder."""
-    yield from (shard_rows,) * (num_rows // shard_rows)
-    if num_rows % shard_rows:
-        yield num_rows % shard_rows
+def realignments(have: Spec, want: Spec, shape: Sequence[int], sizes: Mapping[str, int]) -> Iterator[Halo]:
+    """Yields what devices exchange before the minor axes of a dim with uneven shards are gathered.
+
+    The shards of a group of devices then end where its gathered shard ends (`TileToPartialReplicateHaloExchange`).
+    """
+    for dim, (length, old, new) in enumerate(zip(shape, have.axes, want.axes, strict=True)):
+        parts, kept = num_parts(old, sizes), num_parts(new, sizes)
+        rows, factor = -(-length // parts), parts // kept
+        excess = rows * factor - -(-length // kept)
+        if new and old[: len(new)] == new and excess > 0:
+            first = [k * rows - excess * (k // factor) for k in range(parts)]
+            pieces = _far_pieces([(low, low + rows) for low in first], length, rows)
+            yield Halo(dim=dim, axes=old, shares=tuple(Fraction(piece, rows) for piece in pieces))
+
+
+def _far_pieces(needed: Sequence[tuple[int, int]], length: int, rows: int) -> Iterator[int]:
+    """Yields the rows of each permute where shards need little from far away (XLA's `ExchangeHaloCompact`).
+
+    Args:
+        needed: the first row that each device needs, and the one behind its last.
+        length: rows of the dim.
+        rows: of a shard.
+    """
+    num_sources = -(-length // rows)
+    waiting: list[list[tuple[int, int, int, int]]] = [[] for _ in range(num_sources)]  # offset, device, first, end
+    for k, (first, end) in enumerate(needed):
+        at = max(first, 0)
+        while at < min(end, length):
+            source, start = divmod(at, rows)
+            stop = min(rows, start + end - at)
+            if source != k:
+                waiting[source].append((at - first, k, start, stop))
+            at += stop - start
+    for one in waiting:
+        one.sort(key=lambda halo: halo[0])
+    while any(waiting):
+        receivers, begin, end = set[int](), rows, 0
+        for one in waiting:
+            if not one:
+                continue
+            _, receiver, start, stop = one[0]
+            from_both_ends = (begin > stop and end == rows and start == 0) or (
+                end < start and begin == 0 and stop == rows
+            )
+            if receivers and (receiver in receivers or from_both_ends):
+                continue
+            receivers.add(receiver)
+            begin, end = min(begin, start), max(end, stop)
+            one.pop(0)
+        yield end - begin
 
 
 def _convolution(params: Params, shapes: Sequence[Sequence[int]]) -> Iterator[_Window]:
     numbers = params["dimension_numbers"]
     dims = zip(numbers.lhs_spec[2:], numbers.rhs_spec[2:], numbers.out_spec[2:], strict=True)
-    steps, padding, dilation = params["window_strides"], params["padding"], params["rhs_dilation"]
-    for (dim, kernel, result_dim), step, (low, _), spacing in zip(dims, steps, padding, dilation, strict=True):
-        yield _Window(dim, result_dim, step, -low, (shapes[1][kernel] - 1) * spacing - low)
+    keys = ("window_strides", "padding", "rhs_dilation", "lhs_dilation")
+    for (dim, kernel, result_dim), step, (low, _), spacing, gap in zip(
+        dims, *(params[key] for key in keys), strict=True
+    ):
+        yield _Window(dim, result_dim, step, -low, (shapes[1][kernel] - 1) * spacing - low, gap)
 
 
 def _pooling(params: Params, shapes: Sequence[Sequence[int]]) -> Iterator[_Window]:
     del shapes
     lengths, steps, padding = params["window_dimensions"], params["window_strides"], params["padding"]
     dilation = params.get("window_dilation") or (1,) * len(lengths)
-    for d, (length, step, (low, _), spacing) in enumerate(zip(lengths, steps, padding, dilation, strict=True)):
-        yield _Window(d, d, step, -low, (length - 1) * spacing - low)
+    gaps = params.get("base_dilation") or (1,) * len(lengths)
+    for d, (length, step, (low, _), spacing, gap) in enumerate(
+        zip(lengths, steps, padding, dilation, gaps, strict=True)
+    ):
+        yield _Window(d, d, step, -low, (length - 1) * spacing - low, gap)
 
 
 def _slice(params: Params, shapes: Sequence[Sequence[int]]) -> Iterator[_Window]:
     del shapes
-    yield from (_Window(d, d, 1, start, start) for d, start in enumerate(params["start_indices"]))
+    steps = params["strides"] or (1,) * len(params["start_indices"])
+    yield from (
+        _Window(d, d, step, start, start)
+        for d, (start, step) in enumerate(zip(params["start_indices"], steps, strict=True))
+    )
 
 
 def _pad(params: Params, shapes: Sequence[Sequence[int]]) -> Iterator[_Window]:
     del shapes
-    yield from (_Window(d, d, 1, -low, -low) for d, (low, _, _) in enumerate(params["padding_config"]))
+    yield from (_Window(d, d, 1, -low, -low, gap + 1) for d, (low, _, gap) in enumerate(params["padding_config"]))
 
 
 WINDOWS: dict[str, Callable[[Params, Sequence[Sequence[int]]], Iterator[_Window]]] = {

@@ -148,13 +148,17 @@ class _StrategySearch:
         order = [*range(n, len(self.specs)), *(i for i in range(n) if not self.free[i])]
         projected = {i: project(self.form, i, self._sharding(i), self.strategies.table.sizes) for i in order}
         displaced = dict.fromkeys(a for one in projected.values() for a in sorted(one.overflow))
+        kept = {f for dims in rule.results for factors in dims for f in factors}
+        dropped = (
+            {f for f, kind in enumerate(rule.kinds) if kind is Kind.PASS and f not in kept} if rule.results else ()
+        )
         options: list[list[Atoms]] = []
         for f in range(len(rule.sizes)):
             seen = dict.fromkeys(one.factors[f] for one in projected.values() if f in one.factors)
             long_range = rule.kinds[f] is Kind.PERMUTE and (self.op.name in LONG_RANGE or not self.permutes)
             if self.op.name in OPAQUE:
                 seen = {}
-            elif long_range or rule.kinds[f] is Kind.REPLICATE or f in rule.blocked:
+            elif long_range or rule.kinds[f] is Kind.REPLICATE or f in rule.blocked or f in dropped:
                 displaced.update(dict.fromkeys(itertools.chain.from_iterable(seen)))
                 seen = {}
             options.append(list(seen))

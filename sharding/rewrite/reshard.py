@@ -4,6 +4,7 @@ A step changes a spec by at most one collective:
 
     slice                 a dim is sharded over an unused axis: each device keeps its shard
     all-gather            the minor axes of a dim are gathered
+    all-reduce            the same, of a dim with fewer elements than half of the devices
     all-to-all            the minor axes of one dim become the minor axes of another
     collective-permute    shards keep their sizes, devices exchange them
 
@@ -118,7 +119,8 @@ def _gather_then_slice(
             slices.append(("slice", goal[d], at))
     befores = (start, *(after for _, _, after in (*gathers, *slices)))
     pairs = zip(befores, (*gathers, *slices), strict=False)
-    return tuple(_step(move, _bytes_after(before, move, shape, itemsize, sizes), sizes) for before, move in pairs)
+    run = [(before, _as_run(before, move, shape, sizes)) for before, move in pairs]
+    return tuple(_step(move, _bytes_after(before, move, shape, itemsize, sizes), sizes) for before, move in run)
 
 
 def _cost(steps: Iterable[Step]) -> int:
@@ -159,10 +161,12 @@ def _chain(
             break
         if spent > best[at]:
             continue
-        for move in _moves(at, goal, sizes):
-            kind, axes, after = move
+        for asked in _moves(at, goal, sizes):
+            kind, axes, after = move = _as_run(at, asked, shape, sizes)
             cost = spent
             if kind == "collective-permute" and not permutes:
+                continue
+            if kind == "all-to-all" and _leaves_uneven(at, after, shape, sizes):
                 continue
             if kind != "slice":
                 num_bytes = _bytes_after(at, move, shape, itemsize, sizes)
@@ -177,11 +181,31 @@ def _chain(
     return tuple(reversed(steps))
 
 
+def _as_run(before: DimAxes, move: _Move, shape: tuple[int, ...], sizes: Mapping[str, int]) -> _Move:
+    """Returns the move as XLA runs it: it all-reduces dims of which most devices have nothing (`ReplicatePartial`)."""
+    kind, axes, after = move
+    if kind != "all-gather":
+        return move
+    pairs = zip(before, after, local_shape(after, shape, sizes), strict=True)
+    is_short = any(old != new and length <= num_parts(axes, sizes) // 2 for old, new, length in pairs)
+    return ("all-reduce", axes, after) if is_short else move
+
+
+def _leaves_uneven(before: DimAxes, after: DimAxes, shape: tuple[int, ...], sizes: Mapping[str, int]) -> bool:
+    """Whether an all-to-all takes some axes, not all, from a dim with uneven shards: XLA would gather all of it."""
+    dims = zip(before, after, shape, strict=True)
+    return any(len(new) < len(old) and new and n % num_parts(old, sizes) for old, new, n in dims)
+
+
 def _bytes_after(before: DimAxes, move: _Move, shape: tuple[int, ...], itemsize: int, sizes: Mapping[str, int]) -> int:
-    """Returns the bytes per device after a step; an all-gather includes the padding of uneven shards."""
+    """Returns the bytes per device after a step; all-gathers and all-to-alls include the padding of uneven shards."""
     kind, axes, after = move
     if kind == "all-gather":
         return local_bytes(before, shape, itemsize, sizes) * num_parts(axes, sizes)
+    if kind == "all-to-all":
+        pairs = zip(local_shape(before, shape, sizes), local_shape(after, shape, sizes), before, after, strict=True)
+        grows = [old * num_parts(axes, sizes) if len(b) > len(a) else new for old, new, b, a in pairs]
+        return itemsize * math.prod(grows)
     return local_bytes(after, shape, itemsize, sizes)
 
 

@@ -36,8 +36,8 @@ def test_programs_of_an_adapter_complete(adapter):
 
 def check(name):
     """A step returns its state as it got it, sharded alike, and its collectives and memory can be predicted."""
-    step = corpus.programs()[name](SIZES)
     with sharding.mesh(SIZES), jax.numpy_rank_promotion("allow"):
+        step = corpus.programs()[name](SIZES)
         completion = sharding.jit(step.run, in_shardings=step.specs, donate_argnums=0).complete(*step.args)
     assert completion.communication().lowered("gpu").total_bytes >= 0
     arguments = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(step.args)) // 8

@@ -54,6 +54,46 @@ def test_weights_are_all_gathered_for_a_sharded_batch():
     assert found[0].is_move and "w" in found[0].cause and "w" in found[0].hint
 
 
+def grown(x):
+    return jax.lax.while_loop(lambda c: jnp.sum(c) < 9.0, lambda c: c * 2, x)
+
+
+def branched(x):
+    return jax.lax.cond(jnp.max(x) < 1.0, lambda: x * 2, lambda: x + 1)
+
+
+def repeated(x):
+    return jax.lax.fori_loop(0, jnp.sum(x).astype(int), lambda _, c: c * 2, x)
+
+
+def nested(x):
+    return jax.lax.scan(lambda c, _: (jax.lax.cond(jnp.max(c) < 1.0, grown, jnp.sin, c), None), x, length=3)[0]
+
+
+def switched(x):
+    return jax.lax.switch(jnp.argmax(x[0]), [jnp.sin, lambda x: x @ x.T @ x], x)
+
+
+@pytest.mark.parametrize("spec", [P("data"), P("tensor", "data"), P(None, ("data", "tensor"))], ids=str)
+@pytest.mark.parametrize("fn", [branched, grown, nested, repeated, switched], ids=lambda fn: fn.__name__)
+def test_conditions_are_computed(fn, spec):
+    x = jax.ShapeDtypeStruct((16, 64), "float32")
+    with sharding.mesh(data=2, tensor=4):
+        step = sharding.jit(fn, in_shardings=spec)
+        found = step.complete(x).verify(step.lower(x).compile())
+    assert found.agrees and found.predicted
+
+
+def test_an_array_and_its_transpose_are_gathered_each():
+    found = ledger_of(lambda x: x @ x.T @ x, {"data": 4}, shapes((16, 64)), in_shardings=P("data"))
+    assert rows(found) == [("all-gather", ("data",), 1, 16 * 64 * 4)] * 2
+
+
+def test_a_row_is_all_reduced():
+    found = ledger_of(lambda x: x[0] * 2, {"data": 4}, shapes((16, 64)), in_shardings=P("data"))
+    assert rows(found) == [("all-reduce", ("data",), 1, 64 * 4)]
+
+
 def test_loop_invariants_are_all_gathered_once():
     def fn(x, w):
         return jax.lax.scan(lambda c, _: (jnp.tanh(c @ w), None), x, length=5)[0]

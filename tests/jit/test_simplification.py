@@ -52,8 +52,28 @@ def a_dot_of_flattened_arrays(x):
     return jnp.vdot(x, jnp.sin(x)), flat * 2, jnp.dot(flat, jnp.ravel(x.T))
 
 
+def a_vmapped_while(x):
+    def grown(row, limit):
+        return jax.lax.while_loop(lambda c: jnp.sum(c[0]) < limit, lambda c: (c[0] + 1.0, c[1] + 1), (row, 0))
+
+    return jax.vmap(grown)(x, jnp.array([1.0, 50.0, -9.0]))
+
+
+def a_twice_vmapped_while(x):
+    def grown(key, one):
+        key = jax.random.key(key)
+        state = jax.lax.while_loop(
+            lambda c: c[0] < 2.0, lambda c: (c[0] + 0.7, jax.random.fold_in(c[1], 1)), (one, key)
+        )
+        return state[0], jax.random.uniform(state[1])
+
+    return jax.vmap(jax.vmap(grown, (None, 0)))(jnp.arange(3), x)
+
+
 PROGRAMS = [
     a_dot_of_flattened_arrays,
+    a_twice_vmapped_while,
+    a_vmapped_while,
     in_a_branch,
     in_a_scan,
     of_other_types,
@@ -154,3 +174,15 @@ def test_a_vdot_leaves_its_arrays_sharded():
         compiled = sharding.cost.read_compiled(jitted.lower(x, x).compile())
     assert set(completion.communication().by_kind()) == {"all-reduce"}
     assert compiled.by_kind() == completion.communication().lowered("cpu").by_kind()
+
+
+def test_a_vmapped_while_has_one_condition():
+    def fn(x):
+        return jax.vmap(lambda row: jax.lax.while_loop(lambda c: jnp.sum(c) < 9.0, lambda c: c * 2, row))(x)
+
+    with sharding.mesh(data=2, tensor=4):
+        step = sharding.jit(fn, in_shardings=P("data", "tensor"))
+        x = jnp.linspace(0.1, 1.0, 8 * 16).reshape(8, 16)
+        found = step.complete(x).verify(step.lower(x).compile())
+        assert found.agrees and len(found.predicted) == 1  # two sums over tensor an iteration, one `any` over data
+        np.testing.assert_array_equal(step(x), jax.jit(fn)(x))

@@ -48,7 +48,12 @@ PROGRAMS = {
     "slice of all but the first": lambda x: x[:, 1:],
     "slice of the first half": lambda x: x[:, :16],
     "slice of the middle": lambda x: x[:, 5:21],
+    "slice of a quarter": lambda x: x[:, 13:21],
+    "slice of one row": lambda x: x[:, 13:14],
+    "slice of the last row": lambda x: x[:, -1],
+    "slice of a few rows": lambda x: x[:, 6:8],
     "slice with steps": lambda x: x[:, ::2],
+    "more padding": lambda x: jnp.pad(x, ((0, 0), (7, 9), (0, 0), (0, 0))),
     "difference of neighbours": lambda x: x[:, 1:] - x[:, :-1],
     "padding": lambda x: jnp.pad(x, ((0, 0), (1, 1), (0, 0), (0, 0))),
     "reversed": lambda x: x[:, ::-1],
@@ -78,6 +83,11 @@ def test_along_two_dims():
     ledger = check(conv(5), P(None, "a", "b"))
     assert [c.axes for c in ledger] == [("a",), ("a",), ("b",), ("b",)]
     assert [c.result_bytes for c in ledger] == [4 * 2 * 4 * 4 * n for n in (2 * 4 / 4, 2 * 4 / 4, 12 / 4, 12 / 4)]
+
+
+@pytest.mark.parametrize("rows", [(0, 26), (2, 28), (7, 33), (13, 14)], ids=str)
+def test_over_two_axes(rows):
+    check(lambda x: x[:, rows[0] : rows[1]], P(None, ("a", "b")), images(rows=40))
 
 
 def test_uneven_rows():
