@@ -58,7 +58,7 @@ def halos(op: Op, shapes: Sequence[Sequence[int]], specs: Sequence[Spec], sizes:
         if axes and axes == specs[n].dims[one.result_dim].axes:
             parts = num_parts(axes, sizes)
             pieces = _exchanged(one, shapes[0][one.dim], shapes[n][one.result_dim], parts) or ()
-            shares = [Fraction(piece * parts, shapes[0][one.dim]) for piece in pieces]
+            shares = [Fraction(piece, -(-shapes[0][one.dim] // parts)) for piece in pieces]
             if shares:
                 yield Halo(dim=one.dim, axes=axes, shares=tuple(grown * share for share in shares))
             grown += grown * sum(shares)  # the halo makes the rows of the next dim longer

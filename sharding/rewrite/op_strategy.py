@@ -38,10 +38,16 @@ sliced."""
 LONG_RANGE = frozenset({"cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum", "split"})
 """Ops that send data beyond the next device along a permuted dim, which is therefore replicated while they run."""
 
+SHIFTING = LONG_RANGE | {"concatenate", "sort"}
+"""Ops that XLA runs as their result is sharded, so that it exchanges shards even of replicated operands."""
+
+PER_ITERATION = frozenset({"scan xs", "scan ys"})
+"""Reads and writes of one row: what the stack is resharded to saves nothing that an iteration must undo."""
+
 OPAQUE = frozenset({"top_k"})
 """Ops that XLA's partitioner runs on replicated arrays."""
 
-SPECIAL = LONG_RANGE | OPAQUE | {REDUCE_SCATTERED}
+SPECIAL = SHIFTING | PER_ITERATION | OPAQUE | {REDUCE_SCATTERED}
 """Ops whose strategy depends on more than their rule."""
 
 HALO_KINDS = frozenset({Kind.PERMUTE, Kind.REPLICATE})
@@ -149,9 +155,7 @@ class _StrategySearch:
         projected = {i: project(self.form, i, self._sharding(i), self.strategies.table.sizes) for i in order}
         displaced = dict.fromkeys(a for one in projected.values() for a in sorted(one.overflow))
         kept = {f for dims in rule.results for factors in dims for f in factors}
-        dropped = (
-            {f for f, kind in enumerate(rule.kinds) if kind is Kind.PASS and f not in kept} if rule.results else ()
-        )
+        dropped = {f for f, size in enumerate(rule.sizes) if size == 1 and rule.kinds[f] is Kind.PASS and f not in kept}
         options: list[list[Atoms]] = []
         for f in range(len(rule.sizes)):
             seen = dict.fromkeys(one.factors[f] for one in projected.values() if f in one.factors)
@@ -167,7 +171,8 @@ class _StrategySearch:
             disputed = len(seen) > 1 or any(users[a] > 1 for atoms in seen for a in atoms)
             if not seen or (disputed and () not in seen):
                 seen.append(())
-        self.add_moved(tuple(displaced), options)
+        if self.op.name not in PER_ITERATION:
+            self.add_moved(tuple(displaced), options)
         return options
 
     def add_moved(self, atoms: Atoms, options: list[list[Atoms]]) -> None:
@@ -215,7 +220,11 @@ class _StrategySearch:
         if not (self.op.name == REDUCE_SCATTERED and slices_only and set(summed).issuperset(sliced)):
             steps = [self.step("all-reduce", atoms, spec, self.shard_bytes(i, spec)) for atoms in reversed(sums)]
             no_halo = not self.permutes and not HALO_KINDS.isdisjoint(rule.kinds)
-            return (*steps, *after), bool(after) and (no_halo or not (slices_only and not sums))
+            shifts = self.op.name in SHIFTING and any(
+                old != new and any(rule.kinds[f] in HALO_KINDS for f in factors_of)
+                for old, new, factors_of in zip(spec.axes, self.specs[i].axes, self.form.arrays[i], strict=True)
+            )
+            return (*steps, *after), bool(after) and (no_halo or shifts or not (slices_only and not sums))
         last = after[-1]
         taken = {a for axis in self.manual for a in table.atoms_of((axis,))}.union(*factors.values())
         idle = tuple(a for a in range(len(table.sizes)) if a not in taken)

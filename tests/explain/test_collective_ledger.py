@@ -84,6 +84,32 @@ def test_conditions_are_computed(fn, spec):
     assert found.agrees and found.predicted
 
 
+def halves(x):
+    a, b = jnp.split(x, 2)
+    return a * jnp.sin(b)
+
+
+SHIFTING = {
+    "cumsum": lambda x: jnp.cumsum(x, 0) * 2,
+    "gradient of concatenate": jax.grad(lambda x: (jnp.concatenate([x, 2 * x]) ** 3).sum()),
+    "rotary": lambda x: jnp.concatenate([-x[:, 32:], x[:, :32]], 1) * x,
+    "scanned rows": lambda x: jax.lax.scan(lambda c, row: (c + row, c * row), jnp.zeros(64), x)[1],
+    "sort": lambda x: jnp.sort(x, 0) * 2,
+    "split": halves,
+    "stack": lambda x: jnp.stack([x, 2 * x]) * 3,
+}
+
+
+@pytest.mark.parametrize("spec", [P("data"), P("tensor", "data"), P(("data", "tensor"))], ids=str)
+@pytest.mark.parametrize("name", SHIFTING)
+def test_ops_that_need_a_whole_dim(name, spec):
+    x = jax.ShapeDtypeStruct((32, 64), "float32")
+    with sharding.mesh(data=2, tensor=4):
+        step = sharding.jit(SHIFTING[name], in_shardings=spec)
+        found = step.complete(x).verify(step.lower(x).compile())
+    assert found.agrees
+
+
 def test_an_array_and_its_transpose_are_gathered_each():
     found = ledger_of(lambda x: x @ x.T @ x, {"data": 4}, shapes((16, 64)), in_shardings=P("data"))
     assert rows(found) == [("all-gather", ("data",), 1, 16 * 64 * 4)] * 2
