@@ -119,7 +119,7 @@ DIFFERENT = {
         "process 1 differs from process 0 in program",
     ),
     "another version of JAX": (
-        "import sharding; module = sys.modules['sharding.distributed.initialize']; original = module.version\n"
+        "import sharding; module = sys.modules['sharding.distributed.consistency']; original = module.version\n"
         "module.version = lambda name: '0.9.9' if name == 'jax' else original(name)",
         "process 1 differs from process 0 in jax: 0.9.9, not",
     ),
