@@ -18,7 +18,7 @@ from ..graph import Graph, Op, Scope
 from ..hardware import Platform
 from ..propagation import Assignment
 from ..rewrite import xla_workarounds
-from ..rewrite.halo_exchange import halos, realignments, rotation, rotation_gradient, rotation_parts
+from ..rewrite.halo_exchange import Halo, halos, realignments, rotation, rotation_gradient, rotation_parts
 from ..rewrite.op_strategy import OpStrategies, OpStrategy
 from ..rewrite.reshard import Step, chain, local_bytes
 from ..spec import Axis, Spec, axis_name, divisible, num_parts
@@ -241,21 +241,22 @@ class ProgramCollectives:
         """Halo exchanges between neighbours along the sharded dims that an op slides a window over."""
         shapes = [self.graph.shapes[v] for v in (*op.operands, *op.results)]
         v = op.operands[0]
-        shard_bytes = local_bytes(specs[0].axes, shapes[0], self.graph.itemsize(v), self.sizes)
         for halo in halos(op, shapes, specs, self.sizes):
             cause = f"{op.name} exchanges halos along dim {halo.dim}, sharded over {_names(halo.axes)}"
-            for share in halo.shares:
-                size = int(shard_bytes * share)
-                yield Transfer(self.collective("collective-permute", halo.axes, size, op, v, op.times, cause), v, True)
+            for permute in self.permutes(halo, op, v, specs[0], op.times, cause):
+                yield Transfer(permute, v, True)
 
     def realigned(self, op: Op, v: int, have: Spec, want: Spec, times: int, what: str) -> Iterator[Collective]:
         """What devices exchange before some axes of a dim with uneven shards are gathered."""
-        shape = self.graph.shapes[v]
-        shard_bytes = local_bytes(have.axes, shape, self.graph.itemsize(v), self.sizes)
-        for halo in realignments(have, want, shape, self.sizes):
+        for halo in realignments(have, want, self.graph.shapes[v], self.sizes):
             cause = f"{what}, gathered along dim {halo.dim}, whose shards are uneven"
-            for share in halo.shares:
-                yield self.collective("collective-permute", halo.axes, int(shard_bytes * share), op, v, times, cause)
+            yield from self.permutes(halo, op, v, have, times, cause)
+
+    def permutes(self, halo: Halo, op: Op, v: int, have: Spec, times: int, cause: str) -> Iterator[Collective]:
+        """The collective-permutes of a halo exchange of a value that is sharded as `have`."""
+        shard_bytes = local_bytes(have.axes, self.graph.shapes[v], self.graph.itemsize(v), self.sizes)
+        for share in halo.shares:
+            yield self.collective("collective-permute", halo.axes, int(shard_bytes * share), op, v, times, cause)
 
     def rotated(self, op: Op) -> Iterator[Collective]:
         """A rotation (`jnp.roll`) along a sharded dim: the permutes that move rows to other devices."""
@@ -380,7 +381,7 @@ def _live(graph: Graph) -> set[int]:
     while waiting:
         v = waiting.pop()
         op = graph.makers.get(v)
-        new = {*(op.operands if op is not None else ()), *([graph.controls[v]] if v in graph.controls else ())} - live
+        new = {*(op.operands if op is not None else ()), graph.controls.get(v, v)} - live
         live |= new
         waiting += new
     return live
