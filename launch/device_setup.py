@@ -9,9 +9,7 @@ import jax
 from sharding.distributed import processes
 from sharding.errors import ShardingError
 
-from .config.mesh_config import BATCH_AXES
-
-Axes = dict[str, int]
+from .elastic_mesh import Axes, fewer_devices
 
 
 def set_up_devices(axes: Axes, *, num_devices: int | None) -> Axes:
@@ -21,7 +19,7 @@ def set_up_devices(axes: Axes, *, num_devices: int | None) -> Axes:
         _request_cpu_devices(-(-(num_devices or known) // processes.count()))
     available = _count(num_devices)
     if processes.ELASTIC in os.environ:
-        axes = shrink(axes, available)
+        axes = fewer_devices(axes, available)
         known = math.prod(size for size in axes.values() if size != -1)
     if known > available:
         raise ShardingError(
@@ -39,18 +37,6 @@ def set_up_devices(axes: Axes, *, num_devices: int | None) -> Axes:
             fix=_smaller_mesh(available, num_devices),
         )
     return found
-
-
-def shrink(axes: Axes, available: int) -> Axes:
-    """The axes reduced to fewer devices: batch axes are halved first, then the others, the last one first.
-
-    The program and its global batch stay the same.
-    """
-    axes = dict(axes)
-    for axis in (*BATCH_AXES, *(axis for axis in reversed(axes) if axis not in BATCH_AXES)):
-        while math.prod(size for size in axes.values() if size != -1) > available and axes.get(axis, 1) % 2 == 0:
-            axes[axis] //= 2
-    return axes
 
 
 def format_axes(axes: Axes) -> str:

@@ -21,7 +21,8 @@ from jax.ad_checkpoint import checkpoint_name
 from sharding import expert
 
 from . import gpt
-from .transformer import REMAT_POLICY, Block
+from .remat_policy import REMAT_POLICY
+from .transformer import Block
 from .transformer_layers import MLP, Attention, Branch, RMSNorm, dropout
 
 

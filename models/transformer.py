@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from .remat_policy import REMAT_POLICY
 from .transformer_layers import Attention, Branch, KVCache, RMSNorm, TransformerConfig, dropout
 
 
@@ -30,10 +31,6 @@ class StreamHooks:
 
 NO_HOOKS = StreamHooks()
 """Identity hooks."""
-
-
-REMAT_POLICY = jax.checkpoint_policies.save_only_these_names("attention_out")
-"""Rematerialisation policy of a layer: save the attention output only."""
 
 
 def config_errors(config: Any, sizes: Iterable[str]) -> list[str]:

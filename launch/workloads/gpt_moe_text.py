@@ -9,7 +9,8 @@ import jax.numpy as jnp
 
 from sharding import expert
 
-from ...models import gpt, gpt_moe, layouts, transformer
+from ...models import gpt, gpt_moe, layouts
+from ...models.remat_policy import REMAT_POLICY
 from ..config.optimizer_config import Optimization
 from ..config.train_config import Recipe
 from ..pipelined_step import LayerStats, StagedLoss
@@ -35,7 +36,7 @@ def build(
                 add=lambda stats, balance: stats.add(balance),
                 loss_output=loss_output,
             ),
-            remat=transformer.REMAT_POLICY if config.remat else None,
+            remat=REMAT_POLICY if config.remat else None,
         )
         config = replace(config, scan=True)
     plain_model = functools.partial(gpt_moe.GPTMoE, config)

@@ -12,6 +12,7 @@ import numpy as np
 from flax import nnx
 
 from ...models import gpt, layouts, transformer
+from ...models.remat_policy import REMAT_POLICY
 from .. import tensor_parallel
 from ..config.optimizer_config import Optimization
 from ..config.train_config import Recipe
@@ -74,7 +75,7 @@ def build(
             examples=next_tokens,
             loss=tensor_parallel.loss,
             past=gpt.GPT.past,
-            remat=transformer.REMAT_POLICY if config.remat else None,
+            remat=REMAT_POLICY if config.remat else None,
         )
         config = replace(config, scan=True)
     stream = tensor_parallel.stream() if optimization.sequence_parallel else transformer.NO_HOOKS

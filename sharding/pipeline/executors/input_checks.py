@@ -14,6 +14,7 @@ from ...errors import ShardingError, raise_together
 from ...mesh import current
 from ...spec import sizes_text
 from ..schedule import Schedule
+from .activations import array_type, check_preserved, differences
 from .pipelined_model import PARAM_KEYS, Model
 from .stage_meshes import Slices
 
@@ -85,7 +86,7 @@ def check_inputs(
         y, context = _stage_output_shapes(asked, model, weights, x, context)
         loss = jax.eval_shape(model.loss, ends, y, jax.tree.map(_element_shape, target))
         if getattr(loss, "shape", None) != () or not jnp.issubdtype(loss.dtype, jnp.floating):
-            found_text = f"it returns {_text(loss)}"
+            found_text = f"it returns {array_type(loss)}"
             raise ShardingError(
                 f"{asked}(loss_fn)", found=found_text, required="a floating-point scalar: the mean over a microbatch"
             )
@@ -105,7 +106,7 @@ def check_equal_slices(asked: str, model: Model, slices: Sequence[tuple[Any, Any
     xs, contexts = zip(*slices, strict=True)
     for name, first, others in (("inputs", xs[0], xs[1:]), ("context", model.context, contexts)):
         for other in others:
-            if found_text := _differences(first, other):
+            if found_text := differences(first, other):
                 raise ShardingError(f"{asked}: {name}", found=found_text, required=must, fix="executor='mpmd'")
 
 
@@ -124,14 +125,14 @@ def _stage_output_shapes(asked: str, model: Model, weights: Any, x: Any, context
     """Shapes of a stage's output and of the next slice's context."""
     if context is None:
         y = jax.eval_shape(model.stage_fn, weights, x)
-        _check_preserved(asked, x, y)
+        check_preserved(asked, x, y)
         return y, None
     found = jax.eval_shape(model.stage_fn, weights, x, context)
     must = "with a context: (y, the next slice's context)"
     if not isinstance(found, tuple) or len(found) != 2:
         raise ShardingError(f"{asked}(stage_fn)", found=f"it returns {jax.tree.structure(found)}", required=must)
     y, after = found
-    _check_preserved(asked, x, y)
+    check_preserved(asked, x, y)
     kinds = [[leaf.dtype for leaf in jax.tree.leaves(tree)] for tree in (context, after)]
     if jax.tree.structure(context) != jax.tree.structure(after) or kinds[0] != kinds[1]:
         found_text = [f"it gets {_texts(context)}", f"it returns {_texts(after)}"]
@@ -163,37 +164,12 @@ def check_leading_dim(asked: str, tree: Any, num: int, what: str) -> None:
     raise_together(asked, [ShardingError(each.asked, found=each.found, required=must) for each in wrong])
 
 
-def _check_preserved(asked: str, x: Any, y: Any) -> None:
-    """Raises if a stage changes the structure, shapes or dtypes of its activations."""
-    asked, must = f"{asked}(stage_fn)", "an output of the input's structure, shapes and dtypes"
-    if jax.tree.structure(x) != jax.tree.structure(y):
-        found_text = [f"it gets {jax.tree.structure(x)}", f"it returns {jax.tree.structure(y)}"]
-        raise ShardingError(asked, found=found_text, required=must)
-    found_text = _differences(x, y)
-    if found_text:
-        raise ShardingError(asked, found=found_text, required=must, fix="change shapes in first_fn and last_fn")
-
-
-def _differences(x: Any, y: Any) -> list[str]:
-    """Leaves of two trees of one structure that differ in shape or dtype."""
-    pairs = zip(jax.tree_util.tree_leaves_with_path(x), jax.tree.leaves(y), strict=True)
-    return [
-        f"{paths.text(path) or 'x'}: it gets {_text(a)}, it returns {_text(b)}"
-        for (path, a), b in pairs
-        if (a.shape, a.dtype) != (b.shape, b.dtype)
-    ]
-
-
 def _texts(tree: Any) -> str:
-    return f"{jax.tree.structure(tree)} of {', '.join(map(_text, jax.tree.leaves(tree)))}"
+    return f"{jax.tree.structure(tree)} of {', '.join(map(array_type, jax.tree.leaves(tree)))}"
 
 
 def _element_shape(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(jnp.shape(leaf)[1:], jnp.result_type(leaf))
-
-
-def _text(leaf: Any) -> str:
-    return f"{leaf.dtype}{list(leaf.shape)}" if hasattr(leaf, "shape") else type(leaf).__name__
 
 
 def signature(leaf: Any) -> tuple[Any, ...]:

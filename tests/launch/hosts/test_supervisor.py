@@ -11,7 +11,6 @@ import pytest
 from support.process_groups import Launched, fake_ssh
 
 from sharding import launch
-from sharding.launch import device_setup
 from sharding.launch.commands.launch import process_command
 
 REPORT = """
@@ -269,20 +268,6 @@ def test_elastic_continues_without_a_lost_host(tmp_path: Path):
         run.kill(run.pids(HOST_OF_TEST="b"))
         assert run.wait_for_exit() == 0
     assert "continuing without b" in run.text and "[0] start 2 of 1" in run.text
-
-
-@pytest.mark.parametrize(
-    ("axes", "there", "fewer"),
-    [
-        ({"data": 8}, 4, {"data": 4}),
-        ({"data": 2, "tensor": 4}, 4, {"data": 1, "tensor": 4}),
-        ({"data": 2, "tensor": 4}, 2, {"data": 1, "tensor": 2}),
-        ({"fsdp": 4, "data": 2}, 4, {"fsdp": 4, "data": 1}),
-        ({"data": -1, "tensor": 2}, 4, {"data": -1, "tensor": 2}),
-    ],
-)
-def test_a_mesh_for_fewer_devices(axes: dict[str, int], there: int, fewer: dict[str, int]):
-    assert device_setup.shrink(axes, there) == fewer
 
 
 def test_a_dry_run_prints_what_would_run(capsys: pytest.CaptureFixture[str]):
