@@ -2,7 +2,8 @@
 # make test    lint, type-check and run the quick tests; `make test-slow` runs the rest
 # make docs    build the API reference and the notebooks with their outputs in build/docs (the first build runs the
 #              notebooks, about five minutes; ARGS="-D nb_execution_mode=off" renders them without outputs)
-# make fuzz    compare random programs on random meshes with one device, ARGS="--seed 0 --budget 10000" or "--minutes 5"
+# make fuzz    compare random programs on random meshes with one device, ARGS="--seed 0 --budget 10000" or "--minutes 5",
+#              or their collectives with the predicted ones: ARGS="--predictions --compiler cpu"
 #
 # PYTHON selects the interpreter of the environment, VENV its folder.
 

@@ -81,10 +81,12 @@ def open_jaxpr(jaxpr: Any) -> Any:
     return jaxpr.jaxpr if is_closed(jaxpr) else jaxpr
 
 
-def rebuild(jaxpr: Any, *, eqns: Sequence[Any], outvars: Sequence[Any]) -> Any:
-    """`jaxpr` with other equations and results; constants, debug names and effects are kept."""
+def rebuild(jaxpr: Any, *, eqns: Sequence[Any], outvars: Sequence[Any], invars: Sequence[Any] | None = None) -> Any:
+    """`jaxpr` with other equations and results, but the same constants, effects and names (with its own arguments)."""
     inner = open_jaxpr(jaxpr)
     new = inner.replace(eqns=list(eqns), outvars=list(outvars))
+    if invars is not None:
+        new = new.replace(invars=list(invars), debug_info=inner.debug_info.with_unknown_names())
     if is_closed(jaxpr) and not is_closed(new):
         return jex.ClosedJaxpr(new, jaxpr.consts)
     return new
@@ -125,6 +127,17 @@ def scan_parts(params: dict[str, Any]) -> tuple[int, int]:
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = params["ft_in"].unpack()
     return len(consts), len(carry)
+
+
+def with_constants(primitive: str, params: dict[str, Any], number: int) -> dict[str, Any]:
+    """The parameters of a `scan` or `while` whose body has this many more constants, behind those that it has."""
+    if primitive == "while":
+        return params | {"body_nconsts": params["body_nconsts"] + number}
+    if "num_consts" in params:
+        return params | {"num_consts": params["num_consts"] + number}
+    flat = importlib.import_module("jax._src.flattree")
+    consts, *others = params["ft_in"].unpack()
+    return params | {"ft_in": flat.FTTuple(flat.FTTuple(consts, *[flat.FTSingleton(None)] * number), *others)}
 
 
 def layout_constraint(like: Any, operand: Any, result: Any) -> Any:

@@ -186,8 +186,11 @@ class ProgramCollectives:
             sums, rest = self.sums_and_rest(v, steps)
             if v in self.reassociation.left:
                 sums, rest = [self.reduction(v, kind, axes) for kind, axes in self.reassociation.left[v]], ()
+            if any(a.axes != b.axes for a, b in zip(operand_specs, strategy.operand_specs, strict=True)):
+                present = {a for operand_spec in operand_specs for axes in operand_spec.axes for a in axes}
+                sums = [step for step in sums if not present.isdisjoint(step.axes)]
             if spec.axes != planned.axes:
-                sums = self.sums_with_workarounds(v, sums, operand_specs, spec)
+                sums = self.sums_with_workarounds(v, sums, spec)
                 rest = self.chain(op, v, spec, self.specs[v])
             for c in self.sums(op, v, sums, strategy):
                 yield Transfer(c, v, False)
@@ -228,14 +231,10 @@ class ProgramCollectives:
             found = tuple(b or a for a, b in zip(found, safe, strict=True))
         return found[: len(op.operands)], found[len(op.operands) :]
 
-    def sums_with_workarounds(
-        self, v: int, sums: Sequence[Step], operand_specs: Sequence[Spec], spec: Spec
-    ) -> list[Step]:
-        """The sums of a result whose spec a workaround replaced, over axes that operands are still sharded over."""
+    def sums_with_workarounds(self, v: int, sums: Sequence[Step], spec: Spec) -> list[Step]:
+        """The sums of a result whose spec a workaround replaced."""
         shard_bytes = local_bytes(spec.axes, self.graph.shapes[v], self.graph.itemsize(v), self.sizes)
-        present = {a for operand_spec in operand_specs for axes in operand_spec.axes for a in axes}
-        kept = [step for step in sums if not present.isdisjoint(step.axes)]
-        return [dataclasses.replace(step, kind="all-reduce", spec=spec, num_bytes=shard_bytes) for step in kept]
+        return [dataclasses.replace(step, kind="all-reduce", spec=spec, num_bytes=shard_bytes) for step in sums]
 
     def halo_exchanges(self, op: Op, specs: Sequence[Spec]) -> Iterator[Transfer]:
         """Halo exchanges between neighbours along the sharded dims that an op slides a window over."""
@@ -376,12 +375,12 @@ def _branches(scope: Scope | None) -> dict[int, Scope]:
 
 def _live(graph: Graph) -> set[int]:
     """The values that an output of the program depends on; the rest is dead code."""
-    waiting = [*graph.outputs, *graph.broadcast_scalars]
+    waiting = list(graph.outputs)
     live = set(waiting)
     while waiting:
         v = waiting.pop()
         op = graph.makers.get(v)
-        new = {*(op.operands if op is not None else ()), graph.controls.get(v, v)} - live
+        new = {*(op.operands if op is not None else ()), *graph.dependencies.get(v, ())} - live
         live |= new
         waiting += new
     return live

@@ -61,6 +61,7 @@ def build(
         if annotation is not None:
             b.add_annotation(out, annotation)
         b.edge([source], out, None, 1)
+        b.depend([out], g.scope.scalars_of([atom]))
     g.scope.exits = list(g.outputs)
     b.name_repeated()
     group_annotations(g)  # raises on conflicting annotations in a group, before propagation

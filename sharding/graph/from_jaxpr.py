@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -52,10 +52,11 @@ class Builder:
         site = (eqn, *self.calls) if eqn is not None else ()
         self.graph.ops.append(Op(name, tuple(ins), tuple(outs), rule, site, times))
 
-    def control(self, values: Sequence[int], condition: Atom) -> None:
-        """States that a loop or branch with these results depends on a condition, or on an index."""
-        if condition is not None:
-            self.graph.controls.update(dict.fromkeys(values, condition))
+    def depend(self, values: Sequence[int], on: Iterable[Atom]) -> None:
+        """States that values depend on others, which are no operands of theirs."""
+        on = {v for v in on if v is not None}
+        for v in values if on else ():
+            self.graph.dependencies.setdefault(v, set()).update(on)
 
     def read(self, scope: Scope, atom: Any) -> Atom:
         return None if compat.is_literal(atom) else scope.env[atom]
@@ -83,7 +84,26 @@ class Builder:
                 self.sharding_constraint(scope, eqn, times)
             else:
                 self.plain(scope, eqn, times)
+            self.depend_on_scalars(scope, i, eqn)
         return scope
+
+    def depend_on_scalars(self, scope: Scope, i: int, eqn: Any) -> None:
+        """States on which scalars the results of an equation depend through constant expressions.
+
+        Every result of a loop, branch or call depends on those of all its operands.
+        """
+        has_body = eqn.primitive.name in CALLS or eqn.primitive.name in self.handlers
+        if not scope.scalars and not has_body:
+            return
+        found = scope.scalars_of(eqn.invars)
+        for key, pos, _ in compat.sub_jaxprs(eqn.params) if has_body else ():
+            if (child := scope.children.get((i, key, pos))) is not None:
+                found |= child.scalars_of(child.jaxpr.outvars)
+        for var in eqn.outvars if found else ():
+            if not compat.is_drop(var) and (atom := scope.env[var]) is None:
+                scope.scalars.setdefault(var, set()).update(found)
+            elif not compat.is_drop(var):
+                self.depend([atom], found)
 
     def may_diverge(self, name: str) -> bool:
         """Whether control flow in an equation's bodies may differ between devices.
@@ -105,8 +125,9 @@ class Builder:
         name, g, env = eqn.primitive.name, self.graph, scope.env
         atoms = [None if compat.is_literal(a) else env[a] for a in eqn.invars]
         if self.is_constant(name, atoms):
-            g.broadcast_scalars.extend(a for a in atoms if a is not None)
             self.bind(scope, eqn, [None] * len(eqn.outvars))
+            if name == "broadcast_in_dim" and atoms[0] is not None:
+                scope.scalars[eqn.outvars[0]] = {atoms[0]}
             return
         ins = tuple([self.use(a, atom.aval) for a, atom in zip(atoms, eqn.invars, strict=True)])
         outs = tuple([self.value(v.aval, eqn) for v in eqn.outvars])

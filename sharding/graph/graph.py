@@ -79,6 +79,8 @@ class Scope:
 
     jaxpr: Any
     env: dict[Any, Atom] = field(default_factory=dict)
+    scalars: dict[Any, set[int]] = field(default_factory=dict)
+    """For each variable that is a constant expression, the scalars that are broadcast in it, if any."""
     children: dict[tuple[int, str, int], Scope] = field(default_factory=dict)
     entries: dict[int, list[Atom]] = field(default_factory=dict)
     """For each equation with edges: per operand the target of its edge, or None."""
@@ -92,6 +94,11 @@ class Scope:
     """Manual axes of enclosing `shard_map`s, over which no value here can be sharded."""
     divergent: bool = False
     """Whether devices along those axes may differ in whether, or how often, they run it."""
+
+    def scalars_of(self, atoms: Sequence[Any]) -> set[int]:
+        """The scalars that are broadcast in the constant expressions among some variables."""
+        variables = [a for a in atoms if not compat.is_literal(a)] if self.scalars else []
+        return {scalar for v in variables for scalar in self.scalars.get(v, ())}
 
 
 @dataclass(eq=False)
@@ -111,10 +118,9 @@ class Graph:
     """For values inside or at the boundary of a `shard_map`, the axes they cannot be sharded over."""
     divergent: set[int] = field(default_factory=set)
     """Values computed where control flow may differ between devices, so that no op may synchronize all of them."""
-    broadcast_scalars: list[int] = field(default_factory=list)
-    """Scalars that are broadcast: live, although the constant expressions made from them are not values."""
-    controls: dict[int, int] = field(default_factory=dict)
-    """Result of a loop or branch -> the condition or index that it depends on."""
+    dependencies: dict[int, set[int]] = field(default_factory=dict)
+    """Value -> what it depends on beside its op's operands: the condition of a loop, the index of a branch, and scalars
+    that are broadcast in constant expressions, which are not values."""
     names: dict[str, int] = field(default_factory=dict)
     """Name or path -> value."""
     inputs: list[int] = field(default_factory=list)

@@ -87,7 +87,7 @@ def while_(b: Builder, scope: Scope, i: int, eqn: Any, times: int) -> None:
         b.edge(sources, target, eqn, times)
     scope.entries[i] = [*consts, *carry]
     child.exits = list(carry)
-    b.control(carry, b.outs(condition)[0])
+    b.depend(carry, b.outs(condition))
     b.bind(scope, eqn, carry)
 
 
@@ -104,7 +104,7 @@ def cond(b: Builder, scope: Scope, i: int, eqn: Any, times: int) -> None:
             s.append(b.use(out, var.aval))
     for s, target in zip(sources, results, strict=True):
         b.edge(s, target, eqn, times)
-    b.control(results, b.read(scope, eqn.invars[0]))
+    b.depend(results, [b.read(scope, eqn.invars[0])])
     b.bind(scope, eqn, results)
 
 

@@ -18,6 +18,7 @@ from .. import compat
 from ..annotations import annotate
 from ..annotations.propagation_barrier import barrier_p
 from ..annotations.same import same_p
+from .loop_invariants import hoist
 
 KEPT = frozenset({"checkpoint", "optimization_barrier", "remat", "remat2"})
 """Primitives that exist to compute something once more."""
@@ -54,12 +55,16 @@ class _Simplifier:
         def read(atom: Any) -> Any:
             return atom if compat.is_literal(atom) else same.get(atom, atom)
 
-        given = [new for eqn in source.eqns for new in _as_reductions(_with_one_condition(eqn))]
+        given = [
+            new
+            for eqn in source.eqns
+            for simpler in _as_reductions(_with_one_condition(eqn))
+            for new in hoist(self.with_simple_bodies(simpler))
+        ]
         is_changed = len(given) != len(source.eqns) or any(a is not b for a, b in zip(given, source.eqns, strict=True))
         for eqn in given:
-            params = self.parameters(eqn)
-            if params is not eqn.params or any(read(v) is not v for v in eqn.invars):
-                eqn, is_changed = eqn.replace(params=params, invars=[read(v) for v in eqn.invars]), True
+            if any(read(v) is not v for v in eqn.invars):
+                eqn, is_changed = eqn.replace(invars=[read(v) for v in eqn.invars]), True
             if (product := _unflattened(eqn, flattened)) is not eqn:
                 eqn, is_changed = product, True
             if eqn.primitive.name == "reshape" and len(eqn.outvars[0].aval.shape) == 1 and len(eqn.invars) == 1:
@@ -81,14 +86,14 @@ class _Simplifier:
         live = [eqn for eqn in eqns if unused.isdisjoint(eqn.outvars)]
         return compat.rebuild(jaxpr, eqns=live, outvars=outvars)
 
-    def parameters(self, eqn: Any) -> dict[str, Any]:
-        """The parameters of an equation with simplified bodies; the same object if none changed."""
+    def with_simple_bodies(self, eqn: Any) -> Any:
+        """An equation with simplified bodies; itself if none changes."""
         params = eqn.params
         for key, position, body in compat.sub_jaxprs(params) if eqn.primitive.name in SIMPLIFIED_INSIDE else ():
             new = self.jaxpr(body)
             if new is not body:
                 params = compat.with_jaxpr(params, key, position, new)
-        return params
+        return eqn if params is eqn.params else eqn.replace(params=params)
 
 
 def _as_reductions(eqn: Any) -> list[Any]:

@@ -9,6 +9,7 @@ are left out.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,6 +29,7 @@ from .halo_exchange import rotation, rotation_gradient, rotation_parts
 from .op_strategy import HALO_KINDS, OpStrategies, OpStrategy
 from .redundant_constraints import redundant
 from .reshard import Step
+from .update_as_scatter import scattered, scattered_dims
 
 
 def constrain(closed_jaxpr: Any, assignment: Assignment, mesh: AbstractMesh, *, inputs: bool = False) -> Any:
@@ -194,7 +196,10 @@ class _Body(ConstraintEmitter):
         fixed_layout = eqn.primitive.name in xla_workarounds.FIXED_LAYOUT
         if fixed_layout:
             invars = [self.with_layout(v, eqn) for v in invars]
-        self.eqns.append(eqn.replace(invars=invars, params=self.parameters(i, eqn)))
+        if dims := scattered_dims(eqn, self.result_spec(eqn, strategy), self.program.sizes):
+            self.inline(functools.partial(scattered, dims), invars, eqn)
+        else:
+            self.eqns.append(eqn.replace(invars=invars, params=self.parameters(i, eqn)))
         if fixed_layout:
             self.replaced.update((v, self.with_layout(v, eqn)) for v in eqn.outvars if not compat.is_drop(v))
         for var, spec in zip(list(eqn.outvars), results, strict=True):
@@ -206,6 +211,12 @@ class _Body(ConstraintEmitter):
             spec = None if compat.is_drop(var) or (have is None and var in self.unconstrained) else self.var_spec(var)
             if spec is not None:
                 self.replaced[var] = self.reshard(self.read(var), have, spec, eqn)
+
+    def result_spec(self, eqn: Any, strategy: OpStrategy | None) -> Spec | None:
+        """How the first result of an equation is sharded when it is done."""
+        if strategy is not None:
+            return strategy.result_specs[0]
+        return None if not eqn.outvars or compat.is_drop(eqn.outvars[0]) else self.var_spec(eqn.outvars[0])
 
     def annotation(self, eqn: Any, operand: Any) -> None:
         """Keeps an annotation in place, with the inferred spec instead of the user's."""
@@ -230,7 +241,8 @@ class _Body(ConstraintEmitter):
         slices_first = op.name in xla_workarounds.OPERAND_FIRST and any(strategy.operand_steps)
         assert op.rule is not None
         no_halo = self.scope.divergent and not HALO_KINDS.isdisjoint(op.rule.kinds)
-        return strategy if slices_first or no_halo or any(step.kind != "slice" for step in strategy.steps) else None
+        moves = any(step.kind != "slice" for step in strategy.steps)
+        return strategy if slices_first or no_halo or moves or any(strategy.constrained) else None
 
     def apply_strategy(
         self, eqn: Any, strategy: OpStrategy, invars: list[Any], found: list[Spec | None]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -116,6 +116,16 @@ class ConstraintEmitter:
         params = annotate.completed(spec, mesh, asked=asked, name=name)
         self.eqns.append(compat.new_eqn(eqn, [operand], [new], annotate.annotate_p, params))
         return new
+
+    def inline(self, f: Callable[..., jax.Array], operands: Sequence[Any], eqn: Any) -> None:
+        """Emits the equations of a function of some operands, whose result replaces that of an equation."""
+        with compat.source_of(eqn):
+            body = compat.open_jaxpr(jax.make_jaxpr(f)(*(v.aval for v in operands)))
+        outside = dict(zip(body.invars, operands, strict=True)) | {body.outvars[0]: eqn.outvars[0]}
+        for one in body.eqns:
+            outside.update((v, compat.new_var(v.aval)) for v in one.outvars if v not in outside)
+            invars = [v if compat.is_literal(v) else outside[v] for v in one.invars]
+            self.eqns.append(one.replace(invars=invars, outvars=[outside[v] for v in one.outvars]))
 
     def with_layout(self, var: Any, eqn: Any) -> Any:
         """Emits a constraint of a variable to the default layout and returns its result."""

@@ -75,18 +75,18 @@ def _exchanged(window: _Window, length: int, result_length: int, parts: int) -> 
     if not length or not result_length:
         return []
     rows, result_rows = -(-length // parts), -(-result_length // parts)
+    receivers = min(parts, result_length)  # the other devices have no row of the result
     first = [(k * result_rows * window.step + window.first) for k in range(parts)]
     size = (result_rows - 1) * window.step + window.last - window.first + 1
     gap = window.dilation
     needed = [((low + gap - 1) // gap, (low + size + gap - 1) // gap) for low in first]
     before = [k * rows - low for k, (low, _) in enumerate(needed)]
     after = [high - (k + 1) * rows for k, (_, high) in enumerate(needed)]
-    if gap == 1 and max(*before, *after) > 2 * size:
+    if gap == 1 and max(*before[:receivers], *after[:receivers]) > 2 * size:
         if 2 * size >= parts * rows:
             return None
-        receivers = result_length if 2 * result_length <= parts else parts  # with fewer rows XLA leaves out the rest
         return list(_far_pieces(needed[:receivers], length, rows))
-    left, right = max(before[1:]), max(after[:-1])
+    left, right = max(before[1:receivers], default=0), max(after[: min(receivers, parts - 1)])
     if left + right + rows >= rows * parts and max(left, right) > rows:
         return None
     begin, end = -max(before), rows + max(after)

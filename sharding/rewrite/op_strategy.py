@@ -38,7 +38,7 @@ sliced."""
 LONG_RANGE = frozenset({"cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum", "split"})
 """Ops that send data beyond the next device along a permuted dim, which is therefore replicated while they run."""
 
-SHIFTING = LONG_RANGE | {"concatenate", "sort"}
+SHIFTING = LONG_RANGE | {"concatenate", "sort", "stack"}
 """Ops that XLA runs as their result is sharded, so that it exchanges shards even of replicated operands."""
 
 PER_ITERATION = frozenset({"scan xs", "scan ys"})

@@ -1,7 +1,8 @@
-"""`python -m tests.fuzz`: runs many random programs and compares each with one device.
+"""`python -m tests.fuzz`: runs many random programs and compares each with one device, or with its prediction.
 
     python -m tests.fuzz --seed 0 --budget 10000
     python -m tests.fuzz --minutes 5
+    python -m tests.fuzz --predictions --compiler h100 --keep-going   # the collectives predicted and compiled
     python -m tests.fuzz --replay failure.json
 
 A failing program is minimised, printed as a standalone Python file, and written next to its JSON; the exit code is then
@@ -26,6 +27,8 @@ def main() -> int:
     parser.add_argument("--budget", type=int, default=None, help="number of programs")
     parser.add_argument("--minutes", type=float, default=None, help="time limit in minutes")
     parser.add_argument("--replay", type=Path, default=None, help="JSON file of a failing program to run again")
+    parser.add_argument("--predictions", action="store_true", help="compare predicted with compiled collectives")
+    parser.add_argument("--compiler", choices=["cpu", "v5p", "h100"], default="cpu", help="of --predictions")
     parser.add_argument("--keep-going", action="store_true", help="list failures and continue, without minimising them")
     parser.add_argument("--out", type=Path, default=Path("."), help="folder for failing programs")
     parser.add_argument("--results", type=Path, default=None, help="JSON file to add the statistics to")
@@ -37,7 +40,7 @@ def main() -> int:
     from .run import replay, run  # imported late: it initialises the JAX backend, which reads the flags
 
     if args.replay is not None:
-        return replay(args.replay)
+        return replay(args)
     return run(args)
 
 

@@ -9,13 +9,13 @@ import traceback
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 
 import jax
 import jaxlib
 
 from .case import Case, program_text
 from .check import Mismatch, Rejected, check, ops_of
+from .check_prediction import check_prediction
 from .generate import numbered
 from .results import add, revision
 from .shrink import shrink
@@ -28,6 +28,7 @@ def run(args: Namespace) -> int:
     budget = args.budget if args.budget is not None else (1000 if args.minutes is None else 10**9)
     started, counts = time.monotonic(), Counter()
     ops, meshes, rejected = Counter(), Counter(), Counter()
+    checked = checker(args)
     failures: list[tuple[int, str]] = []
     for number in range(args.first, args.first + budget):
         seconds = time.monotonic() - started
@@ -35,9 +36,8 @@ def run(args: Namespace) -> int:
             break
         case = numbered(args.seed, number)
         try:
-            outcome = check(case, twice=number % 4 == 0)
-            counts.update(programs=1, values=outcome.values, conflicts=outcome.conflicts, by_float64=outcome.arbitrated)
-            counts.update(with_gradients=bool(case.by))
+            counts.update(checked(case, number))
+            counts.update(programs=1, with_gradients=bool(case.by))
             ops.update(set(ops_of(case)))
             meshes[", ".join(f"{k}={n}" for k, n in case.mesh)] += 1
         except Rejected as e:
@@ -47,11 +47,13 @@ def run(args: Namespace) -> int:
             if not args.keep_going:
                 return report(case, e, args, number)
             failures.append((number, signature(e)))
+            counts.update(programs=isinstance(e, Mismatch))
         if (number + 1 - args.first) % EVERY == 0:
             jax.clear_caches()
             done, seconds = number + 1 - args.first, time.monotonic() - started
             print(f"{done} programs, {seconds / done:.2f} s each, {len(failures)} failures", flush=True)
     found = {
+        **({"compiler": args.compiler} if args.predictions else {}),
         "seed": args.seed,
         "first": args.first,
         **counts,
@@ -73,6 +75,21 @@ def run(args: Namespace) -> int:
     return 1 if failures else 0
 
 
+def checker(args: Namespace) -> Callable[[Case, int], dict[str, int]]:
+    """The check that is asked for: (case, its number) -> what to count of it."""
+
+    def predicted(case: Case, number: int) -> dict[str, int]:
+        del number
+        found = check_prediction(case, args.compiler)
+        return {"values": found.values, "conflicts": found.conflicts, "with_collectives": bool(found.compiled)}
+
+    def computed(case: Case, number: int) -> dict[str, int]:
+        found = check(case, twice=number % 4 == 0)
+        return {"values": found.values, "conflicts": found.conflicts, "by_float64": found.arbitrated}
+
+    return predicted if args.predictions else computed
+
+
 def signature(error: Exception) -> str:
     """Kind of a failure, which minimised cases must share."""
     kind = type(error).__name__
@@ -92,10 +109,10 @@ def alike(a: str, b: str) -> bool:
     return words(a) == words(b)
 
 
-def failure(case: Case) -> str | None:
+def failure(case: Case, args: Namespace) -> str | None:
     """Signature of a case's failure; None if it passes."""
     try:
-        check(case)
+        checker(args)(case, 0)
     except Rejected:
         return None
     except Exception as e:
@@ -103,9 +120,9 @@ def failure(case: Case) -> str | None:
     return None
 
 
-def failing_like(first: str) -> Callable[[Case], bool]:
+def failing_like(first: str, args: Namespace) -> Callable[[Case], bool]:
     def fails(case: Case) -> bool:
-        text = failure(case)
+        text = failure(case, args)
         return text is not None and alike(text, first)
 
     return fails
@@ -115,20 +132,22 @@ def report(case: Case, error: Exception, args: Namespace, number: int) -> int:
     """Minimises a failing case, prints it and writes it to files."""
     traceback.print_exception(error)
     print("minimising ...", flush=True)
-    small = shrink(case, failing_like(signature(error)))
+    small = shrink(case, failing_like(signature(error), args))
     text, name = program_text(small), f"fuzz-failure-{args.seed}-{number}"
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / f"{name}.py").write_text(text)
     (args.out / f"{name}.json").write_text(small.to_json() + "\n")
     print(text)
-    print(f"{failure(small)}\nwritten to {args.out / name}.py; python -m tests.fuzz --replay {args.out / name}.json")
+    print(
+        f"{failure(small, args)}\nwritten to {args.out / name}.py; python -m tests.fuzz --replay {args.out / name}.json"
+    )
     return 1
 
 
-def replay(path: Path) -> int:
+def replay(args: Namespace) -> int:
     """Runs a stored case again."""
-    case = Case.from_json(path.read_text())
+    case = Case.from_json(args.replay.read_text())
     print(program_text(case))
-    found = failure(case)
+    found = failure(case, args)
     print(found or "no failure")
     return 1 if found else 0

@@ -1,0 +1,111 @@
+"""Loop-invariant code motion: what every iteration of a loop would compute, and reduce, again is computed before it.
+
+XLA does this on CPUs and TPUs, after partitioning; on GPUs a sum of an invariant is reduced in every iteration. Only
+ops that do work are moved (reductions, products, gathers, ...), with the elementwise and shape ops that they need, and
+only where the results take no more memory than the operands: they are stored for as long as the loop runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from .. import compat
+from ..annotations.propagation_barrier import barrier_p
+from ..annotations.same import same_p
+from ..rules import CONSTANT_PRESERVING, ELEMENTWISE
+
+STAY = frozenset({"checkpoint", "optimization_barrier", "remat", "remat2"})
+"""Primitives that say when something is computed."""
+
+CHEAP = ELEMENTWISE | CONSTANT_PRESERVING | frozenset("copy_p pad rev slice squeeze transpose".split())
+"""Primitives that are moved only if another one needs them."""
+
+
+def hoist(eqn: Any) -> list[Any]:
+    """A `scan` or `while` with the equations to run before it; any other equation as it is."""
+    if eqn.primitive.name not in ("scan", "while"):
+        return [eqn]
+    key = "jaxpr" if eqn.primitive.name == "scan" else "body_jaxpr"
+    body = compat.open_jaxpr(eqn.params[key])
+    first, end = _constants(eqn)
+    outside = dict(zip(body.invars, eqn.invars[first:end], strict=False))
+    moved = _moved(body, outside)
+    if not moved:
+        return [eqn]
+    before = [_outside(e, outside) for e in moved]
+    kept = [e for e in body.eqns if not any(e is m for m in moved)]
+    made = {v for e in moved for v in e.outvars if not compat.is_drop(v)}
+    read = {v for e in kept for v in e.invars if not compat.is_literal(v)}
+    read.update(v for v in body.outvars if not compat.is_literal(v))
+    new = [v for e in moved for v in e.outvars if v in made and v in read]
+    at = end - first
+    invars = [*body.invars[:at], *new, *body.invars[at:]]
+    params = eqn.params | {key: compat.rebuild(eqn.params[key], invars=invars, eqns=kept, outvars=body.outvars)}
+    operands = [*eqn.invars[:end], *(outside[v] for v in new), *eqn.invars[end:]]
+    return [*before, eqn.replace(invars=operands, params=compat.with_constants(eqn.primitive.name, params, len(new)))]
+
+
+def _constants(eqn: Any) -> tuple[int, int]:
+    """The range of a loop's operands that are constants of its body."""
+    if eqn.primitive.name == "scan":
+        return 0, compat.scan_parts(eqn.params)[0]
+    first = eqn.params["cond_nconsts"]
+    return first, first + eqn.params["body_nconsts"]
+
+
+def _moved(body: Any, outside: dict[Any, Any]) -> list[Any]:
+    """The equations of a body to run before the loop, in order."""
+    makers: dict[Any, Any] = {}
+    invariant = set(outside)
+    moved: dict[int, Any] = {}
+
+    def move(eqn: Any) -> None:
+        waiting = [eqn]
+        while waiting:
+            one = waiting.pop()
+            if id(one) not in moved:
+                moved[id(one)] = one
+                waiting += [makers[v] for v in one.invars if not compat.is_literal(v) and v in makers]
+
+    for eqn in body.eqns:
+        if not _is_movable(eqn) or not all(compat.is_literal(v) or v in invariant for v in eqn.invars):
+            continue
+        invariant.update(eqn.outvars)
+        makers.update((v, eqn) for v in eqn.outvars)
+        if _works(eqn) and _size(eqn.outvars) <= _size(eqn.invars):
+            move(eqn)
+    return [eqn for eqn in body.eqns if id(eqn) in moved]
+
+
+def _is_movable(eqn: Any) -> bool:
+    return not eqn.effects and all(
+        e.primitive.name not in STAY and e.primitive not in (barrier_p, same_p) for e in _with_bodies(eqn)
+    )
+
+
+def _works(eqn: Any) -> bool:
+    """Whether an equation does work that its bodies' cheap equations do not."""
+    inner = list(_with_bodies(eqn))
+    return any(e.primitive.name not in CHEAP and not any(compat.sub_jaxprs(e.params)) for e in inner)
+
+
+def _with_bodies(eqn: Any) -> Iterator[Any]:
+    yield eqn
+    for _, _, body in compat.sub_jaxprs(eqn.params):
+        for inner in compat.open_jaxpr(body).eqns:
+            yield from _with_bodies(inner)
+
+
+def _size(atoms: Sequence[Any]) -> int:
+    """Bytes of some arrays; those of other types, such as random keys, count per element."""
+    return sum(math.prod(a.aval.shape) * getattr(a.aval.dtype, "itemsize", 1) for a in atoms)
+
+
+def _outside(eqn: Any, outside: dict[Any, Any]) -> Any:
+    """An equation of the body as it runs before the loop; its results are added to `outside`."""
+    outvars = [v if compat.is_drop(v) else compat.new_var(v.aval) for v in eqn.outvars]
+    invars = [v if compat.is_literal(v) else outside[v] for v in eqn.invars]
+    outside.update(zip(eqn.outvars, outvars, strict=True))
+    return eqn.replace(invars=invars, outvars=outvars)
