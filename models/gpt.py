@@ -7,12 +7,13 @@ Shape suffixes as in `transformer_layers`, and V vocabulary.
 
 import dataclasses
 import math
-from typing import Any, Literal, Protocol
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from .text_generation import LanguageModel, generate
 from .transformer import NO_HOOKS, Block, StreamHooks, config_errors, loss, run, stack
 from .transformer_layers import (
     MLP,
@@ -226,39 +227,3 @@ def next_token_loss(model: GPT, tokens: jax.Array, key: jax.Array | None = None)
 def num_params(model: nnx.Module) -> int:
     """Number of scalar parameters of a model, concrete or abstract."""
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
-
-
-class LanguageModel(Protocol):
-    """A generative model: tokens_BS -> logits_BSV, for at most `config.context` tokens."""
-
-    config: Any
-
-    def __call__(self, tokens_BS: jax.Array) -> jax.Array: ...
-
-
-def generate(
-    model: LanguageModel, prompt_BS: jax.Array, *, steps: int, key: jax.Array, temperature: float = 1.0
-) -> jax.Array:
-    """The prompt and `steps` sampled tokens, [B, S + steps]; temperature 0 is greedy.
-
-    Every step runs the model on the last `context` tokens, without a KV cache.
-    """
-    batch, length = prompt_BS.shape
-    width = min(model.config.context, length + steps)
-
-    def step(i: jax.Array, tokens: jax.Array) -> jax.Array:
-        start = jnp.maximum(i - width, 0)
-        window_BS = jax.lax.dynamic_slice_in_dim(tokens, start, width, axis=1)
-        # Attention is causal: padding after the last token is masked.
-        logits_BV = jax.lax.dynamic_index_in_dim(model(window_BS), i - 1 - start, axis=1, keepdims=False)
-        next_B = _sample(logits_BV.astype(jnp.float32), jax.random.fold_in(key, i), temperature)
-        return jax.lax.dynamic_update_slice_in_dim(tokens, next_B.astype(tokens.dtype)[:, None], i, axis=1)
-
-    tokens = jnp.concatenate([prompt_BS, jnp.zeros((batch, steps), prompt_BS.dtype)], axis=1)
-    return jax.lax.fori_loop(length, length + steps, step, tokens)
-
-
-def _sample(logits_BV: jax.Array, key: jax.Array, temperature: float) -> jax.Array:
-    if temperature == 0:
-        return jnp.argmax(logits_BV, axis=-1)
-    return jax.random.categorical(key, logits_BV / temperature, axis=-1)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from ...models import gpt, layouts, transformer
+from ...models import gpt, layouts, text_generation, transformer
 from ...models.remat_policy import REMAT_POLICY
 from .. import tensor_parallel
 from ..config.optimizer_config import Optimization
@@ -137,7 +137,7 @@ def language_model_workload(
     def generate(params: nnx.State, prompt: jax.Array, key: jax.Array) -> jax.Array:
         model = training.merge(params, nnx.State({}))
         model = model if plain_model is None else without_sequence_axis(model, plain_model)
-        return gpt.generate(model, prompt, steps=sample, key=key, temperature=TEMPERATURE)
+        return text_generation.generate(model, prompt, steps=sample, key=key, temperature=TEMPERATURE)
 
     return Workload(
         name=name,

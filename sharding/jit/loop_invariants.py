@@ -2,7 +2,8 @@
 
 XLA does this on CPUs and TPUs, after partitioning; on GPUs a sum of an invariant is reduced in every iteration. Only
 ops that do work are moved (reductions, products, gathers, ...), with the elementwise and shape ops that they need, and
-only where the results take no more memory than the operands: they are stored for as long as the loop runs.
+index arithmetic; and only where the results take no more memory than the operands, as they are stored for as long as
+the loop runs.
 """
 
 from __future__ import annotations
@@ -11,15 +12,16 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax.numpy as jnp
+
 from .. import compat
 from ..annotations.propagation_barrier import barrier_p
-from ..annotations.same import same_p
 from ..rules import CONSTANT_PRESERVING, ELEMENTWISE
 
 STAY = frozenset({"checkpoint", "optimization_barrier", "remat", "remat2"})
 """Primitives that say when something is computed."""
 
-CHEAP = ELEMENTWISE | CONSTANT_PRESERVING | frozenset("copy_p pad rev slice squeeze transpose".split())
+CHEAP = ELEMENTWISE | CONSTANT_PRESERVING | frozenset("annotate copy_p pad rev same slice squeeze transpose".split())
 """Primitives that are moved only if another one needs them."""
 
 
@@ -81,12 +83,14 @@ def _moved(body: Any, outside: dict[Any, Any]) -> list[Any]:
 
 def _is_movable(eqn: Any) -> bool:
     return not eqn.effects and all(
-        e.primitive.name not in STAY and e.primitive not in (barrier_p, same_p) for e in _with_bodies(eqn)
+        e.primitive.name not in STAY and e.primitive is not barrier_p for e in _with_bodies(eqn)
     )
 
 
 def _works(eqn: Any) -> bool:
-    """Whether an equation does work that its bodies' cheap equations do not."""
+    """Whether an equation does more than cheap equations do, or makes indices."""
+    if all(jnp.issubdtype(v.aval.dtype, jnp.integer) for v in eqn.outvars):
+        return True
     inner = list(_with_bodies(eqn))
     return any(e.primitive.name not in CHEAP and not any(compat.sub_jaxprs(e.params)) for e in inner)
 

@@ -4,7 +4,8 @@ In: a `Graph` and mesh axis sizes. Out: an `Assignment` of specs, with reasons a
 """
 
 from . import partial_sums, shardy
-from .assignment import Assignment, Claim, Conflict, Reason
+from .assignment import Assignment, Reason
+from .conflict_report import Claim, Conflict
 from .partial_sums import PendingSum
 from .propagate import complete, unannotated
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ..graph import Annotation, Graph, Op, Site, line
-from ..spec import Axis, Spec, axis_name, indivisible
+from ..spec import Axis, Spec, indivisible
+from .conflict_report import Conflict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,40 +36,6 @@ class Reason:
     def source(self) -> str:
         """The origin of the annotation, or the user's line of the op."""
         return self.origin or line(self.site)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Claim:
-    """One side of a conflict: a dim, the axes it is sharded over, and the annotation they came from."""
-
-    name: str
-    """The value's name, or its type if it has none."""
-    value: int
-    dim: int
-    axes: tuple[Axis, ...]
-    origin: str
-
-    def __str__(self) -> str:
-        return f"{self.name} dim {self.dim}: ({','.join(map(axis_name, self.axes)) or 'replicated'}) from {self.origin}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Conflict:
-    """Two incompatible claims at one op; `kept` wins, so the op's data must be resharded."""
-
-    op: str
-    source: str
-    """The user's line of the op."""
-    kept: Claim
-    lost: Claim
-    rule: str
-    """Why the kept claim won."""
-    bytes_lost: int
-    """Extra bytes that each device holds, or has to gather, because the other claim was rejected."""
-
-    def __str__(self) -> str:
-        where = f"{self.op} at {self.source}" if self.source else self.op
-        return f"{where}: kept {self.kept}, rejected {self.lost}: {self.rule} ({self.bytes_lost} bytes)"
 
 
 FindReason = Callable[[int, int, Axis], Reason]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from ..graph import Graph
 from ..spec import Dim, Spec
-from . import conflict_report
+from . import conflict_detection
 from .assignment import Assignment, Reason
 from .axis_atoms import AtomTable
 from .fixed_point import Engine
@@ -29,7 +29,7 @@ def _completed(engine: Engine) -> Assignment:
         specs=specs,
         with_annotations=lambda annotations: _completed(engine.restarted(graph.with_annotations(annotations))),
         find_reason=lambda v, d, axis: _reason(engine, v, d, engine.table.atoms_of((axis,))[0]),
-        find_conflicts=lambda: conflict_report.find(engine, specs, lambda v, d, atom: _origin(engine, v, d, atom)),
+        find_conflicts=lambda: conflict_detection.find(engine, specs, lambda v, d, atom: _origin(engine, v, d, atom)),
     )
 
 

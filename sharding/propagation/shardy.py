@@ -23,7 +23,7 @@ from .. import compat
 from ..errors import ShardingError
 from ..graph import Annotation, Graph, Op, value_annotations
 from ..spec import Axis, Dim, Spec
-from . import conflict_report, shardy_results
+from . import conflict_detection, shardy_results
 from .assignment import Assignment, Reason
 from .axis_atoms import AtomTable
 from .fixed_point import Engine
@@ -88,7 +88,7 @@ def _assignment(
         specs=specs,
         with_annotations=with_annotations,
         find_reason=lambda v, d, axis: found.reason(specs, engine, v, d, axis),
-        find_conflicts=lambda: conflict_report.find(engine, specs, origin),
+        find_conflicts=lambda: conflict_detection.find(engine, specs, origin),
     )
     return assignment
 

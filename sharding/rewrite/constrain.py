@@ -10,7 +10,7 @@ are left out.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -26,6 +26,7 @@ from ..spec import Spec
 from . import body_boundary, xla_workarounds
 from .constraint_emitter import AssignedProgram, ConstraintEmitter
 from .halo_exchange import rotation, rotation_gradient, rotation_parts
+from .local_convolution import convolved, is_grouped, local_convolution
 from .op_strategy import HALO_KINDS, OpStrategies, OpStrategy
 from .redundant_constraints import redundant
 from .reshard import Step
@@ -196,8 +197,8 @@ class _Body(ConstraintEmitter):
         fixed_layout = eqn.primitive.name in xla_workarounds.FIXED_LAYOUT
         if fixed_layout:
             invars = [self.with_layout(v, eqn) for v in invars]
-        if dims := scattered_dims(eqn, self.result_spec(eqn, strategy), self.program.sizes):
-            self.inline(functools.partial(scattered, dims), invars, eqn)
+        if instead := self.instead(eqn, strategy):
+            self.inline(instead, invars, eqn)
         else:
             self.eqns.append(eqn.replace(invars=invars, params=self.parameters(i, eqn)))
         if fixed_layout:
@@ -212,11 +213,21 @@ class _Body(ConstraintEmitter):
             if spec is not None:
                 self.replaced[var] = self.reshard(self.read(var), have, spec, eqn)
 
-    def result_spec(self, eqn: Any, strategy: OpStrategy | None) -> Spec | None:
-        """How the first result of an equation is sharded when it is done."""
+    def instead(self, eqn: Any, strategy: OpStrategy | None) -> Callable[..., jax.Array] | None:
+        """A function of an equation's operands that computes the same, where XLA would gather them."""
+        if eqn.primitive.name not in ("conv_general_dilated", "dynamic_update_slice") or self.scope.manual:
+            return None
+        found = self.eqn_specs(eqn)
         if strategy is not None:
-            return strategy.result_specs[0]
-        return None if not eqn.outvars or compat.is_drop(eqn.outvars[0]) else self.var_spec(eqn.outvars[0])
+            found = [*strategy.operand_specs, *strategy.result_specs]
+        if eqn.primitive.name == "dynamic_update_slice":
+            dims = scattered_dims(eqn, found[-1], self.program.sizes)
+            return functools.partial(scattered, dims) if dims else None
+        found = [b if b is not None else a for a, b in zip(found, self.workaround_specs(eqn, found), strict=True)]
+        shapes = [v.aval.shape for v in (*eqn.invars, *eqn.outvars)]
+        axes = [((),) * len(shape) if s is None else s.axes for s, shape in zip(found, shapes, strict=True)]
+        plan = local_convolution(eqn.params, shapes, axes, self.program.sizes)
+        return None if plan is None else functools.partial(convolved, plan, eqn.params, self.mesh, axes)
 
     def annotation(self, eqn: Any, operand: Any) -> None:
         """Keeps an annotation in place, with the inferred spec instead of the user's."""
@@ -242,7 +253,8 @@ class _Body(ConstraintEmitter):
         assert op.rule is not None
         no_halo = self.scope.divergent and not HALO_KINDS.isdisjoint(op.rule.kinds)
         moves = any(step.kind != "slice" for step in strategy.steps)
-        return strategy if slices_first or no_halo or moves or any(strategy.constrained) else None
+        is_local = op.name == "conv_general_dilated" and is_grouped(eqn.params)
+        return strategy if slices_first or no_halo or moves or is_local or any(strategy.constrained) else None
 
     def apply_strategy(
         self, eqn: Any, strategy: OpStrategy, invars: list[Any], found: list[Spec | None]

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..spec import CLOSED, Axis, Spec, num_parts
+from .local_convolution import is_depthwise, is_grouped, local_convolution
 
 Shape = tuple[int, ...]
 DimAxes = tuple[tuple[Axis, ...], ...]
@@ -114,12 +115,21 @@ def _fft(op: ShardedOp) -> ReplicatedDims:
 
 
 def _convolution(op: ShardedOp) -> ReplicatedDims:
-    """Replicates kernels and grouped features; spatial dims stay sharded only beside batch and input features."""
+    """Replicates kernels and grouped features; spatial dims stay sharded only beside batch and input features.
+
+    A grouped convolution that each device can run on its shards keeps those, but no spatial dims.
+    """
     numbers = op.params["dimension_numbers"]
     batch, feature, *space = numbers.lhs_spec
     out_feature, in_feature, *kernel = numbers.rhs_spec
     out_batch, out_channel, *out_space = numbers.out_spec
     replicated = {(1, d) for d in kernel}
+    if is_grouped(op.params) and not op.is_manual:
+        if not is_depthwise(op.params, op.shapes[1]):
+            replicated |= {(0, d) for d in space} | {(2, d) for d in out_space}
+        left = [[() if (t, d) in replicated else part for d, part in enumerate(dims)] for t, dims in enumerate(op.axes)]
+        if local_convolution(op.params, op.shapes, left, op.sizes) is not None:
+            return replicated
     if op.params["feature_group_count"] > 1 or op.params["batch_group_count"] > 1:
         replicated |= {(0, feature), (1, in_feature), (1, out_feature), (2, out_channel)}
     if op.params["batch_group_count"] > 1:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from sharding.models import gpt
+from sharding.models import gpt, text_generation
 
 SMALL = gpt.Config(vocab=32, context=16, layers=2, features=32, heads=4, kv_heads=2, mlp_features=64)
 
@@ -285,7 +285,7 @@ def test_loss_is_cross_entropy():
 
 @functools.partial(jax.jit, static_argnames=("steps", "temperature"))
 def _generate(model, prompt, seed, *, steps, temperature):
-    return gpt.generate(model, prompt, steps=steps, key=jax.random.key(seed), temperature=temperature)
+    return text_generation.generate(model, prompt, steps=steps, key=jax.random.key(seed), temperature=temperature)
 
 
 def test_greedy_generation_takes_the_likeliest_next_token():

@@ -26,7 +26,7 @@ def test_both_claims_and_their_origins_are_reported():
     assert [str(c.lost) for c in lost] == ["x1 dim 1: (a) from annotation - a"]
     assert [str(c.kept) for c in lost] == [f"{lost[0].kept.name} dim 0: (a) from annotation a -"]
     assert lost[0].rule == "the axis already shards another dim"
-    assert lost[0].op == "add" and "test_conflict_report.py" in lost[0].source
+    assert lost[0].op == "add" and "test_conflict_detection.py" in lost[0].source
 
 
 def test_other_axes_on_the_same_dim():
