@@ -19,7 +19,7 @@ from sharding import P
 
 from . import MakeProgram
 from .common import batch_specs, ints, largest_dim, renamed, replicated
-from .nnx_training import Weights, stateful
+from .nnx_training import Weights, shapes, stateful
 
 PACKAGE = "flax"
 
@@ -143,7 +143,7 @@ def decoded(config: Config, rows: int, sizes: Sizes) -> Step:
             block.attention.init_cache((rows, config.context, config.features), dtype=config.dtype)
         return model
 
-    graph, cache, params = nnx.split(nnx.eval_shape(make), nnx.Cache, ...)
+    graph, cache, params = nnx.split(shapes(make), nnx.Cache, ...)
     own = renamed(nnx.to_pure_dict(nnx.get_partition_spec(params)), nnx.to_pure_dict(params), sizes)
     cache, params = nnx.to_pure_dict(cache), nnx.to_pure_dict(params)
 

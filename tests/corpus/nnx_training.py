@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 from flax import nnx
 from support.train_steps.step import Sizes, Step
 
@@ -20,9 +21,15 @@ Weights = Callable[[Any, Sizes], Any]
 """(shapes of the state, mesh) -> their specs."""
 
 
+def shapes(make: Make) -> Any:
+    """What `make` builds, of shapes; made without the mesh, for which Flax would resolve logical axis names."""
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+        return nnx.eval_shape(make)
+
+
 def abstract(make: Make) -> tuple[Any, Any, Any]:
     """The graph definition of what `make` builds, its arrays' shapes, and the specs in their metadata."""
-    graph, state = nnx.split(nnx.eval_shape(make))
+    graph, state = nnx.split(shapes(make))
     return graph, nnx.to_pure_dict(state), nnx.to_pure_dict(nnx.get_partition_spec(state))
 
 
