@@ -7,7 +7,7 @@ import jax
 
 from sharding import tensor
 
-from ..models import transformer
+from ..models import transformer, transformer_block
 from . import sharded_sequences
 
 AXIS = "tensor"
@@ -20,7 +20,7 @@ def loss(logits_BSV: jax.Array, targets_BS: jax.Array) -> jax.Array:
     return tensor.cross_entropy(logits_BSV, targets_BS, axis=AXIS)
 
 
-def stream() -> transformer.StreamHooks:
+def stream() -> transformer_block.StreamHooks:
     """Hooks that shard the residual stream along its length between branches, beside the axis `seq` if it exists.
 
     They do nothing where the axes do not divide the length, as in text generation.
@@ -32,7 +32,7 @@ def stream() -> transformer.StreamHooks:
             return x_BSM
         return move(x_BSM, axis=AXIS, length_axis=sharded_sequences.AXIS if seq > 1 else None)
 
-    return transformer.StreamHooks(
+    return transformer_block.StreamHooks(
         branch_input=partial(resharded, tensor.gathered), branch_output=partial(resharded, tensor.scattered)
     )
 

@@ -18,7 +18,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from .transformer import Block, config_errors, loss, run, stack
+from .transformer import config_errors, loss, run, stack
+from .transformer_block import Block
 from .transformer_layers import MLP, Branch, LayerNorm, bidirectional_attention, dropout, normal, zeros
 
 

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from .text_generation import LanguageModel, generate
-from .transformer import NO_HOOKS, Block, StreamHooks, config_errors, loss, run, stack
+from .transformer import config_errors, loss, run, stack
+from .transformer_block import NO_HOOKS, Block, StreamHooks
 from .transformer_layers import (
     MLP,
     Attention,

@@ -22,7 +22,7 @@ from sharding import expert
 
 from . import gpt
 from .remat_policy import REMAT_POLICY
-from .transformer import Block
+from .transformer_block import Block
 from .transformer_layers import MLP, Attention, Branch, RMSNorm, dropout
 
 

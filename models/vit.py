@@ -17,7 +17,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from .image_classifier import Head, check_shape
-from .transformer import Block, config_errors, run, stack
+from .transformer import config_errors, run, stack
+from .transformer_block import Block
 from .transformer_layers import MLP, Branch, LayerNorm, bidirectional_attention, dropout, normal, zeros
 
 

@@ -2,17 +2,15 @@
 
 import functools
 from dataclasses import replace
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-
-from sharding import expert
 
 from ...models import gpt, gpt_moe, layouts
 from ...models.remat_policy import REMAT_POLICY
 from ..config.optimizer_config import Optimization
 from ..config.train_config import Recipe
+from ..expert_stats import ExpertStats
 from ..pipelined_step import LayerStats, StagedLoss
 from ..sharded_sequences import ShardedSequences, next_tokens
 from ..train_step import train_functions
@@ -63,34 +61,6 @@ def build(
         sample=sample,
         summary=f", {config.num_experts} experts in every other layer",
     )
-
-
-class ExpertStats(NamedTuple):
-    """Expert load of one or more layers; float32."""
-
-    auxiliary_loss: jax.Array
-    peak_load: jax.Array
-    """Choices of the busiest expert over the mean, in the most unbalanced layer."""
-    dropped: jax.Array
-    """Token choices dropped for lack of capacity."""
-    choices: jax.Array
-
-    @classmethod
-    def of(cls, balance: expert.Balance) -> "ExpertStats":
-        """The statistics of one layer, or of stacked layers."""
-        counts = jnp.sum(balance.dropped), jnp.sum(balance.load)
-        dropped, choices = (count.astype(jnp.float32) for count in counts)
-        return cls(jnp.sum(balance.auxiliary_loss), jnp.max(balance.peak_load), dropped, choices)
-
-    def add(self, balance: expert.Balance) -> "ExpertStats":
-        """These statistics with those of further layers."""
-        more = ExpertStats.of(balance)
-        return ExpertStats(
-            self.auxiliary_loss + more.auxiliary_loss,
-            jnp.maximum(self.peak_load, more.peak_load),
-            self.dropped + more.dropped,
-            self.choices + more.choices,
-        )
 
 
 def loss(model: gpt_moe.GPTMoE, tokens_BS: jax.Array, targets_BS: jax.Array, key: jax.Array | None) -> LossOutput:

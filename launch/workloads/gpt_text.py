@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from ...models import gpt, layouts, text_generation, transformer
+from ...models import gpt, layouts, text_generation, transformer_block
 from ...models.remat_policy import REMAT_POLICY
 from .. import tensor_parallel
 from ..config.optimizer_config import Optimization
@@ -78,7 +78,7 @@ def build(
             remat=REMAT_POLICY if config.remat else None,
         )
         config = replace(config, scan=True)
-    stream = tensor_parallel.stream() if optimization.sequence_parallel else transformer.NO_HOOKS
+    stream = tensor_parallel.stream() if optimization.sequence_parallel else transformer_block.NO_HOOKS
     plain_model = functools.partial(gpt.GPT, config, stream=stream)
     make, examples = plain_model, next_tokens
     if optimization.sequence is not None:

@@ -33,7 +33,7 @@ from .lock_file import Lock
 from .memory_fit import Fit
 from .memory_report import Array, AxisShare, MemoryReport, Moment, memory
 from .predicted_collectives import communication
-from .time_estimate import Estimate, estimate
+from .step_time import Estimate, estimate
 from .verification import Verification, verify
 
 __all__ = [

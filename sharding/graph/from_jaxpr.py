@@ -52,10 +52,11 @@ class Builder:
         site = (eqn, *self.calls) if eqn is not None else ()
         self.graph.ops.append(Op(name, tuple(ins), tuple(outs), rule, site, times))
 
-    def depend(self, values: Sequence[int], on: Iterable[Atom]) -> None:
+    def depend(self, values: Sequence[Atom], on: Iterable[Atom]) -> None:
         """States that values depend on others, which are no operands of theirs."""
         on = {v for v in on if v is not None}
         for v in values if on else ():
+            assert v is not None
             self.graph.dependencies.setdefault(v, set()).update(on)
 
     def read(self, scope: Scope, atom: Any) -> Atom:
@@ -100,10 +101,12 @@ class Builder:
             if (child := scope.children.get((i, key, pos))) is not None:
                 found |= child.scalars_of(child.jaxpr.outvars)
         for var in eqn.outvars if found else ():
-            if not compat.is_drop(var) and (atom := scope.env[var]) is None:
+            if compat.is_drop(var):
+                continue
+            if scope.env[var] is None:
                 scope.scalars.setdefault(var, set()).update(found)
-            elif not compat.is_drop(var):
-                self.depend([atom], found)
+            else:
+                self.depend([scope.env[var]], found)
 
     def may_diverge(self, name: str) -> bool:
         """Whether control flow in an equation's bodies may differ between devices.

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from ..errors import ShardingError
 from .chip import Chip
-from .known_chips import chip
+from .known_chips import GPUS_PER_HOST, chip
 from .machine_file import load
 
 
@@ -78,10 +78,6 @@ def _shape(text: str, shape_text: str, known: Chip) -> tuple[int, ...]:
     return tuple(int(part) for part in shape_text.split("x"))
 
 
-ISLAND = 8
-"""Default GPUs per host, as in NVIDIA's DGX and HGX systems."""
-
-
 def arranged(hardware: Devices | Chip | str, num_devices: int) -> Devices:
     """This many devices of a kind, in their usual shape.
 
@@ -116,7 +112,7 @@ def _load_or_parse(text: str) -> Devices | Chip:
 def _usual_shape(known: Chip, num_devices: int) -> tuple[int, ...]:
     if known.torus_dims:
         return _usual_torus(known, num_devices)
-    per_host = num_devices if known.platform == "cpu" else min(ISLAND, num_devices)
+    per_host = num_devices if known.platform == "cpu" else min(GPUS_PER_HOST, num_devices)
     if num_devices % per_host:
         raise ShardingError(
             f"{num_devices} devices of {known.name}",

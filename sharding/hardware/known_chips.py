@@ -20,6 +20,9 @@ from types import MappingProxyType
 from ..errors import ShardingError
 from .chip import Chip, Rates, Wire
 
+GPUS_PER_HOST = 8
+"""GPUs per host where only their number is given, as in NVIDIA's DGX and HGX systems."""
+
 _GIB = 2**30
 _TERA = 1e12
 _GIGA = 1e9

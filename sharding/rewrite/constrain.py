@@ -217,7 +217,7 @@ class _Body(ConstraintEmitter):
         """A function of an equation's operands that computes the same, where XLA would gather them."""
         if eqn.primitive.name not in ("conv_general_dilated", "dynamic_update_slice") or self.scope.manual:
             return None
-        found = self.eqn_specs(eqn)
+        found: Sequence[Spec | None] = self.eqn_specs(eqn)
         if strategy is not None:
             found = [*strategy.operand_specs, *strategy.result_specs]
         if eqn.primitive.name == "dynamic_update_slice":
@@ -298,7 +298,7 @@ class _Body(ConstraintEmitter):
         rows = zip(eqn.outvars, found[n:], needed[n:], strict=True)
         return resharded, [None if have == need or compat.is_drop(v) else need for v, have, need in rows]
 
-    def workaround_specs(self, eqn: Any, found: list[Spec | None]) -> list[Spec | None]:
+    def workaround_specs(self, eqn: Any, found: Sequence[Spec | None]) -> list[Spec | None]:
         """Returns the specs under which XLA partitions an equation correctly."""
         shapes = [v.aval.shape for v in (*eqn.invars, *eqn.outvars)]
         sizes, is_manual = self.program.sizes, bool(self.scope.manual)

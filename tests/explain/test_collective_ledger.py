@@ -97,6 +97,7 @@ SHIFTING = {
     "sort": lambda x: jnp.sort(x, 0) * 2,
     "split": halves,
     "stack": lambda x: jnp.stack([x, 2 * x]) * 3,
+    "stack of a new sharded dim": lambda x: sharding.annotate(jnp.stack([x] * 4, 2), P(None, None, "tensor")),
 }
 
 
@@ -184,6 +185,36 @@ def test_dead_code_is_not_run():
 def test_a_broadcast_scalar_is_reduced_first():
     found = ledger_of(lambda x: jnp.broadcast_to(x.sum(), (8,)), {"a": 4}, shapes((16, 4)), in_shardings=P("a"))
     assert rows(found) == [("all-reduce", ("a",), 1, 4)]
+
+
+@pytest.mark.parametrize("is_returned", [False, True])
+def test_a_broadcast_scalar_is_reduced_only_if_it_is_used(is_returned):
+    def fn(x, y):
+        def body(carry, row):
+            a, b = carry
+            return (a + row.sum(), b + jnp.broadcast_to(jnp.tanh(row.sum() + jnp.sum(y)), b.shape)), None
+
+        a, b = jax.lax.scan(body, (jnp.zeros(()), jnp.zeros((4, 8))), y)[0]
+        return (a, b) if is_returned else a
+
+    found = ledger_of(fn, {"a": 4}, shapes((16, 4), (16, 4)), in_shardings=(P("a"), P(None, "a")))
+    assert len(found) == (2 if is_returned else 1)
+
+
+def test_a_reduction_that_cannot_be_partitioned_is_gathered():
+    x = jax.ShapeDtypeStruct((16, 8), "int32")
+    with sharding.mesh(a=8):
+        step = sharding.jit(lambda x: jax.lax.reduce(x, jnp.int32(0), jax.lax.bitwise_xor, (0,)), in_shardings=P("a"))
+        found = step.complete(x).verify(step.lower(x).compile())
+    assert found.agrees and list(found.predicted) == ["all-gather"]
+
+
+def test_a_short_slice_of_a_sharded_dim():
+    x = jax.ShapeDtypeStruct((6, 8), "float32")
+    for start, end in [(0, 3), (1, 4), (0, 1), (2, 5)]:
+        with sharding.mesh(a=4, devices=jax.devices()[:4]):
+            step = sharding.jit(lambda x, start=start, end=end: x[:, start:end], in_shardings=P(None, "a"))
+            assert step.complete(x).verify(step.lower(x).compile()).agrees
 
 
 def test_a_reshard_for_one_op_leaves_the_value_in_place_for_the_others():

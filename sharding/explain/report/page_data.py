@@ -25,7 +25,7 @@ from ..collective_ledger import Collective
 from ..memory_report import Array, MemoryReport, report
 from ..memory_timeline import memory_timeline
 from ..predicted_collectives import communication
-from ..time_estimate import TimedOp, estimate
+from ..step_time import TimedOp, estimate
 from .value_table import Interned, values
 
 Row = list[Any]

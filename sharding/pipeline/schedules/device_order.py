@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import zip_longest
 
 from ..task_table import Kind, Task
-
-Step = tuple[Kind, int]
-"""(kind, stage): the stage's next microbatch in this kind of task."""
 
 
 def warmup_then_1f1b(forwards: Sequence[Task], backwards: Sequence[Task], warmup: int) -> list[Task]:
@@ -38,37 +34,3 @@ def one_forward_one_backward(
         return [Task(kind, stage, m, version=version(stage, m)) for m in range(microbatches)]
 
     return [warmup_then_1f1b(tasks("forward", s), tasks(backward, s), count) for s, count in enumerate(warmup)]
-
-
-def with_weight_tasks(order: Iterable[Task], delay: int) -> Iterator[Task]:
-    """Inserts the oldest pending backward-weight when more than ``delay`` are pending; the rest run at the end."""
-    waiting: deque[Task] = deque()
-    for task in order:
-        yield task
-        if task.kind == "backward-input":
-            waiting.append(task._replace(kind="backward-weight"))
-            if len(waiting) > delay:
-                yield waiting.popleft()
-    yield from waiting
-
-
-def with_microbatches(steps: Iterable[Step], microbatches: int) -> Iterator[Task]:
-    """The tasks of steps, without those past the last microbatch.
-
-    A stage takes its microbatches in order, forward and backward; a backward-weight belongs to the oldest
-    backward-input that lacks one.
-    """
-    forwards: Counter[int] = Counter()
-    backwards: Counter[int] = Counter()
-    waiting: deque[Task] = deque()
-    for kind, stage in steps:
-        if kind == "backward-weight":
-            task = waiting.popleft()._replace(kind=kind)
-        else:
-            count = forwards if kind == "forward" else backwards
-            task = Task(kind, stage, count[stage])
-            count[stage] += 1
-        if kind == "backward-input":
-            waiting.append(task)
-        if task.microbatch < microbatches:
-            yield task

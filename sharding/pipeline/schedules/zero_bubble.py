@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
 
 from ..schedule import Schedule
-from ..task_table import check_positive
-from .device_order import Step, one_forward_one_backward, with_microbatches, with_weight_tasks
+from ..task_table import Kind, Task, check_positive
+from .device_order import one_forward_one_backward
+
+Step = tuple[Kind, int]
+"""(kind, stage): the stage's next microbatch in this kind of task."""
 
 
 def zb_h1(*, stages: int, microbatches: int) -> Schedule:
@@ -55,7 +59,7 @@ def zb_v(*, stages: int, microbatches: int) -> Schedule:
         NeurIPS 2024 (2405.15362): V-ZB.
     """
     check_positive("schedules.zb_v", stages=stages, microbatches=microbatches)
-    count = max(microbatches, 2 * stages - 1)  # enough to fill the pipeline; with_microbatches() drops the surplus
+    count = max(microbatches, 2 * stages - 1)  # enough to fill the pipeline; _with_microbatches() drops the surplus
 
     def steps(device: int) -> list[Step]:
         to_last = stages - device - 1
@@ -95,7 +99,7 @@ def dualpipe_v(*, stages: int, microbatches: int) -> Schedule:
         and one copy of the model, as in DeepSeek's later DualPipeV.
     """
     check_positive("schedules.dualpipe_v", stages=stages, microbatches=microbatches)
-    count = max(microbatches, 2 * stages)  # enough to fill the pipeline; with_microbatches() drops the surplus
+    count = max(microbatches, 2 * stages)  # enough to fill the pipeline; _with_microbatches() drops the surplus
 
     def steps(device: int) -> list[Step]:
         to_last = stages - device - 1
@@ -125,11 +129,45 @@ def dualpipe_v(*, stages: int, microbatches: int) -> Schedule:
 def _with_deferred_weights(name: str, microbatches: int, warmup: list[int], delays: list[int]) -> Schedule:
     """A warm-up of `warmup` forwards per stage, with `delays` deferred weight gradients."""
     inputs = one_forward_one_backward(warmup, microbatches, backward="backward-input")
-    orders = [tuple(with_weight_tasks(order, delay)) for order, delay in zip(inputs, delays, strict=True)]
+    orders = [tuple(_with_weight_tasks(order, delay)) for order, delay in zip(inputs, delays, strict=True)]
     return Schedule(name=name, orders=orders, stages=len(warmup), microbatches=microbatches)
 
 
 def _v_shaped(name: str, stages: int, microbatches: int, steps: Callable[[int], list[Step]]) -> Schedule:
     """A schedule of two stages per device from each device's steps."""
-    orders = [tuple(with_microbatches(steps(device), microbatches)) for device in range(stages)]
+    orders = [tuple(_with_microbatches(steps(device), microbatches)) for device in range(stages)]
     return Schedule(name=name, orders=orders, stages=2 * stages, microbatches=microbatches, chunks=2)
+
+
+def _with_weight_tasks(order: Iterable[Task], delay: int) -> Iterator[Task]:
+    """Inserts the oldest pending backward-weight when more than ``delay`` are pending; the rest run at the end."""
+    waiting: deque[Task] = deque()
+    for task in order:
+        yield task
+        if task.kind == "backward-input":
+            waiting.append(task._replace(kind="backward-weight"))
+            if len(waiting) > delay:
+                yield waiting.popleft()
+    yield from waiting
+
+
+def _with_microbatches(steps: Iterable[Step], microbatches: int) -> Iterator[Task]:
+    """The tasks of steps, without those past the last microbatch.
+
+    A stage takes its microbatches in order, forward and backward; a backward-weight belongs to the oldest
+    backward-input that lacks one.
+    """
+    forwards: Counter[int] = Counter()
+    backwards: Counter[int] = Counter()
+    waiting: deque[Task] = deque()
+    for kind, stage in steps:
+        if kind == "backward-weight":
+            task = waiting.popleft()._replace(kind=kind)
+        else:
+            count = forwards if kind == "forward" else backwards
+            task = Task(kind, stage, count[stage])
+            count[stage] += 1
+        if kind == "backward-input":
+            waiting.append(task)
+        if task.microbatch < microbatches:
+            yield task
