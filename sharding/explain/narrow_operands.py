@@ -13,7 +13,7 @@ from ..rewrite.op_strategy import OpStrategies
 from ..rewrite.reshard import DimAxes
 
 PRODUCTS = frozenset({"conv_general_dilated", "dot_general"})
-FORMATTING = frozenset({"annotate", "broadcast_in_dim", "copy", "name", "reshape", "squeeze", "transpose"})
+FORMATTING = frozenset({"annotate", "broadcast_in_dim", "copy", "name", "reshape", "scan xs", "squeeze", "transpose"})
 """Ops that rounding commutes with."""
 
 

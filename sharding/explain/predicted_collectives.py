@@ -304,8 +304,10 @@ class ProgramCollectives:
     ) -> Iterator[Collective]:
         """The collectives of a reshard; a value that one branch, or the code outside, reshards twice moves once."""
         branch = self.branches.get(id(op.site[0])) if op.site else None
+        entered = self.graph.makers.get(v) if op.name == "scan xs" else None
+        source = v if entered is None or self.specs[entered.operands[0]].axes != have.axes else entered.operands[0]
         for step in steps:
-            key = (v, step.spec.axes, branch)
+            key = (source, step.spec.axes, branch)
             if step.kind != "slice" and key not in self.resharded:
                 self.resharded.add(key)
                 if step.kind in ("all-gather", "all-reduce"):

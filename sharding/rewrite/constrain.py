@@ -55,6 +55,8 @@ class _Rewriter:
         self.rotated = {v for op in everywhere for part in rotation_parts(op, graph.makers) for v in part.results}
         """Values inside rotations."""
         self.strategies = OpStrategies(assignment)
+        self.scans = {op.operands[0]: self.strategies.of(op) for op in graph.ops if op.name == "scan xs"}
+        """Stacked array -> how it is sliced."""
         self.done: dict[Any, Any] = {}
 
     def jaxpr(self, jaxpr: Any, scope: Scope, *, inputs: bool = False) -> Any:
@@ -185,6 +187,8 @@ class _Body(ConstraintEmitter):
             skip = len(invars) - len(self.scope.entries[i])
             pairs = zip(invars, eqn.invars, [None] * skip + self.scope.entries[i], strict=True)
             invars = [body_boundary.edge_operand(self, new, old, target, eqn) for new, old, target in pairs]
+        if (child := self.scope.children.get((i, "jaxpr", 0))) is not None and child.stacked_inputs:
+            invars = [self.scanned(*row, eqn) for row in zip(invars, eqn.invars, child.stacked_inputs, strict=True)]
         results: list[Spec | None] = [None] * len(eqn.outvars)
         strategy, is_affected = self.strategies[i], eqn.primitive.name in xla_workarounds.AFFECTED
         if strategy is not None or is_affected:
@@ -212,6 +216,18 @@ class _Body(ConstraintEmitter):
             spec = None if compat.is_drop(var) or (have is None and var in self.unconstrained) else self.var_spec(var)
             if spec is not None:
                 self.replaced[var] = self.reshard(self.read(var), have, spec, eqn)
+
+    def scanned(self, operand: Any, var: Any, stacked: Atom, eqn: Any) -> Any:
+        """Reshards an array that a `scan` slices to what its slices need; XLA:GPU would in every iteration."""
+        have = self.var_spec(var)
+        if stacked is None or have is None:
+            return operand
+        (steps,) = self.rewriter.scans[stacked].operand_steps
+        if all(step.kind == "slice" for step in steps):
+            return operand
+        if have.axes != self.program.specs[stacked].axes:
+            return self.reshard(operand, have, steps[-1].spec, eqn)
+        return self.apply_steps(operand, var, steps, eqn)
 
     def instead(self, eqn: Any, strategy: OpStrategy | None) -> Callable[..., jax.Array] | None:
         """A function of an equation's operands that computes the same, where XLA would gather them."""

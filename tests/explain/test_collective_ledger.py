@@ -121,6 +121,22 @@ def test_a_row_is_all_reduced():
     assert rows(found) == [("all-reduce", ("data",), 1, 64 * 4)]
 
 
+@pytest.mark.parametrize("differentiate", [False, True])
+def test_scanned_layers_that_are_sharded_are_all_gathered_once(differentiate):
+    def fn(w, x):
+        return jax.lax.scan(lambda c, w: (jnp.tanh(c @ w), None), x, w)[0].sum()
+
+    args = shapes((8, 16, 16), (8, 16))
+    with sharding.mesh(data=8):
+        step = sharding.jit(jax.grad(fn) if differentiate else fn, in_shardings=(P("data"), P()))
+        completion, lowered = step.complete(*args), step.lower(*args)
+        assert completion.verify(lowered.compile()).agrees
+    (gather,) = [c for c in completion.communication() if c.kind == "all-gather"]
+    assert (gather.count, gather.result_bytes) == (1, 8 * 16 * 16 * 4)
+    before, _, _ = lowered.as_text().partition("stablehlo.while")
+    assert "sdy.sharding_constraint %arg0 <@mesh, [{}, {}, {}]>" in before
+
+
 def test_loop_invariants_are_all_gathered_once():
     def fn(x, w):
         return jax.lax.scan(lambda c, _: (jnp.tanh(c @ w), None), x, length=5)[0]
