@@ -155,7 +155,7 @@ class _StrategySearch:
         projected = {i: project(self.form, i, self._sharding(i), self.strategies.table.sizes) for i in order}
         displaced = dict.fromkeys(a for one in projected.values() for a in sorted(one.overflow))
         kept = {f for dims in rule.results for factors in dims for f in factors}
-        dropped = {f for f, size in enumerate(rule.sizes) if size == 1 and rule.kinds[f] is Kind.PASS and f not in kept}
+        dropped = {f for f, kind in enumerate(rule.kinds) if kind is Kind.PASS and f not in kept}
         options: list[list[Atoms]] = []
         for f in range(len(rule.sizes)):
             seen = dict.fromkeys(one.factors[f] for one in projected.values() if f in one.factors)

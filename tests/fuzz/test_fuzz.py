@@ -14,7 +14,8 @@ import sharding
 from fuzz import results
 from fuzz.builder import Builder, Facts
 from fuzz.case import Argument, Case, Record, Type, program_text, walk
-from fuzz.check import Mismatch, check, ops_of
+from fuzz.check import Mismatch, check, completed, ops_of
+from fuzz.check_prediction import check_prediction, predict
 from fuzz.generate import DEEP, FLAT, cases, numbered
 from fuzz.shrink import pruned, shrink
 
@@ -59,6 +60,24 @@ def test_as_they_are_called():
     chosen = [c for c in found if any(a.donated for a in c.arguments) and any(a.placed for a in c.arguments)]
     for case in chosen[:3]:
         check(case)
+
+
+@pytest.mark.parametrize(
+    ("first", "count", "exact"), [(0, 10, 8), pytest.param(10, 90, 78, marks=pytest.mark.slow)], ids=["quick", "slow"]
+)
+def test_collectives_are_predicted(first, count, exact):
+    """Most random programs compile to the predicted collectives: kinds, counts and bytes."""
+    found = [predict(numbered("predicted", n), options=quick_compile.OPTIONS) for n in range(first, first + count)]
+    assert any(p.compiled for p in found)
+    assert sum(not p.misses for p in found) >= exact
+
+
+def test_catches_a_misprediction(monkeypatch):
+    case = numbered("predicted", 0)
+    assert not predict(case, options=quick_compile.OPTIONS).misses
+    monkeypatch.setattr(type(completed(case).communication()), "by_kind", lambda self: {"all-reduce": (7, 28)})
+    with pytest.raises(Mismatch, match="all-reduce mispredicted: 7 of 28 bytes, compiled"):
+        check_prediction(case, options=quick_compile.OPTIONS)
 
 
 # The grammar
