@@ -29,6 +29,7 @@ from .reduce_scatter_creation import reduce_scattered
 from .shard_map_collectives import MANUAL, explicit, in_bodies
 from .sum_reassociation import LOOKED_THROUGH, SPLITS, Reassociation, reassociate, split_all_reduce
 from .sums_behind_loops import Reduction
+from .widened_values import MOVED, narrow_dtypes
 
 _SUMMING = {
     "conv_general_dilated": "conv_general_dilated contracts",
@@ -79,6 +80,7 @@ class ProgramCollectives:
         self.reduce_scattered = reduce_scattered(self.graph, self.specs, self.sizes)
         self.reassociation = self.reassociated(platform)
         self.narrow = narrow_reshards(self.graph, self.strategies) if platform == "tpu" else ()
+        self.narrow_dtypes = narrow_dtypes(self.graph) if platform == "gpu" else {}
         uniform = [op for op in self.graph.ops if not self.graph.diverges(op)]
         self.rotations = {op.results[0]: shift for op in uniform if (shift := _rotation(op, self.graph)) is not None}
         makers = self.graph.makers
@@ -314,6 +316,10 @@ class ProgramCollectives:
                     yield from self.realigned(op, v, have, step.spec, times, what)
                 cause = f"{what}, resharded from {have} to {step.spec}"
                 found = self.collective(step.kind, step.axes, step.num_bytes, op, v, times, cause)
+                if v in self.narrow_dtypes and found.kind in MOVED:
+                    narrow = self.narrow_dtypes[v]
+                    size = found.result_bytes * narrow.itemsize // self.graph.itemsize(v)
+                    found = dataclasses.replace(found, dtype=str(narrow), result_bytes=size)
                 if found.dtype == "float32" and (v, step.spec.axes) in self.narrow:
                     found = dataclasses.replace(found, dtype="bfloat16", result_bytes=found.result_bytes // 2)
                 yield dataclasses.replace(found, advise=advise, is_move=True)

@@ -1,0 +1,35 @@
+"""Values that are converted to a wider dtype right before they are resharded.
+
+XLA:GPU moves the narrow value and widens it then (its `CollectiveQuantizer`): masks and one-hot vectors as bytes,
+upcast logits as bfloat16.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..graph import Graph
+
+MOVED = frozenset({"all-gather", "all-to-all", "collective-permute"})
+"""The collectives before which nothing is widened."""
+
+FORMATTING = frozenset({"annotate", "copy", "expand_dims", "reshape", "slice", "squeeze", "transpose"})
+"""Ops that may stand between the conversion and the collective."""
+
+
+def narrow_dtypes(graph: Graph) -> dict[int, Any]:
+    """Value -> the narrower dtype that it is moved in."""
+    found: dict[int, Any] = {}
+    converted: set[int] = set()
+    known = {*graph.inputs, *graph.makers}
+    for op in graph.ops:
+        if op.name == "convert_element_type" and 0 < graph.itemsize(op.operands[0]) < graph.itemsize(op.results[0]):
+            found[op.results[0]] = graph.dtypes[op.operands[0]]
+            converted.add(op.results[0])
+        elif op.name in FORMATTING and op.operands[0] in found:
+            found[op.results[0]] = found[op.operands[0]]
+        elif op.name in ("div", "mul") and len(widened := [v for v in op.operands if v in converted]) == 1:
+            others = [v for v in op.operands if v not in converted]
+            if all(not graph.shapes[v] or v not in known for v in others):  # a scalar, or one that is broadcast
+                found[op.results[0]] = found[widened[0]]
+    return found

@@ -1,0 +1,54 @@
+"""GPUs move what is widened right before a collective in its narrow dtype; other platforms move the wide value."""
+
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import pytest
+from support import quick_compile
+
+import sharding
+from sharding import P, cost
+
+HAS_GPU_COMPILER = importlib.util.find_spec("jax_cuda13_plugin") is not None
+
+
+def sorted_along_the_batch(widen):
+    return lambda x: jnp.sort(widen(x), 0)
+
+
+def upcast(x):
+    return x.astype(jnp.float32)
+
+
+PROGRAMS = {
+    "converted": (upcast, "bfloat16"),
+    "scaled": (lambda x: upcast(x) * 0.125, "bfloat16"),
+    "reshaped": (lambda x: upcast(x).reshape(32, 8, 8), "bfloat16"),
+    "transposed": (lambda x: upcast(x.reshape(32, 8, 8)).transpose(0, 2, 1), "bfloat16"),
+    "a mask": (lambda x: (x > 0).astype(jnp.int32), "bool"),
+    "added to": (lambda x: upcast(x) + 1, "float32"),
+    "negated": (lambda x: -upcast(x), "float32"),
+}
+X = jax.ShapeDtypeStruct((32, 64), "bfloat16")
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_dtype_that_is_moved(name):
+    widen, dtype = PROGRAMS[name]
+    with sharding.mesh(a=8):
+        ledger = sharding.jit(sorted_along_the_batch(widen), in_shardings=P("a")).complete(X).communication()
+    wide = jax.eval_shape(widen, X).dtype
+    for platform, expected in (("cpu", wide), ("tpu", wide), ("gpu", jnp.dtype(dtype))):
+        found = next(iter(ledger.lowered(platform)))
+        assert (found.dtype, found.result_bytes) == (str(expected), 32 * 64 // 8 * expected.itemsize)
+
+
+@pytest.mark.skipif(not HAS_GPU_COMPILER, reason="no cuda13")
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_as_compiled(name):
+    with sharding.mesh(a=8, devices=cost.compile_only("h100:1x8")):
+        step = sharding.jit(sorted_along_the_batch(PROGRAMS[name][0]), in_shardings=P("a"))
+        predicted = step.complete(X).communication().lowered("gpu").by_kind()
+        compiled = cost.read_compiled(step.lower(X).compile(quick_compile.OPTIONS))
+    assert predicted == compiled.by_kind()
