@@ -18,6 +18,7 @@ def set_up_devices(axes: Axes, *, num_devices: int | None) -> Axes:
     if processes.CPU_DEVICES not in os.environ:
         _request_cpu_devices(-(-(num_devices or known) // processes.count()))
     available = _count(num_devices)
+    processes.barrier("devices")  # an error in one process must not interrupt the start of another's backend
     if processes.ELASTIC in os.environ:
         axes = fewer_devices(axes, available)
         known = math.prod(size for size in axes.values() if size != -1)
