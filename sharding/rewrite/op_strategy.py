@@ -47,7 +47,10 @@ PER_ITERATION = frozenset({"scan xs", "scan ys"})
 OPAQUE = frozenset({"top_k"})
 """Ops that XLA's partitioner runs on replicated arrays."""
 
-SPECIAL = SHIFTING | PER_ITERATION | OPAQUE | {REDUCE_SCATTERED}
+REGROUPING = frozenset({"reshape"})
+"""Ops whose results lack factors of which operands keep every element: those are replicated while they run."""
+
+SPECIAL = SHIFTING | PER_ITERATION | OPAQUE | REGROUPING | {REDUCE_SCATTERED}
 """Ops whose strategy depends on more than their rule."""
 
 HALO_KINDS = frozenset({Kind.PERMUTE, Kind.REPLICATE})
@@ -155,7 +158,8 @@ class _StrategySearch:
         projected = {i: project(self.form, i, self._sharding(i), self.strategies.table.sizes) for i in order}
         displaced = dict.fromkeys(a for one in projected.values() for a in sorted(one.overflow))
         kept = {f for dims in rule.results for factors in dims for f in factors}
-        dropped = {f for f, kind in enumerate(rule.kinds) if kind is Kind.PASS and f not in kept}
+        lost = {f for f, kind in enumerate(rule.kinds) if kind is Kind.PASS and f not in kept}
+        dropped = lost if self.op.name in REGROUPING else {f for f in lost if rule.sizes[f] == 1}
         options: list[list[Atoms]] = []
         for f in range(len(rule.sizes)):
             seen = dict.fromkeys(one.factors[f] for one in projected.values() if f in one.factors)

@@ -225,6 +225,14 @@ def test_a_reduction_that_cannot_be_partitioned_is_gathered():
     assert found.agrees and list(found.predicted) == ["all-gather"]
 
 
+def test_a_reshape_that_breaks_up_a_sharded_dim():
+    x = jax.ShapeDtypeStruct((6, 2, 6), "float32")
+    with sharding.mesh(a=3, devices=jax.devices()[:3]):
+        step = sharding.jit(lambda x: jnp.sum(x.reshape(9, 8), (0, 1)), in_shardings=P(None, None, "a"))
+        found = step.complete(x).verify(step.lower(x).compile())
+    assert found.agrees and found.predicted == {"all-gather": (1, 6 * 2 * 6 * 4)}
+
+
 def test_a_short_slice_of_a_sharded_dim():
     x = jax.ShapeDtypeStruct((6, 8), "float32")
     for start, end in [(0, 3), (1, 4), (0, 1), (2, 5)]:
