@@ -95,7 +95,7 @@ def test_values_are_the_same(f):
     simple = simplify(closed)
     found = jax.core.eval_jaxpr(getattr(simple, "jaxpr", simple), simple.consts, W, X)
     for a, b in zip(found, jax.tree.leaves(f(W, X)), strict=True):
-        np.testing.assert_array_equal(a, b)
+        np.testing.assert_allclose(a, b, rtol=1e-6)  # a product is fused differently in a loop and before it
 
 
 @pytest.mark.parametrize("f", MOVED)
