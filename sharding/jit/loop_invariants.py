@@ -36,12 +36,11 @@ def hoist(eqn: Any) -> list[Any]:
     moved = _moved(body, outside)
     if not moved:
         return [eqn]
-    before = [_outside(e, outside) for e in moved]
-    kept = [e for e in body.eqns if not any(e is m for m in moved)]
-    made = {v for e in moved for v in e.outvars if not compat.is_drop(v)}
+    before = [_outside(e, outside) for e in moved.values()]
+    kept = [e for e in body.eqns if id(e) not in moved]
     read = {v for e in kept for v in e.invars if not compat.is_literal(v)}
     read.update(v for v in body.outvars if not compat.is_literal(v))
-    new = [v for e in moved for v in e.outvars if v in made and v in read]
+    new = [v for e in moved.values() for v in e.outvars if v in read]
     at = end - first
     invars = [*body.invars[:at], *new, *body.invars[at:]]
     params = eqn.params | {key: compat.rebuild(eqn.params[key], invars=invars, eqns=kept, outvars=body.outvars)}
@@ -57,28 +56,28 @@ def _constants(eqn: Any) -> tuple[int, int]:
     return first, first + eqn.params["body_nconsts"]
 
 
-def _moved(body: Any, outside: dict[Any, Any]) -> list[Any]:
-    """The equations of a body to run before the loop, in order."""
+def _moved(body: Any, outside: dict[Any, Any]) -> dict[int, Any]:
+    """The equations of a body to run before the loop, in order, by id."""
     makers: dict[Any, Any] = {}
     invariant = set(outside)
-    moved: dict[int, Any] = {}
+    moved: set[int] = set()
 
     def move(eqn: Any) -> None:
         waiting = [eqn]
         while waiting:
             one = waiting.pop()
             if id(one) not in moved:
-                moved[id(one)] = one
+                moved.add(id(one))
                 waiting += [makers[v] for v in one.invars if not compat.is_literal(v) and v in makers]
 
     for eqn in body.eqns:
-        if not _is_movable(eqn) or not all(compat.is_literal(v) or v in invariant for v in eqn.invars):
+        if not all(compat.is_literal(v) or v in invariant for v in eqn.invars) or not _is_movable(eqn):
             continue
         invariant.update(eqn.outvars)
         makers.update((v, eqn) for v in eqn.outvars)
         if _works(eqn) and _size(eqn.outvars) <= _size(eqn.invars):
             move(eqn)
-    return [eqn for eqn in body.eqns if id(eqn) in moved]
+    return {id(eqn): eqn for eqn in body.eqns if id(eqn) in moved}
 
 
 def _is_movable(eqn: Any) -> bool:
@@ -91,8 +90,7 @@ def _works(eqn: Any) -> bool:
     """Whether an equation does more than cheap equations do, or makes indices."""
     if all(jnp.issubdtype(v.aval.dtype, jnp.integer) for v in eqn.outvars):
         return True
-    inner = list(_with_bodies(eqn))
-    return any(e.primitive.name not in CHEAP and not any(compat.sub_jaxprs(e.params)) for e in inner)
+    return any(e.primitive.name not in CHEAP and not any(compat.sub_jaxprs(e.params)) for e in _with_bodies(eqn))
 
 
 def _with_bodies(eqn: Any) -> Iterator[Any]:

@@ -6,7 +6,6 @@ kernel's gradient. Along the batch and along groups nothing has to be sent, alon
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -51,17 +50,16 @@ def local_convolution(
         axes: the axes of their dims.
         sizes: the mesh axis sizes.
     """
-    numbers, batch_groups, groups = (
-        params["dimension_numbers"],
-        params["batch_group_count"],
-        params["feature_group_count"],
-    )
+    numbers = params["dimension_numbers"]
+    batch_groups, groups = params["batch_group_count"], params["feature_group_count"]
     (batch, feature, *_), (out_feature, in_feature, *_) = numbers.lhs_spec, numbers.rhs_spec
     (out_batch, out_channel, *_) = numbers.out_spec
     by_batch = [(0, batch), (2, out_batch)] if batch_groups == 1 else []
     by_sum = [(0, feature), (1, in_feature)] if groups == 1 else []
     by_group = [(0, feature if groups > 1 else batch), (1, out_feature), (2, out_channel)]
     sharded = {(t, d) for t, dims in enumerate(axes) for d, part in enumerate(dims) if part}
+    if not is_grouped(params):
+        return None
     for dims in (by_batch, by_sum, by_group):
         found = {tuple(axes[t][d]) for t, d in dims}
         if len(found) > 1 or any(not isinstance(axis, str) for part in found for axis in part):
@@ -71,7 +69,7 @@ def local_convolution(
     if not sharded or not sharded <= {*by_batch, *by_sum, *by_group}:
         return None
     parts = num_parts(tuple(axes[2][out_channel]), sizes)
-    if not is_grouped(params) or max(groups, batch_groups) % parts:
+    if max(groups, batch_groups) % parts:
         return None
     if parts == 1 and is_depthwise(params, shapes[1]):
         return None
@@ -98,5 +96,4 @@ def convolved(
         return jax.lax.psum(result, plan.summed) if plan.summed else result
 
     *operands, result = (PartitionSpec(*(tuple(part) or None for part in dims)) for dims in axes)
-    mapped = functools.partial(jax.shard_map, mesh=mesh, in_specs=tuple(operands), out_specs=result, check_vma=False)
-    return mapped(on_shards)(lhs, rhs)
+    return jax.shard_map(on_shards, mesh=mesh, in_specs=tuple(operands), out_specs=result, check_vma=False)(lhs, rhs)
