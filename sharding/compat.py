@@ -66,6 +66,14 @@ def new_eqn(like: Any, invars: Sequence[Any], outvars: Sequence[Any], primitive:
     return jex.new_jaxpr_eqn(list(invars), list(outvars), primitive, params, set(), info, ctx)
 
 
+def renamed(eqn: Any, names: dict[Any, Any]) -> Any:
+    """An equation with operands as in `names`, and with new results, which are added to it."""
+    results = [v if is_drop(v) else new_var(v.aval) for v in eqn.outvars]
+    operands = [v if is_literal(v) else names.get(v, v) for v in eqn.invars]
+    names.update(zip(eqn.outvars, results, strict=True))
+    return eqn.replace(invars=operands, outvars=results)
+
+
 def is_jaxpr(x: Any) -> bool:
     """Whether `x` is a jaxpr, open or closed."""
     return hasattr(x, "eqns") and hasattr(x, "outvars")

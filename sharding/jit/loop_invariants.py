@@ -36,7 +36,7 @@ def hoist(eqn: Any) -> list[Any]:
     moved = _moved(body, outside)
     if not moved:
         return [eqn]
-    before = [_outside(e, outside) for e in moved.values()]
+    before = [compat.renamed(e, outside) for e in moved.values()]
     kept = [e for e in body.eqns if id(e) not in moved]
     read = {v for e in kept for v in e.invars if not compat.is_literal(v)}
     read.update(v for v in body.outvars if not compat.is_literal(v))
@@ -103,11 +103,3 @@ def _with_bodies(eqn: Any) -> Iterator[Any]:
 def _size(atoms: Sequence[Any]) -> int:
     """Bytes of some arrays; those of other types, such as random keys, count per element."""
     return sum(math.prod(a.aval.shape) * getattr(a.aval.dtype, "itemsize", 1) for a in atoms)
-
-
-def _outside(eqn: Any, outside: dict[Any, Any]) -> Any:
-    """An equation of the body as it runs before the loop; its results are added to `outside`."""
-    outvars = [v if compat.is_drop(v) else compat.new_var(v.aval) for v in eqn.outvars]
-    invars = [v if compat.is_literal(v) else outside[v] for v in eqn.invars]
-    outside.update(zip(eqn.outvars, outvars, strict=True))
-    return eqn.replace(invars=invars, outvars=outvars)

@@ -121,11 +121,9 @@ class ConstraintEmitter:
         """Emits the equations of a function of some operands, whose result replaces that of an equation."""
         with compat.source_of(eqn):
             body = compat.open_jaxpr(jax.make_jaxpr(f)(*(v.aval for v in operands)))
-        outside = dict(zip(body.invars, operands, strict=True)) | {body.outvars[0]: eqn.outvars[0]}
-        for one in body.eqns:
-            outside.update((v, compat.new_var(v.aval)) for v in one.outvars if v not in outside)
-            invars = [v if compat.is_literal(v) else outside[v] for v in one.invars]
-            self.eqns.append(one.replace(invars=invars, outvars=[outside[v] for v in one.outvars]))
+        names = dict(zip(body.invars, operands, strict=True))
+        self.eqns += [compat.renamed(one, names) for one in body.eqns]
+        self.replaced[eqn.outvars[0]] = names[body.outvars[0]]
 
     def with_layout(self, var: Any, eqn: Any) -> Any:
         """Emits a constraint of a variable to the default layout and returns its result."""

@@ -87,10 +87,10 @@ def variables(atoms: Iterable[Any]) -> list[Any]:
 def _inline(jaxpr: Any, names: dict[Any, Any], eqns: list[Any], values: dict[Any, Any]) -> None:
     """Appends the equations of a body, with fresh variables."""
     for eqn in jaxpr.eqns:
-        operands = [_read(names, atom) for atom in eqn.invars]
         bodies = list(compat.sub_jaxprs(eqn.params))
         if eqn.primitive.name in CALLS and len(bodies) == 1:
             body = compat.open_jaxpr(bodies[0][2])
+            operands = [_read(names, atom) for atom in eqn.invars]
             inside: dict[Any, Any] = dict(zip(body.invars, operands, strict=True))
             for var, value in zip(body.constvars, compat.constants(bodies[0][2]), strict=True):
                 inside[var] = compat.new_var(var.aval)
@@ -98,9 +98,7 @@ def _inline(jaxpr: Any, names: dict[Any, Any], eqns: list[Any], values: dict[Any
             _inline(body, inside, eqns, values)
             names.update(zip(eqn.outvars, (_read(inside, atom) for atom in body.outvars), strict=True))
             continue
-        results = [var if compat.is_drop(var) else compat.new_var(var.aval) for var in eqn.outvars]
-        names.update(zip(eqn.outvars, results, strict=True))
-        eqns.append(eqn.replace(invars=operands, outvars=results))
+        eqns.append(compat.renamed(eqn, names))
 
 
 def _read(names: dict[Any, Any], atom: Any) -> Any:
