@@ -119,6 +119,18 @@ def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
     return list(results) if eqn.primitive.multiple_results else [results]
 
 
+def implementation(eqn: Any) -> Any:
+    """A function of arrays that computes what another package's primitive does; None for those of JAX and of this one.
+
+    JAX 0.12 has primitives of a higher level, which it replaces while it lowers; those have one, too.
+    """
+    primitive = eqn.primitive
+    if getattr(primitive, "is_high", None) and primitive.is_high(*(v.aval for v in eqn.invars), **eqn.params):
+        return primitive.to_lojax
+    package = (getattr(primitive.impl, "__module__", None) or "functools").partition(".")[0]
+    return None if package in ("functools", "jax", "jaxlib", __package__) else primitive.impl
+
+
 def source_of(eqn: Any) -> Any:
     """A context in which new equations have the source line of `eqn`."""
     return _source.user_context(eqn.source_info.traceback)
@@ -168,6 +180,14 @@ def sub_jaxprs(params: dict[str, Any]) -> Iterator[tuple[str, int, Any]]:
             for i, item in enumerate(value):
                 if is_jaxpr(item):
                     yield key, i, item
+
+
+def equations(eqn: Any) -> Iterator[Any]:
+    """An equation, and those in its bodies."""
+    yield eqn
+    for _, _, body in sub_jaxprs(eqn.params):
+        for inner in open_jaxpr(body).eqns:
+            yield from equations(inner)
 
 
 def with_jaxpr(params: dict[str, Any], key: str, pos: int, jaxpr: Any) -> dict[str, Any]:
@@ -223,6 +243,11 @@ _ARRAYS = frozenset((_array.ArrayImpl, _prng.PRNGKeyArray))
 def is_extended(dtype: Any) -> bool:
     """Whether a dtype is an extended dtype, such as that of random keys."""
     return jax.numpy.issubdtype(dtype, jax.dtypes.extended)
+
+
+def is_threefry(dtype: Any) -> bool:
+    """Whether a dtype is that of threefry keys."""
+    return is_extended(dtype) and getattr(dtype._impl, "name", "") in ("fry", "threefry2x32")
 
 
 def wrapped_key(key_data: Any, dtype: Any) -> Any:

@@ -91,7 +91,7 @@ class MemoryReport:
     name: str
     mesh: tuple[tuple[str, int], ...]
     argument_bytes: int
-    """Arguments that the program reads: live throughout."""
+    """Arguments of the compiled program: live throughout."""
     result_bytes: int
     """Results that are not aliased to donated arguments."""
     temporary_bytes: int
@@ -212,7 +212,7 @@ class LiveArrays:
     def arguments(self) -> Iterator[Array]:
         end = len(self.usage.lifetimes.steps) - 1
         for x, kind in zip(self.usage.program.inputs, self.argument_kinds, strict=True):
-            if x in self.usage.live_instructions:
+            if x in self.usage.program.kept:
                 yield self.array(x, kind, x.num_bytes, 0, end, "", "")
 
     def results(self) -> Iterator[Array]:

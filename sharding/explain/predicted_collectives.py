@@ -88,11 +88,11 @@ class ProgramCollectives:
         self.rotation_parts = {v for op in parts for v in op.results}
 
     def ops(self) -> Iterator[tuple[Op, tuple[Transfer, ...]]]:
-        """(op, its collectives) in program order."""
+        """(op, its collectives) in program order; none for empty arrays, which XLA replaces by constants."""
         live = _live(self.graph)
         for op in self.graph.ops:
             if not live.isdisjoint(op.results):
-                yield op, tuple(self.transfers(op))
+                yield op, tuple(t for t in self.transfers(op) if t.collective.result_bytes)
 
     def reassociated(self, platform: Platform) -> Reassociation:
         """The reductions that a platform's compiler leaves behind each op."""

@@ -9,7 +9,7 @@ the loop runs.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -82,7 +82,7 @@ def _moved(body: Any, outside: dict[Any, Any]) -> dict[int, Any]:
 
 def _is_movable(eqn: Any) -> bool:
     return not eqn.effects and all(
-        e.primitive.name not in STAY and e.primitive is not barrier_p for e in _with_bodies(eqn)
+        e.primitive.name not in STAY and e.primitive is not barrier_p for e in compat.equations(eqn)
     )
 
 
@@ -90,14 +90,7 @@ def _works(eqn: Any) -> bool:
     """Whether an equation does more than cheap equations do, or makes indices."""
     if all(jnp.issubdtype(v.aval.dtype, jnp.integer) for v in eqn.outvars):
         return True
-    return any(e.primitive.name not in CHEAP and not any(compat.sub_jaxprs(e.params)) for e in _with_bodies(eqn))
-
-
-def _with_bodies(eqn: Any) -> Iterator[Any]:
-    yield eqn
-    for _, _, body in compat.sub_jaxprs(eqn.params):
-        for inner in compat.open_jaxpr(body).eqns:
-            yield from _with_bodies(inner)
+    return any(e.primitive.name not in CHEAP and not any(compat.sub_jaxprs(e.params)) for e in compat.equations(eqn))
 
 
 def _size(atoms: Sequence[Any]) -> int:

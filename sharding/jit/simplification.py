@@ -5,6 +5,7 @@ its own: a gradient norm that is computed once to clip and once to report is com
 dims, which is what `vmap` makes of one over its axis, becomes the reduction that it is. A product of two flattened
 arrays (`vdot`) contracts their own dims: a flattened array cannot keep the sharding of its minor dims. A vmapped
 `while` is written as JAX lowers it: it runs while the condition of any example holds, and the others keep their values.
+Primitives of other packages become calls of their implementations.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from .. import compat
 from ..annotations import annotate
 from ..annotations.propagation_barrier import barrier_p
 from ..annotations.same import same_p
+from ..graph import CALLS
 from .loop_invariants import hoist
+from .package_primitives import implementation
 
 KEPT = frozenset({"checkpoint", "optimization_barrier", "remat", "remat2"})
 """Primitives that exist to compute something once more."""
@@ -26,7 +29,7 @@ KEPT = frozenset({"checkpoint", "optimization_barrier", "remat", "remat2"})
 REDUCTIONS = {"pmax": jax.lax.reduce_max, "pmin": jax.lax.reduce_min, "psum": jax.lax.reduce_sum}
 """Collective -> the same over dims."""
 
-SIMPLIFIED_INSIDE = KEPT | frozenset("closed_call cond core_call jit pjit scan shard_map while".split())
+SIMPLIFIED_INSIDE = CALLS | {"cond", "scan", "shard_map", "while"}
 """Primitives whose bodies are simplified, too."""
 
 
@@ -58,7 +61,7 @@ class _Simplifier:
         given = [
             new
             for eqn in source.eqns
-            for simpler in _as_reductions(_with_one_condition(eqn))
+            for simpler in _as_reductions(_with_one_condition(implementation(eqn)))
             for new in hoist(self.with_simple_bodies(simpler))
         ]
         is_changed = len(given) != len(source.eqns) or any(a is not b for a, b in zip(given, source.eqns, strict=True))

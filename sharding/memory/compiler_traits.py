@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from ..hardware import Platform
 
@@ -32,9 +33,21 @@ class CompilerTraits:
     """Whether a reduce-scatter stores only its result; otherwise it is an all-reduce and a slice."""
     stored_once: frozenset[str]
     """Primitives that are stored rather than computed in each of several consumers."""
+    stored_threefry_operands: int
+    """Arrays of words that making random bits stores beside its two results, see `threefry`."""
     is_breadth_first: bool
     """Whether kernels run in the order in which they become ready; others keep the program's order."""
 
+
+ACCELERATOR: dict[str, Any] = {
+    "widens_16_bits": False,
+    "transposes_operands": False,
+    "reduces_in_rounds": False,
+    "reduce_scatters": True,
+    "stored_once": frozenset({"gather", "threefry2x32", "threefry4x32"}),
+    "is_breadth_first": False,
+}
+"""What the compilers for GPUs and TPUs have in common."""
 
 TRAITS: Mapping[Platform, CompilerTraits] = {
     "cpu": CompilerTraits(
@@ -43,17 +56,9 @@ TRAITS: Mapping[Platform, CompilerTraits] = {
         reduces_in_rounds=True,
         reduce_scatters=False,
         stored_once=TRANSCENDENTAL,
+        stored_threefry_operands=2,
         is_breadth_first=True,
     ),
-    **dict.fromkeys(
-        ("tpu", "gpu"),
-        CompilerTraits(
-            widens_16_bits=False,
-            transposes_operands=False,
-            reduces_in_rounds=False,
-            reduce_scatters=True,
-            stored_once=frozenset({"gather", "threefry2x32", "threefry4x32"}),
-            is_breadth_first=False,
-        ),
-    ),
+    "gpu": CompilerTraits(**ACCELERATOR, stored_threefry_operands=4),
+    "tpu": CompilerTraits(**ACCELERATOR, stored_threefry_operands=0),
 }

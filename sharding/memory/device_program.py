@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .. import compat
 from ..propagation import Assignment
 from ..spec import Spec, divisible
 from . import control_flow_lowering
@@ -27,6 +28,8 @@ class DeviceProgram:
 
     body: Body
     inputs: tuple[Instruction, ...]
+    kept: frozenset[Instruction]
+    """The inputs that the compiled program has: `jax.jit` drops those that the results don't depend on."""
     outputs: tuple[Instruction, ...]
 
 
@@ -54,7 +57,9 @@ def lower(assignment: Assignment, traits: CompilerTraits) -> DeviceProgram:
             x = emitter.reshard(x, g.shapes[v], itemsize, lowering.spec_of(atom, scope), spec)
         outputs.append(x)
     emitter.body.results = outputs
-    return DeviceProgram(emitter.body, tuple(inputs), tuple(outputs))
+    used = compat.inputs_used(scope.jaxpr, [True] * len(outputs))
+    kept = frozenset(x for x, is_used in zip(inputs, used, strict=True) if is_used)
+    return DeviceProgram(emitter.body, tuple(inputs), kept, tuple(outputs))
 
 
 def _boundary_spec(assignment: Assignment, v: int) -> Spec:

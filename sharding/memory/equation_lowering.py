@@ -18,7 +18,7 @@ from ..propagation import Assignment
 from ..rewrite import xla_workarounds
 from ..rewrite.op_strategy import OpStrategies
 from ..spec import Spec, closed_spec
-from . import cpu_arithmetic, cpu_dot_layouts, cpu_library_reductions, primitive_traits
+from . import cpu_arithmetic, cpu_dot_layouts, cpu_library_reductions, primitive_traits, threefry
 from .compiler_traits import CompilerTraits
 from .emitter import Cursor, Emitter
 from .instruction import Instruction, Phase
@@ -256,7 +256,7 @@ class Lowering:
         if (
             self.traits.widens_16_bits
             and primitive_traits.is_elementwise(name)
-            and name != "convert_element_type"
+            and name not in primitive_traits.CONVERSIONS
             and len(shapes) == 1
             and cpu_arithmetic.is_bf16(eqn)
         ):
@@ -268,6 +268,8 @@ class Lowering:
             and (wide := cpu_arithmetic.before_rounding(present[0])) is not present[0]
         ):
             return [wide]
+        if threefry.makes_bits(eqn):
+            return [threefry.random_bits(eqn, present, shapes[0], itemsizes[0], values[0], emitter)]
         if primitive_traits.is_fusible(name):
             facts = {
                 "eqn": eqn,

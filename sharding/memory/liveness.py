@@ -116,13 +116,18 @@ def program_lifetimes(program: DeviceProgram, donated: Mapping[int, int], order:
         order: of the kernels.
     """
     pairs = [(program.inputs[a], k) for k, a in donated.items()]
-    found = lifetimes(program.body, pairs, {*program.outputs}, order)
+    found = lifetimes(program.body, pairs, {*program.outputs}, order, are_donated=True)
     found.place_in_results({x for k, x in enumerate(program.outputs) if k not in donated})
     return found
 
 
 def lifetimes(
-    body: Body, carried: Sequence[tuple[Instruction, int]], not_temporary: set[Instruction], order: Order
+    body: Body,
+    carried: Sequence[tuple[Instruction, int]],
+    not_temporary: set[Instruction],
+    order: Order,
+    *,
+    are_donated: bool = False,
 ) -> Lifetimes:
     """The buffers of one body.
 
@@ -131,9 +136,12 @@ def lifetimes(
         carried: (argument, result) pairs that share a buffer.
         not_temporary: results whose buffers are counted elsewhere.
         order: of the kernels.
+        are_donated: whether the pairs are donated arguments: a result that is written while its argument is still
+            read is a temporary, copied in the end.
     """
     steps = order(fuse(body.live_instructions(), body.results), body.results)
-    return _BufferAssignment(steps, body, carried, not_temporary, order).lifetimes()
+    found = _BufferAssignment(steps, body, carried, not_temporary, order)
+    return found.lifetimes(are_donated=are_donated)
 
 
 class _BufferAssignment:
@@ -160,14 +168,17 @@ class _BufferAssignment:
         self.buffers: list[Buffer] = []
         self._tuple_elements: dict[Instruction, list[Instruction]] = {}
 
-    def lifetimes(self) -> Lifetimes:
+    def lifetimes(self, *, are_donated: bool) -> Lifetimes:
         nested: dict[int, list[Lifetimes]] = {}
         for k, step in enumerate(self.steps):
             for kernel in step.kernels:
                 self.assign(kernel)
                 for body in kernel.root.bodies:
                     nested.setdefault(k, []).append(self.nested(kernel.root, body))
-        self.alias_carried()
+        if are_donated:
+            self.copy_interfering()
+        else:
+            self.alias_carried()
         return Lifetimes(self.steps, self.buffers, nested)
 
     def nested(self, source: Instruction, body: Body) -> Lifetimes:
@@ -270,3 +281,27 @@ class _BufferAssignment:
             updated = any(first.root.operands[at] is argument for at, _ in first.root.in_place)
             if made > read or (made == read and (updated or self.is_elementwise(first, argument))):
                 new.is_temporary = False
+
+    def copy_interfering(self) -> None:
+        """Keep a donated result apart from its argument where a reader of the argument needs the result, too.
+
+        Other readers run before the result is written: XLA's copy insertion orders them so.
+        """
+        for argument, number in self.carried:
+            new, old = self.buffer_of.get(self.body.results[number]), self.buffer_of.get(argument)
+            if new is None or new is old or new.makers[0][1].role == "argument":
+                continue
+            if new.makers[0][0] <= self.last_read.get(argument, -1) and self.is_read_after(argument, new):
+                new.is_temporary = True
+
+    def is_read_after(self, argument: Instruction, new: Buffer) -> bool:
+        """Whether some kernel that reads an argument also reads, or updates, what another buffer holds."""
+        written = {x for _, x in new.makers}
+        for step in self.steps[new.makers[0][0] :]:
+            for kernel in step.kernels:
+                reads = [x for x in kernel.operands if x in written]
+                if kernel.root not in written and reads:
+                    written.add(kernel.root)
+                if argument in kernel.operands and reads:
+                    return True
+        return False

@@ -27,7 +27,7 @@ REDUCTIONS = frozenset("reduce_and reduce_max reduce_min reduce_or reduce_prod r
 BARRIER = "optimization_barrier"
 """Its results are its operands, none available before all are."""
 
-IDENTITIES = frozenset("copy_p pbroadcast pvary reshard same barrier".split())
+IDENTITIES = frozenset("barrier copy_p device_put pbroadcast pvary reshard same".split())
 """Primitives whose results are their operands."""
 
 REUSES_OPERAND = frozenset("broadcast_in_dim conv_general_dilated dot_general gather pad stack tile".split())
@@ -39,18 +39,20 @@ COLLECTIVES = {
 }  # fmt: skip
 """Collective primitive of manual code -> HLO opcode."""
 
+CONVERSIONS = frozenset({"bitcast_convert_type", "convert_element_type"})
+
 TREE_REDUCTION_WINDOW = 32
 """Longer dims are reduced in two rounds (`tree_reduction_rewriter.cc`), the first of which reads stored values."""
 
 
 def is_elementwise(name: str) -> bool:
     """Whether each element of the result depends only on the operands' elements at the same index."""
-    return name in ELEMENTWISE
+    return name in ELEMENTWISE or name in CONVERSIONS
 
 
 def is_fusible(name: str) -> bool:
     """Whether a consumer may compute it inside its own kernel."""
-    return name in ELEMENTWISE or name in DATA_MOVEMENT or name in REDUCTIONS or name in RESHAPES
+    return is_elementwise(name) or name in DATA_MOVEMENT or name in REDUCTIONS or name in RESHAPES
 
 
 def is_transposed(x: Instruction) -> bool:

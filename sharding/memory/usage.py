@@ -30,13 +30,8 @@ class Usage:
 
     @cached_property
     def argument_bytes(self) -> int:
-        """Arguments that the program reads; `jax.jit` drops unused ones."""
-        return sum(x.num_bytes for x in self.program.inputs if x in self.live_instructions)
-
-    @cached_property
-    def live_instructions(self) -> frozenset:
-        """The instructions that some result depends on."""
-        return frozenset(self.program.body.live_instructions())
+        """The arguments of the compiled program."""
+        return sum(x.num_bytes for x in self.program.kept)
 
     @cached_property
     def result_bytes(self) -> int:

@@ -81,6 +81,7 @@ def on_one_device(f, *args):
 
 SQUARE = 64 * 64 * 4
 """Bytes of one array."""
+SHAPE = peak_memory.floats(64, 64)
 
 
 def dots(x, n):
@@ -112,14 +113,14 @@ BY_HAND = {
 @pytest.mark.parametrize("name", BY_HAND)
 def test_temporaries_counted_by_hand(name):
     f, count = BY_HAND[name]
-    assert on_one_device(f, peak_memory.floats(64, 64)).temporary_bytes == count * SQUARE
+    assert on_one_device(f, SHAPE).temporary_bytes == count * SQUARE
 
 
 @peak_memory.newest_jax_only
 @pytest.mark.parametrize("name", BY_HAND)
 def test_xla_stores_as_much(name):
     f, _ = BY_HAND[name]
-    peak = peak_memory.peak_of(f, peak_memory.floats(64, 64), sizes={"data": 8})
+    peak = peak_memory.peak_of(f, SHAPE, sizes={"data": 8})
     assert 0 <= peak.compiled - peak.predicted <= 128  # counters of loops
 
 
@@ -128,11 +129,7 @@ def test_an_expensive_op_with_two_readers_is_stored_and_a_cheap_one_is_not():
         return lambda x: ((f(x) + 1) @ x, (f(x) * 2) @ x)
 
     stored = [
-        [
-            k.root.name
-            for step in on_one_device(two(f), peak_memory.floats(64, 64)).lifetimes.steps
-            for k in step.kernels
-        ]
+        [k.root.name for step in on_one_device(two(f), SHAPE).lifetimes.steps for k in step.kernels]
         for f in (lambda x: x + 3, jnp.tanh)
     ]
     assert [names.count("tanh") for names in stored] == [0, 1]
@@ -140,7 +137,7 @@ def test_an_expensive_op_with_two_readers_is_stored_and_a_cheap_one_is_not():
 
 
 def test_a_loop_holds_its_carry_once_and_its_stack_from_the_start():
-    found = on_one_device(loop, peak_memory.floats(64, 64))
+    found = on_one_device(loop, SHAPE)
     alive = [(b.num_bytes, [m.name for _, m in b.makers]) for b in found.lifetimes.buffers if b.is_temporary]
     assert (5 * SQUARE, ["broadcast", "scan"]) in alive  # the stack reuses the zeros' buffer
     assert (SQUARE, ["copy", "scan"]) in alive  # the carry begins as a copy of an argument
@@ -159,3 +156,49 @@ def test_independent_all_reduces_are_one_step():
     steps = usage(c.assignment).lifetimes.steps
     combined = [len(s.kernels) for s in steps if s.kernels[0].root.name == "all-reduce"]
     assert combined == [2, 1]
+
+
+def rewritten_cache(cache, x):
+    """Each row read and written by a loop: the old cache is read until the new one is complete."""
+
+    def body(carry, row):
+        new = row.at[0].set(carry[0])
+        return carry @ new, new
+
+    return lax.scan(body, x, cache)
+
+
+@jax.custom_vjp
+def first(x, y):
+    return x
+
+
+first.defvjp(lambda x, y: (x, None), lambda _, g: (g, g))
+
+
+def with_dropout(x, keys):
+    def layer(x, key):
+        return jnp.where(jax.random.bernoulli(key, 0.9, x.shape), x, 0) @ x
+
+    def loss(x):
+        return jnp.sum(layer(layer(x, keys[0]), keys[1]))
+
+    return jax.grad(loss)(x)
+
+
+KEYS = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 2))
+PLACED = {
+    "a donated cache is copied in the end": (rewritten_cache, (peak_memory.floats(8, 64, 64), SHAPE), True),
+    "an argument that only a custom rule reads is kept": (lambda x, y: first(x, y) @ x, (SHAPE, SHAPE), False),
+    "random bits are two words each": (with_dropout, (SHAPE, KEYS), False),
+}
+"""Case -> a function, its arguments, and whether the first is donated."""
+
+
+@peak_memory.newest_jax_only
+@pytest.mark.parametrize("name", PLACED)
+def test_xla_places_as_much(name):
+    f, args, is_donated = PLACED[name]
+    options = {"donate_argnums": 0} if is_donated else {}
+    peak = peak_memory.peak_of(f, *args, sizes={"data": 8}, **options)
+    assert abs(peak.compiled - peak.predicted) <= 256  # counters of loops and keys
