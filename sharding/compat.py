@@ -120,7 +120,7 @@ def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
 
 
 def implementation(eqn: Any) -> Any:
-    """A function of arrays that computes what another package's primitive does; None for those of JAX and of this one.
+    """A function of arrays that computes what another package's primitive does; None for JAX's and this package's.
 
     JAX 0.12 has primitives of a higher level, which it replaces while it lowers; those have one, too.
     """
@@ -158,6 +158,11 @@ def with_constants(primitive: str, params: dict[str, Any], number: int) -> dict[
     flat = importlib.import_module("jax._src.flattree")
     consts, *others = params["ft_in"].unpack()
     return params | {"ft_in": flat.FTTuple(flat.FTTuple(consts, *[flat.FTSingleton(None)] * number), *others)}
+
+
+def is_recomputed(eqn: Any) -> bool:
+    """Whether an equation recomputes values for the backward pass, behind a barrier, so that XLA merges none."""
+    return bool(eqn.params.get("differentiated")) and any(np.atleast_1d(eqn.params.get("prevent_cse", False)))
 
 
 def layout_constraint(like: Any, operand: Any, result: Any) -> Any:

@@ -9,23 +9,25 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from ..cost import SUMS, Kind
-from ..graph import Graph, Op, Scope
+from ..graph import Graph, Op
 from ..hardware import Platform
 from ..propagation import Assignment
 from ..rewrite import xla_workarounds
 from ..rewrite.halo_exchange import Halo, halos, realignments, rotation, rotation_gradient, rotation_parts
 from ..rewrite.op_strategy import OpStrategies, OpStrategy
 from ..rewrite.reshard import Step, chain, local_bytes
-from ..spec import Axis, Spec, axis_name, divisible, num_parts
+from ..spec import Axis, Spec, axis_name, divisible, local_shape, num_parts
+from ..xla.collective_lowering import is_gathered_by_all_reduce
 from .collective_hints import Hints
 from .collective_ledger import Collective, Ledger
 from .narrow_operands import narrow_reshards
-from .reduce_scatter_creation import reduce_scattered
+from .reduce_scatter_creation import is_masked, reduce_scattered
 from .shard_map_collectives import MANUAL, explicit, in_bodies
 from .sum_reassociation import LOOKED_THROUGH, SPLITS, Reassociation, reassociate, split_all_reduce
 from .sums_behind_loops import Reduction
@@ -71,11 +73,12 @@ class ProgramCollectives:
     """
 
     def __init__(self, assignment: Assignment, *, platform: Platform = "cpu"):
+        self.platform: Platform = platform
         self.graph, self.specs, self.sizes = assignment.graph, assignment.specs, assignment.sizes
         self.strategies, self.hints = OpStrategies(assignment), Hints(assignment)
         self.times = _times(self.graph)
         self.loop_invariants = _loop_invariants(self.graph)
-        self.branches = _branches(self.graph.scope)
+        self.regions = self.graph.regions()
         self.resharded: set[tuple] = set()
         self.reduce_scattered = reduce_scattered(self.graph, self.specs, self.sizes)
         self.reassociation = self.reassociated(platform)
@@ -89,7 +92,7 @@ class ProgramCollectives:
 
     def ops(self) -> Iterator[tuple[Op, tuple[Transfer, ...]]]:
         """(op, its collectives) in program order; none for empty arrays, which XLA replaces by constants."""
-        live = _live(self.graph)
+        live = self.graph.live_values()
         for op in self.graph.ops:
             if not live.isdisjoint(op.results):
                 yield op, tuple(t for t in self.transfers(op) if t.collective.result_bytes)
@@ -115,14 +118,24 @@ class ProgramCollectives:
         def moves(op: Op) -> bool:
             return op.rule is None or any(self.strategies.of(op).steps)
 
+        def reads_in_place(op: Op) -> bool:
+            strategy = None if op.rule is None else self.strategies.of(op)
+            return (
+                strategy is not None
+                and not any(strategy.operand_steps)
+                and all(v in reductions for v, steps in zip(op.results, strategy.result_steps, strict=True) if steps)
+            )
+
         names = list(self.sizes)
         return reassociate(
             self.graph,
             platform,
             reductions,
             moves,
+            reads_in_place,
             axes=lambda v: self.specs[v].axes,
             order=lambda axis: names.index(axis) if isinstance(axis, str) else names.index(axis[0]),
+            spans_mesh=lambda axes: num_parts(tuple(axes), self.sizes) == math.prod(self.sizes.values()),
             shard_bytes=self.shard_bytes,
         )
 
@@ -216,11 +229,14 @@ class ProgramCollectives:
         """The kind of a reduction, which is a reduce-scatter if every use of its result is a slice."""
         is_scattered = step.kind == "all-reduce" and self.reduce_scattered.get(v) == frozenset(step.axes)
         assert step.kind != "slice"
+        if step.kind == "reduce-scatter" and self.platform == "gpu" and is_masked(self.graph.makers.get(v)):
+            return "all-reduce"
         return "reduce-scatter" if is_scattered else step.kind
 
     def reduction(self, v: int, kind: Kind, axes: tuple[Axis, ...]) -> Step:
         """A reduction of a value that is sharded as inferred."""
-        size = self.shard_bytes(v) * (num_parts(axes, self.sizes) if kind == "reduce-scatter" else 1)
+        is_sliced = kind == "reduce-scatter" or any(axis in dim for dim in self.specs[v].axes for axis in axes)
+        size = self.shard_bytes(v) * (num_parts(axes, self.sizes) if is_sliced else 1)
         return Step(kind=kind, axes=axes, spec=self.specs[v], num_bytes=size, wire_bytes=0)
 
     def with_workarounds(self, op: Op, strategy: OpStrategy) -> tuple[Sequence[Spec], Sequence[Spec]]:
@@ -304,18 +320,21 @@ class ProgramCollectives:
     def reshards(
         self, op: Op, v: int, have: Spec, steps: Sequence[Step], times: int, what: str, advise: Callable[[], str]
     ) -> Iterator[Collective]:
-        """The collectives of a reshard; a value that one branch, or the code outside, reshards twice moves once."""
-        branch = self.branches.get(id(op.site[0])) if op.site else None
+        """The collectives of a reshard; what a branch, a recomputation or the rest reshards twice moves once."""
+        region = self.regions.get(id(op.site[0])) if op.site else None
         entered = self.graph.makers.get(v) if op.name == "scan xs" else None
         source = v if entered is None or self.specs[entered.operands[0]].axes != have.axes else entered.operands[0]
         for step in steps:
-            key = (source, step.spec.axes, branch)
+            key = (source, step.spec.axes, region)
             if step.kind != "slice" and key not in self.resharded:
                 self.resharded.add(key)
                 if step.kind in ("all-gather", "all-reduce"):
                     yield from self.realigned(op, v, have, step.spec, times, what)
                 cause = f"{what}, resharded from {have} to {step.spec}"
                 found = self.collective(step.kind, step.axes, step.num_bytes, op, v, times, cause)
+                shape = local_shape(step.spec.axes, self.graph.shapes[v], self.sizes)
+                if step.kind == "all-gather" and is_gathered_by_all_reduce(self.platform, shape, found.num_devices):
+                    found = dataclasses.replace(found, kind="all-reduce")
                 if v in self.narrow_dtypes and found.kind in MOVED:
                     narrow = self.narrow_dtypes[v]
                     size = found.result_bytes * narrow.itemsize // self.graph.itemsize(v)
@@ -367,28 +386,3 @@ def _times(graph: Graph) -> dict[int, int]:
 def _loop_invariants(graph: Graph) -> dict[int, int]:
     """Loop invariant -> how often the loop runs."""
     return {op.results[0]: op.times for op in graph.ops if op.name == "edge" and op.site and len(op.operands) == 1}
-
-
-def _branches(scope: Scope | None) -> dict[int, Scope]:
-    """id of an equation in a branch -> the innermost enclosing branch."""
-    found: dict[int, Scope] = {}
-    waiting: list[tuple[Scope, Scope | None]] = [(scope, None)] if scope is not None else []
-    while waiting:
-        one, branch = waiting.pop()
-        if branch is not None:
-            found.update((id(eqn), branch) for eqn in one.jaxpr.eqns)
-        waiting += [(child, child if key == "branches" else branch) for (_, key, _), child in one.children.items()]
-    return found
-
-
-def _live(graph: Graph) -> set[int]:
-    """The values that an output of the program depends on; the rest is dead code."""
-    waiting = list(graph.outputs)
-    live = set(waiting)
-    while waiting:
-        v = waiting.pop()
-        op = graph.makers.get(v)
-        new = {*(op.operands if op is not None else ()), *graph.dependencies.get(v, ())} - live
-        live |= new
-        waiting += new
-    return live

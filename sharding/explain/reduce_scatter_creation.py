@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import jax
+
 from ..graph import Graph, Op
 from ..rewrite.reshard import chain
 from ..spec import Axis, Spec
@@ -33,6 +35,16 @@ def reduce_scattered(graph: Graph, specs: Sequence[Spec], sizes: Mapping[str, in
         if op is not None and op.name in COMMUTES_WITH_SLICE:
             waiting += [(operand, axes) for operand in op.operands if specs[operand].axes == specs[v].axes]
     return found
+
+
+def is_masked(op: Op | None) -> bool:
+    """Whether an op masks what it reduces before that is sliced: rows of a gather that are out of bounds.
+
+    XLA:GPU all-reduces and slices those; XLA:TPU slices first.
+    """
+    if op is None or op.name != "gather" or not op.site:
+        return False
+    return op.site[0].params["mode"] == jax.lax.GatherScatterMode.FILL_OR_DROP
 
 
 def _slice(op: Op, graph: Graph, specs: Sequence[Spec], sizes: Mapping[str, int]) -> frozenset[Axis]:

@@ -3,7 +3,9 @@
 `add(all-reduce(x), all-reduce(y))` becomes `all-reduce(add(x, y))`, and likewise for reduce-scatters, where the sums
 are over the same axes and used only there (`AllReduceReassociate` of openxla/xla). The gradient of a value that several
 products read, such as the input of q, k and v, is the usual case. XLA:GPU first folds an all-reduce of an all-reduce
-into one over the axes of both (`AllReduceFolder`).
+into one over the axes of both (`AllReduceFolder`). Both reduce all dims that one reduction after another sums, and
+all-reduce the result once over the axes of both: `x.sum(1).sum(0)` of a matrix sends one number. XLA:TPU narrows
+float32 sums that are only read in bfloat16 before it all-reduces them.
 """
 
 from __future__ import annotations
@@ -27,6 +29,9 @@ LOOKED_THROUGH: Mapping[Platform, frozenset[str]] = {
     "tpu": _FORMATTING,
 }
 """Platform whose compiler reassociates -> ops on one array that may be between a reduction and the addition."""
+
+MERGED = frozenset({"reduce_max", "reduce_min", "reduce_sum"})
+"""Reductions of which compilers for TPUs and GPUs make one if the same one follows."""
 
 SPLITS: Collection[Platform] = ("gpu",)
 """Platforms whose compiler reduce-scatters over the axes that a sum is then sliced along, before it all-reduces over
@@ -66,8 +71,10 @@ def reassociate(
     platform: Platform,
     reductions: Mapping[int, Sequence[Reduction]],
     moves: Callable[[Op], bool],
+    reads_in_place: Callable[[Op], bool],
     axes: Callable[[int], object],
     order: Callable[[Axis], int],
+    spans_mesh: Callable[[Collection[Axis]], bool],
     shard_bytes: Callable[[int], int],
 ) -> Reassociation:
     """The reductions that are left behind each op.
@@ -77,11 +84,25 @@ def reassociate(
         platform: whose compiler reassociates.
         reductions: value -> its reductions in order, for values that are only reduced and not moved.
         moves: whether an op reshards any of its arrays.
+        reads_in_place: whether an op reshards none of its operands, and its results only by `reductions`.
         axes: the sharding of a value, which must be that of both summands.
         order: the sort key of an axis in mesh order.
+        spans_mesh: whether some axes are all of the mesh.
         shard_bytes: bytes of a value on one device.
     """
     left = {v: _folded(found, order) if platform == "gpu" else tuple(found) for v, found in reductions.items()}
+    for op in graph.ops:
+        if platform == "tpu" and _narrows(graph, op, left, moves):
+            left[op.results[0]], left[op.operands[0]] = left[op.operands[0]], ()
+        source = _merged_with(graph, op, left, reads_in_place) if op.name in MERGED else None
+        if source is None:
+            continue
+        (v,) = op.results
+        both = (*left[source], *left.get(v, ()))
+        folded = _folded(both, order)
+        left[v] = folded if platform == "gpu" or graph.shapes[v] or spans_mesh(folded[0][1]) else both
+        if graph.num_uses[source] == 1:
+            left[source] = ()
 
     def reduced(v: int) -> int | None:
         """The value, reduced by addition, that is looked through to."""
@@ -108,6 +129,37 @@ def reassociate(
                 left[v] = left[v][: -len(common)]
             left[result] = common
     return Reassociation(left, sums_behind_loops(graph, left, reduced, moves, shard_bytes))
+
+
+def _narrows(graph: Graph, op: Op, left: Mapping[int, Sequence[Reduction]], moves: Callable[[Op], bool]) -> bool:
+    """Whether an op converts an all-reduced float32 value to bfloat16, as its only use."""
+    if op.name != "convert_element_type" or moves(op):
+        return False
+    (v,), (result,) = op.operands, op.results
+    dtypes = (str(graph.dtypes[v]), str(graph.dtypes[result]))
+    is_sum = {kind for kind, _ in left.get(v, ())} == {"all-reduce"}
+    return is_sum and graph.num_uses[v] == 1 and dtypes == ("float32", "bfloat16")
+
+
+def _merged_with(
+    graph: Graph, op: Op, left: Mapping[int, Sequence[Reduction]], reads_in_place: Callable[[Op], bool]
+) -> int | None:
+    """The all-reduced value behind a reduction of the same kind whose result a reduction reads, if any."""
+    if not reads_in_place(op) or {kind for kind, _ in left.get(op.results[0], ())} - {"all-reduce"}:
+        return None
+    (v,) = op.operands
+    while (maker := graph.makers.get(v)) is not None and reads_in_place(maker):
+        if maker.name == op.name and left.get(v):
+            return v if {kind for kind, _ in left[v]} == {"all-reduce"} else None
+        if graph.num_uses[v] > 1 or len(maker.operands) != 1 or not _only_turns(graph, maker):
+            return None
+        (v,) = maker.operands
+    return None
+
+
+def _only_turns(graph: Graph, op: Op) -> bool:
+    """Whether an op only transposes, or adds or removes dims of size 1."""
+    return op.name in ("annotate", "squeeze", "transpose") or _is_reshape(graph, op)
 
 
 def _only_operand(graph: Graph, op: Op, looked_through: Collection[str]) -> int | None:

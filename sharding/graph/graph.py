@@ -127,6 +127,31 @@ class Graph:
     outputs: list[int] = field(default_factory=list)
     scope: Scope | None = None
 
+    def live_values(self) -> set[int]:
+        """The values that an output of the program depends on; the rest is dead code."""
+        waiting = list(self.outputs)
+        live = set(waiting)
+        while waiting:
+            v = waiting.pop()
+            op = self.makers.get(v)
+            new = {*(op.operands if op is not None else ()), *self.dependencies.get(v, ())} - live
+            live |= new
+            waiting += new
+        return live
+
+    def regions(self) -> dict[int, Scope]:
+        """id of an equation -> the innermost branch or recomputation that it is in: XLA merges nothing across them."""
+        found: dict[int, Scope] = {}
+        waiting: list[tuple[Scope, Scope | None]] = [(self.scope, None)] if self.scope is not None else []
+        while waiting:
+            one, region = waiting.pop()
+            if region is not None:
+                found.update((id(eqn), region) for eqn in one.jaxpr.eqns)
+            for (i, key, _), child in one.children.items():
+                is_region = key == "branches" or compat.is_recomputed(one.jaxpr.eqns[i])
+                waiting.append((child, child if is_region else region))
+        return found
+
     @property
     def unknown(self) -> dict[str, int]:
         """Primitives without a rule, and the number of their ops."""

@@ -5,7 +5,7 @@ its own: a gradient norm that is computed once to clip and once to report is com
 dims, which is what `vmap` makes of one over its axis, becomes the reduction that it is. A product of two flattened
 arrays (`vdot`) contracts their own dims: a flattened array cannot keep the sharding of its minor dims. A vmapped
 `while` is written as JAX lowers it: it runs while the condition of any example holds, and the others keep their values.
-Primitives of other packages become calls of their implementations.
+Primitives of other packages become calls of their implementations, and gathers of whole arrays reshapes.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from ..annotations import annotate
 from ..annotations.propagation_barrier import barrier_p
 from ..annotations.same import same_p
 from ..graph import CALLS
+from .constant_indices import without_constant_indices
 from .loop_invariants import hoist
 from .package_primitives import implementation
 
@@ -35,7 +36,7 @@ SIMPLIFIED_INSIDE = CALLS | {"cond", "scan", "shard_map", "while"}
 
 def simplify(jaxpr: Any) -> Any:
     """The simplified jaxpr, which computes the same; itself if nothing changes."""
-    return _Simplifier().jaxpr(jaxpr)
+    return _Simplifier().jaxpr(without_constant_indices(jaxpr))
 
 
 class _Simplifier:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from ..hardware import Platform
 
@@ -25,40 +24,44 @@ class CompilerTraits:
     widens_16_bits: bool
     """Whether arithmetic and collectives on 16-bit floats, and some dots, run in 32 bits."""
     transposes_operands: bool
-    """Whether operands of dots and convolutions are transposed to the order of a library, and arrays that are gathered
-    along an inner dim around the gather; others choose layouts so that neither is needed."""
+    """Whether transposes are stored, operands of dots and convolutions transposed to the order of a library, and arrays
+    that are gathered along an inner dim transposed around the gather; others choose layouts so that none is needed."""
+    reduces_vector_products: bool
+    """Whether a product with a vector becomes a reduction."""
     reduces_in_rounds: bool
     """Whether reductions over long dims store the results of a first round, or run in a library."""
     reduce_scatters: bool
     """Whether a reduce-scatter stores only its result; otherwise it is an all-reduce and a slice."""
     stored_once: frozenset[str]
     """Primitives that are stored rather than computed in each of several consumers."""
-    stored_threefry_operands: int
-    """Arrays of words that making random bits stores beside its two results, see `threefry`."""
+    loops_over_threefry_rounds: bool
+    """Whether random bits are made in a loop, see `threefry`; otherwise in the kernel that reads them."""
     is_breadth_first: bool
     """Whether kernels run in the order in which they become ready; others keep the program's order."""
 
-
-ACCELERATOR: dict[str, Any] = {
-    "widens_16_bits": False,
-    "transposes_operands": False,
-    "reduces_in_rounds": False,
-    "reduce_scatters": True,
-    "stored_once": frozenset({"gather", "threefry2x32", "threefry4x32"}),
-    "is_breadth_first": False,
-}
-"""What the compilers for GPUs and TPUs have in common."""
 
 TRAITS: Mapping[Platform, CompilerTraits] = {
     "cpu": CompilerTraits(
         widens_16_bits=True,
         transposes_operands=True,
+        reduces_vector_products=False,
         reduces_in_rounds=True,
         reduce_scatters=False,
         stored_once=TRANSCENDENTAL,
-        stored_threefry_operands=2,
+        loops_over_threefry_rounds=True,
         is_breadth_first=True,
     ),
-    "gpu": CompilerTraits(**ACCELERATOR, stored_threefry_operands=4),
-    "tpu": CompilerTraits(**ACCELERATOR, stored_threefry_operands=0),
+    **dict.fromkeys(
+        ("tpu", "gpu"),
+        CompilerTraits(
+            widens_16_bits=False,
+            transposes_operands=False,
+            reduces_vector_products=True,
+            reduces_in_rounds=False,
+            reduce_scatters=True,
+            stored_once=frozenset({"gather", "threefry2x32", "threefry4x32"}),
+            loops_over_threefry_rounds=False,
+            is_breadth_first=False,
+        ),
+    ),
 }

@@ -20,6 +20,8 @@ def loop_operand(
     spec = lowering.specs[target] if target is not None else lowering.spec_of(atom, scope)
     if x is None:
         return emitter.constant(emitter.local_shape(shape, spec), itemsize)
+    if x.name == "transpose" and x.role == "bitcast":  # a loop has its operands in row-major layout
+        x = emitter.emit(x.name, "fusible", x.operands, x.shape, itemsize, key=id(x), value=x.value, eqn=x.eqn)
     return emitter.reshard(x, shape, itemsize, lowering.spec_of(atom, scope), spec)
 
 

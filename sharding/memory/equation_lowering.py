@@ -18,7 +18,7 @@ from ..propagation import Assignment
 from ..rewrite import xla_workarounds
 from ..rewrite.op_strategy import OpStrategies
 from ..spec import Spec, closed_spec
-from . import cpu_arithmetic, cpu_dot_layouts, cpu_library_reductions, primitive_traits, threefry
+from . import cpu_arithmetic, cpu_dot_layouts, cpu_library_reductions, primitive_traits, simplified_algebra, threefry
 from .compiler_traits import CompilerTraits
 from .emitter import Cursor, Emitter
 from .instruction import Instruction, Phase
@@ -80,7 +80,7 @@ class Lowering:
         key, pos, jaxpr = next(compat.sub_jaxprs(eqn.params))
         child = scope.children.get((i, key, pos)) if scope is not None else None
         operands = [self.read(a, env) for a in eqn.invars]
-        if eqn.params.get("differentiated") and np.any(eqn.params.get("prevent_cse", False)):
+        if compat.is_recomputed(eqn):
             operands = self.optimization_barrier(eqn, operands, emitter)
         self.bind(eqn.outvars, self.inline(jaxpr, child, operands, emitter), env)
 
@@ -224,9 +224,19 @@ class Lowering:
         present, is_library_reduction = [x for x in operands if x is not None], False
         itemsizes = [self.itemsize(v.aval) for v in eqn.outvars]
         values = [self.graph_value(v, scope) if not compat.is_drop(v) else None for v in eqn.outvars]
-        if name in primitive_traits.RESHAPES:
+        is_view = name == "transpose" and not self.traits.transposes_operands
+        if is_view or name in primitive_traits.RESHAPES:
             return [
-                emitter.emit(name, "bitcast", present, shapes[0], itemsizes[0], key="bitcast", value=values[0], eqn=eqn)
+                emitter.emit(
+                    name,
+                    "bitcast",
+                    present,
+                    shapes[0],
+                    itemsizes[0],
+                    key=("bitcast", eqn.params.get("permutation")),
+                    value=values[0],
+                    eqn=eqn,
+                )
             ]
         if (
             name == "div"
@@ -268,6 +278,9 @@ class Lowering:
             and (wide := cpu_arithmetic.before_rounding(present[0])) is not present[0]
         ):
             return [wide]
+        facts = {"key": cpu_arithmetic.cse_key(eqn, operands, 0), "value": values[0], "eqn": eqn}
+        if (simplified := simplified_algebra.scattered_sum(eqn, present, facts, emitter)) is not None:
+            return [simplified]
         if threefry.makes_bits(eqn):
             return [threefry.random_bits(eqn, present, shapes[0], itemsizes[0], values[0], emitter)]
         if primitive_traits.is_fusible(name):
@@ -307,6 +320,11 @@ class Lowering:
         name, value, key = eqn.primitive.name, self.graph_value(var, scope), cpu_arithmetic.cse_key(eqn, given, 0)
         operands = [x for x in given if x is not None]
         itemsize = self.itemsize(var.aval)
+        if name == "dot_general":
+            facts = {"key": key, "value": value, "eqn": eqn}
+            simplified = simplified_algebra.product(eqn, operands, shape, itemsize, facts, emitter)
+            if simplified is not None:
+                return simplified
         if not self.traits.transposes_operands:
             return emitter.emit(name, "unfusible", operands, shape, itemsize, key=key, value=value, eqn=eqn)
         if name == "dot_general":

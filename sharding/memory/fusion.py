@@ -48,9 +48,19 @@ class _Fusion:
         self.place = {one: k for k, one in enumerate(instructions)}
         self.users = users(instructions)
         self.stored: set[Instruction] = set()
+        self.expensive = self.not_duplicated()
         self.groups = cpu_library_reductions.groups(instructions, self.users, self.results)
         self.grouped = {m for members in self.groups.values() for m in members}
         self.paths: dict[tuple[Instruction, Instruction], bool] = {}
+
+    def not_duplicated(self) -> set[Instruction]:
+        """The expensive instructions; where random bits have one elementwise reader, it and not the bits are stored."""
+        found = {one for one in self.instructions if one.expensive}
+        drawn = {one for one in self.instructions if one.name == "threefry2x32" and one.role == "fusible"}
+        for one in self.instructions:
+            if one.elementwise and any(x in drawn and len(self.users[x]) == 1 for x in one.operands):
+                drawn.add(one)
+        return found | drawn
 
     def kernels(self) -> list[Kernel]:
         for one in reversed(self.instructions):
@@ -111,7 +121,7 @@ class _Fusion:
         """Whether a kernel fuses a producer that these of its members read."""
         if not self.is_fusible(producer) or producer in self.stored or producer in self.results:
             return False
-        if producer.expensive and (others or any(_reuses(c, producer) for c in consumers)):
+        if producer in self.expensive and (others or any(_reuses(c, producer) for c in consumers)):
             return False
         return not any(_is_long_concatenation(c) for c in consumers)
 
@@ -138,7 +148,7 @@ class _Fusion:
     def can_fuse(self, consumer: Instruction, operand: Instruction) -> bool:
         if not self.is_fusible(operand) or operand in self.stored or _is_long_concatenation(consumer):
             return False
-        return not (operand.expensive and (len(self.users[operand]) > 1 or _reuses(consumer, operand)))
+        return not (operand in self.expensive and (len(self.users[operand]) > 1 or _reuses(consumer, operand)))
 
     def reaches(self, a: Instruction, b: Instruction) -> bool:
         """Whether b is a or depends on it."""

@@ -1,7 +1,8 @@
-"""Random bits from threefry keys: two words per element, which each reader combines.
+"""Random bits from threefry keys.
 
-JAX lowers them to a loop over rounds on CPUs, whose carries are copied, and on GPUs to a library call, whose operands
-are stored: the counters and the keys of all elements (jax, `_src/prng.py`).
+On CPUs JAX lowers them to a loop over rounds: its two words per element are stored, copied as it starts, and combined
+by each reader. Elsewhere they are made, once, in the kernel of the op that reads them
+(jax, `_src/random/threefry2x32.py`).
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ def random_bits(
     emitter: Emitter,
 ) -> Instruction:
     """The instructions of a `random_bits` equation."""
-    stored = [
-        emitter.emit("broadcast", "unfusible", [], shape, WORD_BYTES, value=value, eqn=eqn)
-        for _ in range(emitter.traits.stored_threefry_operands)
-    ]
-    call = emitter.emit("threefry2x32", "unfusible", [*keys, *stored], (0,), 1, eqn=eqn)
+    if not emitter.traits.loops_over_threefry_rounds:
+        facts: dict[str, Any] = {"expensive": True, "value": value, "eqn": eqn}
+        return emitter.emit("threefry2x32", "fusible", keys, shape, itemsize, **facts)
+    counters = [emitter.emit("broadcast", "unfusible", [], shape, WORD_BYTES, value=value, eqn=eqn) for _ in range(2)]
+    call = emitter.emit("threefry2x32", "unfusible", [*keys, *counters], (0,), 1, eqn=eqn)
     words = emitter.tuple_elements(call, [(shape, WORD_BYTES, value, eqn)] * 2)
     return emitter.emit("xor", "fusible", words, shape, itemsize, elementwise=True, value=value, eqn=eqn)

@@ -59,10 +59,10 @@ class _Rewriter:
         """Stacked array -> how it is sliced."""
         self.done: dict[Any, Any] = {}
 
-    def jaxpr(self, jaxpr: Any, scope: Scope, *, inputs: bool = False) -> Any:
-        key = (id(jaxpr), self.signature(scope), inputs, scope.manual, scope.divergent)
+    def jaxpr(self, jaxpr: Any, scope: Scope, *, inputs: bool = False, is_remat: bool = False) -> Any:
+        key = (id(jaxpr), self.signature(scope), inputs, is_remat, scope.manual, scope.divergent)
         if key not in self.done:  # a body called twice with equal shardings stays one body
-            self.done[key] = _Body(self, jaxpr, scope).rewritten(inputs)
+            self.done[key] = _Body(self, jaxpr, scope).rewritten(inputs, is_remat)
         return self.done[key]
 
     def maker(self, scope: Scope, eqn: Any) -> Op | None:
@@ -136,7 +136,7 @@ class _Body(ConstraintEmitter):
             self.exact_specs[var] = spec if is_exact else None
         return self.exact_specs[var]
 
-    def rewritten(self, inputs: bool) -> Any:
+    def rewritten(self, inputs: bool, is_remat: bool) -> Any:
         source = self.scope.jaxpr
         self.plan(inputs)
         first, last = (source.eqns[0], source.eqns[-1]) if source.eqns else (None, None)
@@ -144,7 +144,8 @@ class _Body(ConstraintEmitter):
             for var in source.invars:
                 body_boundary.argument(self, var, first)
         for var in source.invars if self.scope is not self.program.scope else ():
-            if var in self.resharded and self.scope.env[var] in self.scope.exits:  # carried by a loop
+            is_carried = self.scope.env[var] in self.scope.exits
+            if var in self.resharded and (is_carried or is_remat):  # Shardy gives other uses the resharded spec, too
                 body_boundary.argument(self, var, first)
         for var in source.invars if self.scope.manual else ():
             body_boundary.shard_map_argument(self, var, first)
@@ -327,5 +328,6 @@ class _Body(ConstraintEmitter):
         for key, pos, jaxpr in compat.sub_jaxprs(eqn.params):
             child = self.scope.children.get((i, key, pos))
             if child is not None:
-                params = compat.with_jaxpr(params, key, pos, self.rewriter.jaxpr(jaxpr, child))
+                new = self.rewriter.jaxpr(jaxpr, child, is_remat=compat.is_recomputed(eqn))
+                params = compat.with_jaxpr(params, key, pos, new)
         return params

@@ -9,7 +9,8 @@ slice moves nothing.
 - XLA:TPU reduces f32, bf16 and 32-bit integers natively, and everything narrower as 32-bit words of the same total
   bytes. It reduce-scatters f32 and bf16 only; other types are all-reduced and sliced. Its `all-reduce-scatter` fusions
   are reduce-scatters. Those by the partitioner depend on chip and shape: most are reduce-scatters, as assumed here; v5p
-  all-reduces and slices some small ones, v6e all over 16 devices of a square.
+  all-reduces and slices some small ones, v6e all over 16 devices of a square. Vectors whose shards don't fill the 128
+  lanes are gathered by an all-reduce of padded shards.
 - XLA:GPU reduces 16-bit integers in 32 bits (`AllReducePromotion` in
   https://github.com/openxla/xla/blob/main/xla/service/gpu/gpu_compiler.cc) and passes the rest to NCCL unchanged, which
   cannot reduce some narrow floats.
@@ -20,7 +21,8 @@ The tests compile each row: XLA:CPU's on every release; XLA:TPU's by libtpu (0.0
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from sharding.hardware import Platform
@@ -49,6 +51,22 @@ def lower_collective(backend: Platform, kind: Kind, dtype: str, num_bytes: int, 
     wire_dtype, times = _WIRE_TYPES[backend].get((kind, dtype), (dtype, 1))
     sliced = kind == "reduce-scatter" and _is_all_reduce_and_slice(backend, dtype, is_manual)
     return Lowered("all-reduce" if sliced else kind, wire_dtype, num_bytes * times)
+
+
+LANES = 128
+"""Elements per row of a TPU's vector registers."""
+
+
+def is_gathered_by_all_reduce(backend: Platform, shape: Sequence[int], num_devices: int) -> bool:
+    """Whether an all-gather becomes an all-reduce of shards that are padded with zeros.
+
+    Args:
+        backend: the platform compiled for. Only the TPU's compiler does, for vectors whose shards don't fill the lanes.
+        shape: of one device's result.
+        num_devices: gathered from.
+    """
+    size = math.prod(shape)
+    return backend == "tpu" and size == max(shape, default=1) and size // num_devices % LANES > 0
 
 
 def _is_all_reduce_and_slice(backend: Platform, dtype: str, is_manual: bool) -> bool:

@@ -1,27 +1,15 @@
 """Sums of partial sums: one reduction on TPUs and GPUs, one each on CPUs."""
 
-import importlib.util
-
 import jax
 import jax.numpy as jnp
 import pytest
+from support.compilers import COMPILERS, devices, predicted_and_compiled
 
 import sharding
-from sharding import P, cost
+from sharding import P
 from sharding.cost import read_compiled
 
 SIZES = {"data": 2, "model": 4}
-COMPILERS = {
-    "cpu": pytest.param("cpu", ""),
-    "tpu": pytest.param(
-        "tpu", "v5p:2x2x2", marks=pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="no libtpu")
-    ),
-    "gpu": pytest.param(
-        "gpu",
-        "h100:1x8",
-        marks=pytest.mark.skipif(importlib.util.find_spec("jax_cuda13_plugin") is None, reason="no cuda13"),
-    ),
-}
 
 
 def floats(*shape, dtype="float32"):
@@ -136,8 +124,7 @@ def test_hybrid_sharded_data_parallelism(backend, described):
     """Sums over two data axes, of which each device keeps the slice along one."""
     params = {"table": floats(512, 256), "w": floats(256, 1024)}
     tokens = jax.ShapeDtypeStruct((16, 128), "int32")
-    devices = cost.compile_only(described) if described else jax.devices()[:8]
-    with sharding.mesh(data=2, fsdp=4, devices=devices):
+    with sharding.mesh(data=2, fsdp=4, devices=devices(described)):
         specs = ({"table": P(None, "fsdp"), "w": P("fsdp")}, P(("data", "fsdp")))
         jitted = sharding.jit(gradients_of_sharded_weights, in_shardings=specs, donate_argnums=0)
         ledger = jitted.complete(params, tokens).communication()
@@ -148,8 +135,66 @@ def test_hybrid_sharded_data_parallelism(backend, described):
 @pytest.mark.parametrize(("backend", "described"), COMPILERS.values())
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_as_compiled(name, backend, described):
-    devices = cost.compile_only(described) if described else jax.devices()[:8]
-    with sharding.mesh(SIZES, devices=devices):
+    with sharding.mesh(SIZES, devices=devices(described)):
         jitted, args = step(name)
         predicted = jitted.complete(*args).communication().lowered(backend).by_kind()
         assert read_compiled(jitted.lower(*args).compile()).by_kind() == predicted
+
+
+def both(x):
+    rows = x.sum(1)
+    return rows.sum(0), rows
+
+
+ROWS, CUBE = floats(64, 64), floats(64, 64, 16)
+SUMS_OF_SUMS = {
+    "rows": (lambda x: x.sum(1).sum(0), CUBE, P("data", "model")),
+    "of a local sum": (lambda x: x.sum(0).sum(0), CUBE, P(("data", "model"))),
+    "before a local sum": (lambda x: x.sum(1).sum(0), CUBE, P(None, "model")),
+    "three": (lambda x: x.sum(2).sum(1).sum(0), CUBE, P("data", None, "model")),
+    "a scalar": (lambda x: x.sum(1).sum(0), ROWS, P("data", "model")),
+    "kept dims": (lambda x: x.sum(1, keepdims=True).sum(0), CUBE, P("data", "model")),
+    "turned": (lambda x: x.sum(1).T.sum(1), CUBE, P("data", "model")),
+    "maxima": (lambda x: x.max(1).max(0), CUBE, P("data", "model")),
+    "the rows are used": (both, CUBE, P("data", "model")),
+    "a maximum of sums": (lambda x: x.sum(1).max(0), CUBE, P("data", "model")),
+    "scaled": (lambda x: (x.sum(1) * 3).sum(0), CUBE, P("data", "model")),
+    "regrouped": (lambda x: x.sum(1).reshape(8, 8, 16).sum(0), CUBE, P("data", "model")),
+    "converted": (lambda x: x.sum(1).astype(jnp.bfloat16).sum(0), CUBE, P("data", "model")),
+    "a converted product": (lambda x: jnp.sin((x.T @ x).astype(jnp.bfloat16)), ROWS, P("data")),
+    "products": (lambda x: x.prod(1).prod(0), CUBE, P("data", "model")),
+    "of a product": (lambda x: (x @ x.T).sum(0), ROWS, P("data", "model")),
+}
+"""Program -> the function, its argument and how that is sharded."""
+REDUCED_ONCE = ("rows", "of a local sum", "before a local sum", "three", "a scalar", "kept dims", "turned", "maxima")
+
+
+@pytest.mark.parametrize("platform", ["tpu", "gpu"])
+@pytest.mark.parametrize("name", REDUCED_ONCE)
+def test_a_sum_of_sums_is_reduced_once(name, platform):
+    f, x, spec = SUMS_OF_SUMS[name]
+    with sharding.mesh(SIZES):
+        ledger = sharding.jit(f, in_shardings=spec, out_shardings=P()).complete(x).communication().lowered(platform)
+    reductions = [c for c in ledger if c.kind == "all-reduce"]
+    assert [c.count for c in reductions] == [1]
+    assert reductions[0].result_bytes < 100
+
+
+@pytest.mark.parametrize(("backend", "described"), COMPILERS.values())
+@pytest.mark.parametrize("name", SUMS_OF_SUMS)
+def test_a_sum_of_sums_as_compiled(name, backend, described):
+    f, x, spec = SUMS_OF_SUMS[name]
+    predicted, compiled = predicted_and_compiled(
+        f, (x,), backend, described, SIZES, in_shardings=spec, out_shardings=P()
+    )
+    assert predicted == compiled
+
+
+@pytest.mark.parametrize(("backend", "described"), COMPILERS.values())
+@pytest.mark.parametrize("spec", [P("a", "b"), P("b", "c"), P("c", "a"), P(("a", "b"), "c")], ids=str)
+@pytest.mark.parametrize("shape", [(64, 64), (64, 64, 4)], ids=["scalar", "vector"])
+def test_a_sum_of_sums_over_some_axes(shape, spec, backend, described):
+    predicted, compiled = predicted_and_compiled(
+        lambda x: x.sum(1).sum(0), (floats(*shape),), backend, described, {"a": 2, "b": 2, "c": 2}, in_shardings=spec
+    )
+    assert predicted == compiled

@@ -1,0 +1,80 @@
+"""Gathers of whole arrays at constant indices, and scatters of them, become reshapes; others stay."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from support.compilers import COMPILERS, predicted_and_compiled
+
+import sharding
+from sharding import P
+from sharding.jit.constant_indices import without_constant_indices
+
+X = np.linspace(-1.0, 1.0, 24, dtype=np.float32).reshape(3, 8, 1)
+
+
+def primitives(jaxpr):
+    """The names of all primitives, in all bodies."""
+    inner = getattr(jaxpr, "jaxpr", jaxpr)
+    for eqn in inner.eqns:
+        yield eqn.primitive.name
+        for p in eqn.params.values():
+            for body in p if isinstance(p, tuple) else (p,):
+                if hasattr(body, "eqns"):
+                    yield from primitives(body)
+
+
+def gradient(f):
+    return jax.grad(lambda x: jnp.sum(jnp.sin(f(x))))
+
+
+WHOLE = {
+    "take": lambda x: jnp.take(x, 0, axis=-1),
+    "gradient": gradient(lambda x: jnp.take(x, 0, axis=-1)),
+    "negative": lambda x: jnp.take(x, -1, axis=-1) * 2,
+    "in a loop": lambda x: jax.lax.map(lambda row: jnp.take(row, 0, axis=-1), x),
+}
+PARTS = {
+    "one row": lambda x: jnp.take(x, 0, axis=0),
+    "index": lambda x: jnp.take(x, jnp.argmax(x[:, 0, 0]), axis=-1),
+    "out of bounds": lambda x: jnp.take(x, 1, axis=-1),
+    "gradient of a row": gradient(lambda x: jnp.take(x, 1, axis=0)),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE | PARTS)
+def test_the_same_numbers(name):
+    f = (WHOLE | PARTS)[name]
+    with sharding.mesh({"a": 8}):
+        np.testing.assert_array_equal(sharding.jit(f)(X), jax.jit(f)(X))
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_whole_arrays_are_not_indexed(name):
+    found = {*primitives(without_constant_indices(jax.make_jaxpr(WHOLE[name])(X)))}
+    assert not found & {"gather", "scatter-add"}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_others_stay(name):
+    jaxpr = jax.make_jaxpr(PARTS[name])(X)
+    assert without_constant_indices(jaxpr) is jaxpr
+
+
+def cross_entropy(w, x, y):
+    return jax.value_and_grad(lambda w: optax.softmax_cross_entropy_with_integer_labels(x @ w, y).mean())(w)
+
+
+@pytest.mark.parametrize(("backend", "described"), COMPILERS.values())
+def test_cross_entropy_over_a_sharded_vocabulary(backend, described):
+    args = (
+        jax.ShapeDtypeStruct((512, 8192), "float32"),
+        jax.ShapeDtypeStruct((16, 256, 512), "float32"),
+        jax.ShapeDtypeStruct((16, 256), "int32"),
+    )
+    specs = (P("model", "data"), P("data"), P("data"))
+    predicted, compiled = predicted_and_compiled(
+        cross_entropy, args, backend, described, {"data": 2, "model": 4}, in_shardings=specs
+    )
+    assert predicted == compiled

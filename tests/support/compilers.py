@@ -1,0 +1,34 @@
+"""The three compilers that predictions are held against: XLA:CPU, and ahead of time those of TPUs and GPUs."""
+
+import importlib.util
+
+import jax
+import pytest
+
+import sharding
+from sharding import cost
+
+
+def _needs(package):
+    return pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=f"no {package}")
+
+
+COMPILERS = {
+    "cpu": pytest.param("cpu", ""),
+    "tpu": pytest.param("tpu", "v5p:2x2x2", marks=_needs("libtpu")),
+    "gpu": pytest.param("gpu", "h100:1x8", marks=_needs("jax_cuda13_plugin")),
+}
+"""Platform -> the parameters (platform, description of the devices to compile for; empty for virtual ones)."""
+
+
+def devices(described):
+    """Eight devices to compile for."""
+    return cost.compile_only(described) if described else jax.devices()[:8]
+
+
+def predicted_and_compiled(f, args, backend, described, sizes, **options):
+    """The collectives by kind that the ledger has, and those of the compiled program."""
+    with sharding.mesh(sizes, devices=devices(described)):
+        jitted = sharding.jit(f, **options)
+        predicted = jitted.complete(*args).communication().lowered(backend).by_kind()
+        return predicted, cost.read_compiled(jitted.lower(*args).compile()).by_kind()
