@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..errors import ShardingError
-from .memory_fit import Fit, memory_bytes
+from .memory_fit import Fit, with_memory
 from .memory_report import MemoryReport
 from .units import bytes_text
 
@@ -50,7 +50,7 @@ def largest_batch(
         raise ShardingError(
             f"largest_batch(multiple={multiple}, limit={limit})", required="1 <= multiple <= limit", fix="multiple=1"
         )
-    memory_bytes(chip)
+    with_memory(chip)
     found: dict[int, MemoryReport] = {}
 
     def fits(units: int) -> bool:

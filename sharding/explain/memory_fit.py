@@ -16,33 +16,52 @@ class Fit:
     chip: str
     peak_bytes: int
     memory_bytes: int
+    usable_bytes: int
+    """What programs may use of it. NCCL keeps its buffers in what is left."""
 
     @property
     def spare_bytes(self) -> int:
-        """Memory left over; negative if it does not fit."""
-        return self.memory_bytes - self.peak_bytes
+        """Usable memory left over; negative if it does not fit."""
+        return self.usable_bytes - self.peak_bytes
 
     def __bool__(self) -> bool:
         return self.spare_bytes >= 0
 
     def __str__(self) -> str:
-        share = self.peak_bytes / self.memory_bytes
+        share = self.peak_bytes / self.usable_bytes
         verb = "fits" if self else "does not fit"
-        used, available = bytes_text(self.peak_bytes), bytes_text(self.memory_bytes)
-        return f"{verb} {self.chip}: {used} of {available} per device ({share:.1%})"
+        used, usable, all_of_it = map(bytes_text, (self.peak_bytes, self.usable_bytes, self.memory_bytes))
+        return f"{verb} {self.chip}: {used} of {usable} usable per device ({share:.1%}; {all_of_it} in all)"
 
 
-def fit(peak_bytes: int, chip: str) -> Fit:
+def fit(peak_bytes: int, chip: str, *, usable: float | None = None) -> Fit:
     """Whether `peak_bytes` per device fit a chip.
 
+    Args:
+        peak_bytes: of a program.
+        chip: its name.
+        usable: the share of the memory that programs may use, as `XLA_CLIENT_MEM_FRACTION` sets it on GPUs. Default:
+            the chip's.
+
     Raises:
-        ShardingError: an unknown chip, or one that uses the host's memory.
+        ShardingError: an unknown chip, one that uses the host's memory, or a share that is none.
     """
-    return Fit(chip=chip, peak_bytes=peak_bytes, memory_bytes=memory_bytes(chip))
+    known = with_memory(chip)
+    num_bytes = known.memory_bytes or 0
+    if usable is not None and not 0 < usable <= 1:
+        raise ShardingError(
+            "the usable share of the memory",
+            found=f"{usable}",
+            required="a number above 0 and at most 1",
+            fix=f'fits("{chip}", usable=0.95)',
+        )
+    default = num_bytes if known.usable_memory_bytes is None else known.usable_memory_bytes
+    usable_bytes = default if usable is None else int(usable * num_bytes)
+    return Fit(chip=chip, peak_bytes=peak_bytes, memory_bytes=num_bytes, usable_bytes=usable_bytes)
 
 
-def memory_bytes(name: str) -> int:
-    """The memory of one device of a chip, in bytes.
+def with_memory(name: str) -> hardware.Chip:
+    """A chip that has memory of its own.
 
     Raises:
         ShardingError: an unknown chip, or one that uses the host's memory.
@@ -55,4 +74,4 @@ def memory_bytes(name: str) -> int:
             required="a chip with memory of its own",
             fix='fits("h100"), or compare .peak_bytes with the host\'s memory',
         )
-    return known.memory_bytes
+    return known

@@ -102,6 +102,8 @@ class Chip:
     """JAX devices per chip."""
     memory_bytes: int | None
     """Memory of one device; None for host memory."""
+    usable_memory_bytes: int | None = None
+    """What a program may use of it: what libtpu offers, or what JAX allocates on GPUs by default; None: all of it."""
     memory_bytes_per_second: float
     """Reads and writes together."""
     rates: Rates

@@ -8,6 +8,9 @@ are not published; these are approximations:
 - GPU links: 1.9 us per hop over NVLink, 4 us over the network, 4.4 us startup: the constants of NCCL's tuner for its
   LL128 protocol (github.com/NVIDIA/nccl, `src/graph/tuning.cc`, `hwLat` and the tree's `baseLat`, release 2.12).
 - Per op: 3 us for a CUDA kernel launch, 1 us for a step of a TPU program.
+
+Usable memory: what libtpu 0.0.52 calls available when a program is too large for a chip (v5p: all of it); on GPUs
+JAX's share, which `XLA_CLIENT_MEM_FRACTION` sets (docs.jax.dev/en/latest/gpu_memory_allocation.html).
 """
 
 from __future__ import annotations
@@ -22,6 +25,9 @@ from .chip import Chip, Rates, Wire
 
 GPUS_PER_HOST = 8
 """GPUs per host where only their number is given, as in NVIDIA's DGX and HGX systems."""
+
+JAX_SHARE = 0.75
+"""Of a GPU's memory that JAX allocates unless told otherwise."""
 
 _GIB = 2**30
 _TERA = 1e12
@@ -81,6 +87,7 @@ _TPU_V4 = Chip(
     name="v4",
     platform="tpu",
     memory_bytes=32 * _GIB,
+    usable_memory_bytes=int(30.75 * _GIB),
     memory_bytes_per_second=1200 * _GIGA,
     rates=_tpu_rates(275, int8_tera=275, float8_tera=None, vector_tera=8.6),
     link="ici",
@@ -98,6 +105,7 @@ _TPU_V5E = Chip(
     name="v5e",
     platform="tpu",
     memory_bytes=16 * _GIB,
+    usable_memory_bytes=int(15.75 * _GIB),
     memory_bytes_per_second=819 * _GIGA,
     rates=_tpu_rates(197, int8_tera=393, float8_tera=None, vector_tera=6.1),
     link="ici",
@@ -131,6 +139,7 @@ _TPU_V6E = Chip(
     name="v6e",
     platform="tpu",
     memory_bytes=32 * _GIB,
+    usable_memory_bytes=int(31.24 * _GIB),
     memory_bytes_per_second=1638 * _GIGA,
     rates=_tpu_rates(918, int8_tera=1836, float8_tera=918, vector_tera=7.2),
     link="ici",
@@ -149,6 +158,7 @@ _TPU_7X = Chip(
     platform="tpu",
     devices_per_chip=2,
     memory_bytes=96 * _GIB,
+    usable_memory_bytes=int(94.74 * _GIB),
     memory_bytes_per_second=7380 / 2 * _GIGA,
     rates=_tpu_rates(2307 / 2, int8_tera=None, float8_tera=4614 / 2, vector_tera=7.2),
     link="ici",
@@ -167,6 +177,7 @@ _A100 = Chip(
     name="a100",
     platform="gpu",
     memory_bytes=80 * 10**9,
+    usable_memory_bytes=int(JAX_SHARE * 80 * 10**9),
     memory_bytes_per_second=2039 * _GIGA,
     rates=_gpu_rates(312, tf32_tera=156, float32_tera=19.5, eight_bit_tera=624, float8=False),
     link="nvlink",
@@ -182,6 +193,7 @@ _H100 = Chip(
     name="h100",
     platform="gpu",
     memory_bytes=80 * 10**9,
+    usable_memory_bytes=int(JAX_SHARE * 80 * 10**9),
     memory_bytes_per_second=3350 * _GIGA,
     rates=_gpu_rates(989.4, tf32_tera=494.7, float32_tera=66.9, eight_bit_tera=1978.9, float8=True),
     link="nvlink",
@@ -191,7 +203,13 @@ _H100 = Chip(
     collective_seconds=4.4 * _US,
 )
 # https://www.nvidia.com/en-us/data-center/h200/: an H100 with 141 GB of HBM3e at 4.8 TB/s.
-_H200 = replace(_H100, name="h200", memory_bytes=141 * 10**9, memory_bytes_per_second=4800 * _GIGA)
+_H200 = replace(
+    _H100,
+    name="h200",
+    memory_bytes=141 * 10**9,
+    usable_memory_bytes=int(JAX_SHARE * 141 * 10**9),
+    memory_bytes_per_second=4800 * _GIGA,
+)
 _B200 = Chip(
     # NVIDIA DGX B200 data sheet: 8 GPUs with 1,440 GB of HBM3e and 64 TB/s in total, FP8 72 PFLOPS with sparsity,
     # NVLink of 14.4 TB/s bidirectional, 400 Gb/s of network per GPU. NVIDIA Blackwell data sheet (HGX B200, per GPU,
@@ -199,6 +217,7 @@ _B200 = Chip(
     name="b200",
     platform="gpu",
     memory_bytes=180 * 10**9,
+    usable_memory_bytes=int(JAX_SHARE * 180 * 10**9),
     memory_bytes_per_second=8000 * _GIGA,
     rates=_gpu_rates(2250, tf32_tera=1100, float32_tera=80, eight_bit_tera=4500, float8=True),
     link="nvlink",

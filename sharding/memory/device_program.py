@@ -12,6 +12,7 @@ from .compiler_traits import CompilerTraits
 from .emitter import Emitter
 from .equation_lowering import Env, Handler, Lowering
 from .instruction import Body, Instruction
+from .reduction_reassociation import add_before_reducing
 
 HANDLERS: dict[str, Handler] = {
     "cond": control_flow_lowering.cond,
@@ -57,6 +58,8 @@ def lower(assignment: Assignment, traits: CompilerTraits) -> DeviceProgram:
             x = emitter.reshard(x, g.shapes[v], itemsize, lowering.spec_of(atom, scope), spec)
         outputs.append(x)
     emitter.body.results = outputs
+    if traits.adds_before_reducing:
+        add_before_reducing(emitter.body)
     used = compat.inputs_used(scope.jaxpr, [True] * len(outputs))
     kept = frozenset(x for x, is_used in zip(inputs, used, strict=True) if is_used)
     return DeviceProgram(emitter.body, tuple(inputs), kept, tuple(outputs))

@@ -103,7 +103,7 @@ class Emitter:
         key, facts = step.spec.axes, {"value": x.value, "eqn": x.eqn}
         if step.kind == "all-gather":
             grown = [d for d, (n, m) in enumerate(zip(x.shape, shape, strict=True)) if n != m]
-            return self.all_gather(x, shape, itemsize, grown[0] if grown else 0)
+            return self.all_gather(x, shape, itemsize, grown[0] if grown else 0, self.group(step))
         if step.kind == "collective-permute":
             return self.emit(step.kind, "unfusible", [x], shape, itemsize, key=key, **facts)
         if step.kind == "all-to-all":
@@ -111,20 +111,24 @@ class Emitter:
             sent = self.emit(step.kind, "unfusible", [pieces], shape, itemsize, key=key, **facts)
             return self.emit("concatenate", "unfusible", [sent], shape, itemsize, key=key, **facts)
         if step.kind == "reduce-scatter" and self.traits.reduce_scatters:
-            return self.emit(step.kind, "unfusible", [x], shape, itemsize, **facts)
+            return self.emit(step.kind, "unfusible", [x], shape, itemsize, group=self.group(step, itemsize), **facts)
         if step.kind == "reduce-scatter":
             x = self.all_reduce(x, itemsize, step.axes)
         if x.shape != shape:
             x = self.emit("slice", "fusible", [x], shape, itemsize, key=key, **facts)
         return self.all_reduce(x, itemsize, step.axes) if step.kind == "all-reduce" else x
 
-    def all_gather(self, x: Instruction, shape: tuple[int, ...], itemsize: int, d: int) -> Instruction:
+    def group(self, step: Step, *key: object) -> object:
+        """The group of an all-gather or reduce-scatter, see `Instruction.group`."""
+        return (step.kind, step.axes, *key) if self.traits.reduce_scatters else None
+
+    def all_gather(self, x: Instruction, shape: tuple[int, ...], itemsize: int, d: int, group: object) -> Instruction:
         """An all-gather along one dim; XLA:CPU gathers along the outermost dim and otherwise transposes around it."""
         facts: Mapping[str, Any] = {"value": x.value, "eqn": x.eqn}
         inner = self.traits.transposes_operands and math.prod(x.shape[:d]) > 1
         if inner:
             x = self.emit("transpose", "fusible", [x], x.shape, itemsize, key=("to", d), **facts)
-        x = self.emit("all-gather", "unfusible", [x], shape, itemsize, key=d, **facts)
+        x = self.emit("all-gather", "unfusible", [x], shape, itemsize, key=d, group=group, **facts)
         return self.emit("transpose", "fusible", [x], shape, itemsize, key=("from", d), **facts) if inner else x
 
     def all_reduce(self, x: Instruction, itemsize: int, axes: tuple[Axis, ...]) -> Instruction:

@@ -7,6 +7,7 @@ Operands of dots and convolutions are transposed to the dim order that XLA:CPU's
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -224,8 +225,7 @@ class Lowering:
         present, is_library_reduction = [x for x in operands if x is not None], False
         itemsizes = [self.itemsize(v.aval) for v in eqn.outvars]
         values = [self.graph_value(v, scope) if not compat.is_drop(v) else None for v in eqn.outvars]
-        is_view = name == "transpose" and not self.traits.transposes_operands
-        if is_view or name in primitive_traits.RESHAPES:
+        if self.is_view(name, present, shapes[0]):
             return [
                 emitter.emit(
                     name,
@@ -345,6 +345,14 @@ class Lowering:
             name, "unfusible", stored, [shape[d] for d in order], itemsize, key=key, value=value, eqn=eqn
         )
         return cpu_dot_layouts.transposed(made, [order.index(d) for d in range(len(order))], emitter)
+
+    def is_view(self, name: str, operands: Sequence[Instruction], shape: Sequence[int]) -> bool:
+        """Whether the result is the operand under another shape, as where a dim of size 1 is summed or added."""
+        if name in primitive_traits.RESHAPES or self.traits.transposes_operands:
+            return name in primitive_traits.RESHAPES
+        if name in primitive_traits.REDUCTIONS or name == "broadcast_in_dim":
+            return len(operands) == 1 and operands[0].num_elements == math.prod(shape)
+        return name == "transpose"
 
     def is_library_reduction(self, eqn: Any, x: Instruction) -> bool:
         """Whether XLA:CPU hands a reduction to its library."""

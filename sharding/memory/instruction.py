@@ -41,7 +41,7 @@ class Instruction:
     """The graph's value that it computes or moves."""
     eqn: Any = None
     group: Any = None
-    """All-reduces with an equal group may be combined."""
+    """Collectives with an equal group may be combined."""
     phase: Phase = ""
 
     def __repr__(self) -> str:

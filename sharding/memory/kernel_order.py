@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from .all_reduce_combining import combine_all_reduces
+from .collective_combining import combine_collectives
 from .fusion import Kernel
 from .instruction import Instruction
 
@@ -20,11 +20,15 @@ class Step:
     """Kernels that run at once: one, or all-reduces that were combined."""
 
     kernels: list[Kernel]
+    awaited: list[Instruction] = field(default_factory=list)
+    """The operands of collectives that end before it."""
+    is_in_place: bool = False
+    """Whether its kernels write into their operands."""
 
     @property
     def operands(self) -> list[Instruction]:
-        """The operands of its kernels, each once."""
-        return list(dict.fromkeys(x for k in self.kernels for x in k.operands))
+        """What must be kept until here: the operands of its kernels, each once, and those awaited."""
+        return list(dict.fromkeys([*(x for k in self.kernels for x in k.operands), *self.awaited]))
 
 
 Order = Callable[[Sequence[Kernel], Sequence[Instruction]], list[Step]]
@@ -39,7 +43,7 @@ def program_order(kernels: Sequence[Kernel], results: Sequence[Instruction]) -> 
 
 def xla_cpu_order(kernels: Sequence[Kernel], results: Sequence[Instruction]) -> list[Step]:
     """Breadth first, all-reduces combined, as on XLA:CPU."""
-    return _breadth_first([Step(combined) for combined in combine_all_reduces(kernels, results)])
+    return _breadth_first([Step(combined) for combined in combine_collectives(kernels, results)])
 
 
 def _breadth_first(steps: Sequence[Step]) -> list[Step]:

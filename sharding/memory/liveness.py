@@ -227,6 +227,8 @@ class _BufferAssignment:
                 if element == number:
                     return self.freed_buffer(source.operands[at], born)
             return None
+        if self.steps[born].is_in_place:
+            return self.freed_buffer(root.operands[0], born)
         for at, _ in root.in_place:
             return self.freed_buffer(root.operands[at], born)
         if not root.elementwise or root in self.not_temporary:

@@ -9,12 +9,18 @@ from functools import cached_property
 
 from ..hardware import Platform
 from ..propagation import Assignment
-from .compiler_traits import TRAITS
+from .compiler_traits import TRAITS, Schedule
 from .device_program import DeviceProgram, lower
 from .heap_simulator import block_bytes
-from .kernel_order import program_order, xla_cpu_order
+from .kernel_order import Order, program_order, xla_cpu_order
+from .latency_hiding import xla_gpu_order
 from .liveness import Lifetimes, program_lifetimes
 
+ORDERS: Mapping[Schedule, Order] = {
+    "program order": program_order,
+    "breadth first": xla_cpu_order,
+    "latency hiding": xla_gpu_order,
+}
 POINTER_BYTES = 8
 """Per result of a program with several: XLA:CPU returns a table of pointers."""
 
@@ -61,8 +67,7 @@ def usage(assignment: Assignment, donated: Collection[int] = (), *, platform: Pl
     traits = TRAITS[platform]
     program = lower(assignment, traits)
     aliases = donations(assignment, program, donated)
-    order = xla_cpu_order if traits.is_breadth_first else program_order
-    return Usage(program, program_lifetimes(program, aliases, order), aliases)
+    return Usage(program, program_lifetimes(program, aliases, ORDERS[traits.schedule]), aliases)
 
 
 def donations(assignment: Assignment, program: DeviceProgram, donated: Collection[int]) -> dict[int, int]:

@@ -160,8 +160,11 @@ def test_a_completion_with_one_more_annotation_has_a_report_of_its_own(report):
 
 def test_fits(report):
     fit = report.fits("h100")
-    assert fit and fit.spare_bytes == 80 * 10**9 - report.peak_bytes
+    assert fit and fit.spare_bytes == 60 * 10**9 - report.peak_bytes
     assert str(fit).startswith("fits h100:")
+    assert report.fits("h100", usable=0.9).usable_bytes == 72 * 10**9
+    with pytest.raises(sharding.ShardingError, match="the usable share of the memory"):
+        report.fits("h100", usable=90)
     with pytest.raises(sharding.ShardingError, match="no built-in chip 'h1000'"):
         report.fits("h1000")
     with pytest.raises(sharding.ShardingError, match="it uses the host's memory"):

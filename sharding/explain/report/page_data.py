@@ -1,7 +1,7 @@
 """The data of the page, as plain values for JSON.
 
 name, mesh  the program's name; [axis, size] of each mesh axis, major first
-devices, memory_bytes       the devices and the memory of one, if known
+devices, memory_bytes       the devices and the usable memory of one, if known
 ops         the number of ops; the columns of `value_table.values` follow
 collectives [kind, axes, count, bytes, wire bytes, seconds or null, line, cause, hint, op, dtype, ledger rows]
 memory      null, or the peak, its breakdowns, and [array, first program point, further points] of all live ranges
@@ -56,7 +56,7 @@ def contents(
         "name": name,
         "mesh": list(assignment.sizes.items()),
         "devices": str(on.devices) if on is not None else "",
-        "memory_bytes": on.chip.memory_bytes if on is not None else None,
+        "memory_bytes": (on.chip.usable_memory_bytes or on.chip.memory_bytes) if on is not None else None,
         "ops": len(graph.ops),
         **values(assignment, strings),
         "collectives": _collectives(communication(assignment, name=name), on),
@@ -69,7 +69,7 @@ def contents(
     }
     if with_costs:
         used = usage(assignment, donated, platform=platform)
-        found["memory"] = _memory(assignment, used, report(assignment, used, name=name), strings)
+        found["memory"] = _memory(assignment, used, report(assignment, used, name=name, platform=platform), strings)
         found["time"] = _time(assignment, on) if on is not None else None
     return {**found, "strings": strings.all()}
 
