@@ -56,14 +56,20 @@ def op_seconds(done: Work, chip: Chip) -> float:
     The roofline model (Williams, Waterman and Patterson, CACM 2009) at peak rates: a lower bound unless the chip is
     calibrated.
     """
-    rate = (
-        chip.rates.vector_flops_per_second
-        if done.matmul_dtype is None
-        else chip.rates.matmul_flops_per_second(done.matmul_dtype, done.precision)
-    )
     if not done.flops and not done.num_bytes:
         return 0.0
-    return max(done.flops / rate, done.num_bytes / chip.memory_bytes_per_second) + chip.op_seconds
+    return max(_compute_seconds(done, chip), done.num_bytes / chip.memory_bytes_per_second) + chip.op_seconds
+
+
+def is_compute_bound(done: Work, chip: Chip) -> bool:
+    """Whether an op takes longer to compute than to read and write its arrays."""
+    return _compute_seconds(done, chip) >= done.num_bytes / chip.memory_bytes_per_second
+
+
+def _compute_seconds(done: Work, chip: Chip) -> float:
+    if done.matmul_dtype is None:
+        return done.flops / chip.rates.vector_flops_per_second
+    return done.flops / chip.rates.matmul_flops_per_second(done.matmul_dtype, done.precision)
 
 
 def _precision(params: Params) -> Precision:

@@ -15,11 +15,12 @@ from dataclasses import dataclass
 
 import jax
 
-from ..cost import Task, Timeline, Topology, collective_seconds, op_seconds, simulate, work
+from ..cost import Task, Timeline, Topology, Work, collective_seconds, op_seconds, simulate, work
+from ..cost.op_time import is_compute_bound
 from ..graph import Graph, Op
 from ..propagation import Assignment
 from ..rules.rule_table import ELEMENTWISE
-from ..spec import Spec, local_shape
+from ..spec import Spec, axis_name, local_shape
 from .collective_ledger import Collective
 from .predicted_collectives import ProgramCollectives
 from .units import seconds_text
@@ -39,6 +40,10 @@ class TimedOp:
     source: str
     seconds: float
     is_collective: bool
+    limit: str
+    """What bounds it: `compute`, `memory`, or the links of a collective, as `nvlink over data`."""
+    matmul_flops: float = 0.0
+    """FLOPs of a matrix product or convolution on one device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +52,8 @@ class Estimate:
 
     name: str
     chip: str
+    peak_flops_per_second: float
+    """Of the chip's matrix unit in bfloat16."""
     parts: tuple[TimedOp, ...]
     """In program order."""
     timeline: Timeline
@@ -73,6 +80,39 @@ class Estimate:
         return self.seconds - self.compute_seconds
 
     @property
+    def mfu(self) -> float:
+        """Model FLOPs utilization (Chowdhery et al. 2022, PaLM, appendix B): the FLOPs of products per second, over the
+        chip's peak. Products that are recomputed for the backward pass count, too."""
+        return sum(p.matmul_flops for p in self.parts) / (self.seconds * self.peak_flops_per_second or math.inf)
+
+    @property
+    def by_limit(self) -> dict[str, float]:
+        """What bounds the step -> seconds, most first: compute, memory, or the links that the device waits for."""
+        sums: dict[str, float] = {}
+        for p in self.parts:
+            if not p.is_collective:
+                sums[p.limit] = sums.get(p.limit, 0.0) + p.seconds
+        for limit, seconds in self._waits():
+            sums[limit] = sums.get(limit, 0.0) + seconds
+        return dict(sorted(sums.items(), key=lambda item: -item[1]))
+
+    def _waits(self) -> Iterator[tuple[str, float]]:
+        """The links of each collective, and for how long the device has nothing to do meanwhile."""
+        spans = [(p, self.timeline[f"{k} {p.name}"]) for k, p in enumerate(self.parts)]
+        busy = sorted((s.start_seconds, s.end_seconds) for p, s in spans if not p.is_collective)
+        waits = sorted((s.start_seconds, s.end_seconds, p.limit) for p, s in spans if p.is_collective)
+        k = 0
+        for start, end, limit in waits:
+            while k < len(busy) and busy[k][1] <= start:
+                k += 1
+            now, idle, at = start, 0.0, k
+            while at < len(busy) and busy[at][0] < end:
+                idle += max(0.0, busy[at][0] - now)
+                now = max(now, busy[at][1])
+                at += 1
+            yield limit, idle + max(0.0, end - now)
+
+    @property
     def by_source(self) -> dict[str, float]:
         """The user's line -> seconds of its ops and collectives, most first."""
         sums: dict[str, float] = {}
@@ -86,6 +126,8 @@ class Estimate:
             f"compute        {seconds_text(self.compute_seconds)}",
             f"communication  {seconds_text(self.communication_seconds)}",
             f"idle           {seconds_text(self.exposed_seconds)}",
+            f"MFU            {self.mfu:.1%}",
+            f"bound by       {', '.join(f'{limit} {n / self.seconds:.0%}' for limit, n in self.by_limit.items() if n)}",
             "",
         ]
         most = list(self.by_source.items())[:10]
@@ -98,7 +140,13 @@ def estimate(assignment: Assignment, on: Topology, *, name: str = "") -> Estimat
     for task, part in _Tasks(assignment, on).all():
         tasks.append(task)
         parts.append(part)
-    return Estimate(name=name, chip=str(on.devices), parts=tuple(parts), timeline=simulate(tasks))
+    return Estimate(
+        name=name,
+        chip=str(on.devices),
+        peak_flops_per_second=on.chip.rates.bfloat16_flops_per_second,
+        parts=tuple(parts),
+        timeline=simulate(tasks),
+    )
 
 
 class _Tasks:
@@ -121,9 +169,12 @@ class _Tasks:
                     yield task
                     waits.append(task[0].name)
                     self.ready[transfer.value] = (task[0].name,)
-            seconds = self.seconds(op)
-            if seconds:
-                task = self.task(op.name, DEVICE, seconds, waits, op.source)
+            done = self.work(op)
+            seconds = 0.0 if done is None else self.seconds(op, done)
+            if done is not None and seconds:
+                flops = op.times * done.flops if done.matmul_dtype is not None else 0.0
+                limit = "compute" if is_compute_bound(done, self.on.chip) else "memory"
+                task = self.task(op.name, DEVICE, seconds, waits, op.source, limit=limit, matmul_flops=flops)
                 yield task
                 waits = [task[0].name]
             for transfer in transfers:
@@ -137,19 +188,30 @@ class _Tasks:
 
     def collective(self, c: Collective, after: Sequence[str]) -> tuple[Task, TimedOp]:
         seconds = c.count * collective_seconds(c.kind, c.result_bytes, c.axes, self.on)
-        return self.task(c.kind, self.links, seconds, after, c.source, is_collective=True)
+        levels = self.on.levels(c.axes)
+        link = levels[-1][0].link if levels else "link"
+        limit = f"{link} over {', '.join(map(axis_name, c.axes))}"
+        return self.task(c.kind, self.links, seconds, after, c.source, limit=limit, is_collective=True)
 
     def task(
-        self, name: str, stream: str, seconds: float, after: Sequence[str], source: str, *, is_collective: bool = False
-    ) -> tuple[Task, TimedOp]:
+        self, name: str, stream: str, seconds: float, after: Sequence[str], source: str, *, limit: str,
+        matmul_flops: float = 0.0, is_collective: bool = False,
+    ) -> tuple[Task, TimedOp]:  # fmt: skip
         task = Task(name=f"{self.number} {name}", stream=stream, seconds=seconds, after=tuple(dict.fromkeys(after)))
         self.number += 1
-        return task, TimedOp(name=name, source=source, seconds=seconds, is_collective=is_collective)
+        return task, TimedOp(
+            name=name,
+            source=source,
+            seconds=seconds,
+            is_collective=is_collective,
+            limit=limit,
+            matmul_flops=matmul_flops,
+        )
 
-    def seconds(self, op: Op) -> float:
-        """Time of an op on one device, over all of its runs."""
+    def work(self, op: Op) -> Work | None:
+        """The work of one run of an op on one device, without what it reads or writes inside a fusion."""
         if op.name in NO_WORK or not op.site:
-            return 0.0
+            return None
         values = (*op.operands, *op.results)
         if op.rule is not None:
             strategy = self.program.strategies.of(op)
@@ -162,10 +224,13 @@ class _Tasks:
         stored = sum(
             math.prod(a.shape) * self.graph.itemsize(v) for v, a in zip(values, arrays, strict=True) if v in self.fused
         )
-        kept = max(0.0, done.num_bytes - stored)
-        if not kept and op.name in FUSED:  # fused: its arithmetic alone
+        return dataclasses.replace(done, read_bytes=max(0.0, done.num_bytes - stored), written_bytes=0)
+
+    def seconds(self, op: Op, done: Work) -> float:
+        """Time of an op on one device, over all of its runs."""
+        if not done.num_bytes and op.name in FUSED:  # fused: its arithmetic alone
             return op.times * done.flops / self.on.chip.rates.vector_flops_per_second
-        return op.times * op_seconds(dataclasses.replace(done, read_bytes=kept, written_bytes=0), self.on.chip)
+        return op.times * op_seconds(done, self.on.chip)
 
     def local(self, v: int, spec: Spec) -> jax.ShapeDtypeStruct:
         shape = local_shape(spec.axes, self.graph.shapes[v], self.assignment.sizes)

@@ -39,6 +39,31 @@ def test_a_collective_that_everything_depends_on_is_exposed():
     assert estimate.seconds == pytest.approx(estimate.compute_seconds + alone)
 
 
+def test_what_bounds_a_step():
+    square = floats(8192, 8192)
+    one = completed(lambda x, w: x @ w, [square, square], {"a": 4}, in_shardings=(P("a"), None)).estimate("v5p")
+    assert one.by_limit == {"compute": pytest.approx(one.seconds)}
+    assert one.mfu == pytest.approx(1, abs=0.01)
+    two = completed(lambda x: x * 2, [square], {"a": 4}, in_shardings=(P("a"),)).estimate("v5p")
+    assert two.by_limit == {"memory": pytest.approx(two.seconds)}
+    assert two.mfu == 0
+
+
+@pytest.mark.parametrize("chip", ["v5p", "cpu"])
+def test_the_seconds_of_all_limits_are_those_of_the_step(chip):
+    def fn(x, u, w):
+        return jax.numpy.tanh(x @ u) @ w
+
+    specs = (P(None, "a"), P("a"), P("a"))
+    found = completed(fn, [floats(512, 4096), floats(4096, 4096), floats(4096, 4096)], {"a": 4}, in_shardings=specs)
+    estimate = found.estimate(chip)
+    assert sum(estimate.by_limit.values()) == pytest.approx(estimate.seconds)
+    (link,) = [limit for limit in estimate.by_limit if limit.endswith(" over a")]
+    assert estimate.by_limit[link] == pytest.approx(estimate.exposed_seconds)
+    assert f"bound by       {next(iter(estimate.by_limit))}" in str(estimate)
+    assert 0 < estimate.mfu < 1
+
+
 def test_an_all_gather_of_later_weights_is_overlapped():
     def fn(x, u, w):
         return (x @ u) @ w
