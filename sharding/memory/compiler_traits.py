@@ -70,7 +70,7 @@ ACCELERATOR = CompilerTraits(
     loops_over_threefry_rounds=False,
     adds_before_reducing=True,
     schedule="program order",
-    peak_error=PeakError(median=0.20, large=0.91),
+    peak_error=PeakError(median=0.20, large=0.63),
 )
 
 TRAITS: Mapping[Platform, CompilerTraits] = {
