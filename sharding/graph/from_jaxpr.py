@@ -91,12 +91,14 @@ class Builder:
     def depend_on_scalars(self, scope: Scope, i: int, eqn: Any) -> None:
         """States on which scalars the results of an equation depend through constant expressions.
 
-        Every result of a loop, branch or call depends on those of all its operands.
+        Every result of a loop or branch depends on those of all its operands, of a call on those that its body uses.
         """
         has_body = eqn.primitive.name in CALLS or eqn.primitive.name in self.handlers
         if not scope.scalars and not has_body:
             return
         found = scope.scalars_of(eqn.invars)
+        if found and eqn.primitive.name in CALLS:
+            found = scope.scalars_of(_used(eqn))
         for key, pos, _ in compat.sub_jaxprs(eqn.params) if has_body else ():
             if (child := scope.children.get((i, key, pos))) is not None:
                 found |= child.scalars_of(child.jaxpr.outvars)
@@ -257,3 +259,12 @@ class Builder:
             for n, v in enumerate(distinct):
                 alone = len(distinct) == 1 and name not in self.graph.names
                 self.graph.names[name if alone else f"{name}#{n}"] = v
+
+
+def _used(eqn: Any) -> Sequence[Any]:
+    """The operands of a call that its results depend on."""
+    body = compat.open_jaxpr(next(compat.sub_jaxprs(eqn.params))[2])
+    if len(body.invars) != len(eqn.invars):
+        return eqn.invars
+    used = compat.inputs_used(body, [True] * len(body.outvars))
+    return [a for a, is_used in zip(eqn.invars, used, strict=True) if is_used]

@@ -198,6 +198,14 @@ def test_dead_code_is_not_run():
     assert not ledger_of(fn, {"a": 4}, shapes((16, 4)), in_shardings=P("a"))
 
 
+@pytest.mark.parametrize(("is_used", "count"), [(True, 1), (False, 0)])
+def test_an_operand_that_a_call_ignores_is_dead(is_used, count):
+    def fn(x, y):
+        return jax.jit(lambda low, y: y + low if is_used else y + 1)(jnp.min(x, keepdims=True), y)
+
+    assert len(ledger_of(fn, {"a": 4}, shapes((16, 4), (16, 4)), in_shardings=(P("a"), None))) == count
+
+
 def test_a_broadcast_scalar_is_reduced_first():
     found = ledger_of(lambda x: jnp.broadcast_to(x.sum(), (8,)), {"a": 4}, shapes((16, 4)), in_shardings=P("a"))
     assert rows(found) == [("all-reduce", ("a",), 1, 4)]
