@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import overload
 
+import jax.numpy as jnp
+
 from ..cost import Kind, Repeated, by_kind, lower_collective
 from ..hardware import Platform
 from ..spec import Axis, axis_name
@@ -38,6 +40,11 @@ class Collective(Repeated):
     def hint(self) -> str:
         """How to avoid it, with the annotations that it comes from; empty if unknown."""
         return self.advise()
+
+    def in_dtype(self, dtype: str) -> Collective:
+        """The same of an array that was converted to another dtype."""
+        old, new = (jnp.dtype(name).itemsize for name in (self.dtype, dtype))
+        return dataclasses.replace(self, dtype=dtype, result_bytes=self.result_bytes * new // old)
 
     def __str__(self) -> str:
         axes = ", ".join(map(axis_name, self.axes))

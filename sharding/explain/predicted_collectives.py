@@ -169,9 +169,10 @@ class ProgramCollectives:
                 advise = functools.partial(self.hints.edge, v, target)
                 for c in self.reshards(op, v, self.specs[v], steps, self.times[v], what, advise):
                     yield Transfer(c, v, True)
-        for kind, axes in self.reassociation.behind_loops.get(target, ()):
-            step = self.reduction(target, kind, axes)
-            yield from (Transfer(c, target, False) for c in self.sums(op, target, [step], None))
+        if (behind := self.reassociation.behind_loops.get(target)) is not None:
+            steps = [self.reduction(target, kind, axes) for kind, axes in behind.reductions]
+            for c in self.sums(op, target, steps, None):
+                yield Transfer(c if c.dtype == behind.dtype else c.in_dtype(behind.dtype), target, False)
 
     def output_spec(self, target: int) -> Spec:
         """The spec of an output of the program: only axes that divide their dim."""
@@ -336,11 +337,9 @@ class ProgramCollectives:
                 if step.kind == "all-gather" and is_gathered_by_all_reduce(self.platform, shape, found.num_devices):
                     found = dataclasses.replace(found, kind="all-reduce")
                 if v in self.narrow_dtypes and found.kind in MOVED:
-                    narrow = self.narrow_dtypes[v]
-                    size = found.result_bytes * narrow.itemsize // self.graph.itemsize(v)
-                    found = dataclasses.replace(found, dtype=str(narrow), result_bytes=size)
+                    found = found.in_dtype(str(self.narrow_dtypes[v]))
                 if found.dtype == "float32" and (v, step.spec.axes) in self.narrow:
-                    found = dataclasses.replace(found, dtype="bfloat16", result_bytes=found.result_bytes // 2)
+                    found = found.in_dtype("bfloat16")
                 yield dataclasses.replace(found, advise=advise, is_move=True)
             have = step.spec
 

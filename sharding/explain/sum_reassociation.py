@@ -21,7 +21,7 @@ from ..hardware import Platform
 from ..propagation.partial_sums import SUMS
 from ..rewrite.reshard import Step
 from ..spec import Axis
-from .sums_behind_loops import ADDS, Reduction, sums_behind_loops
+from .sums_behind_loops import ADDS, Reduction, SumsBehindLoop, sums_behind_loops
 
 _FORMATTING = frozenset({"annotate", "copy", "name", "pad", "reshape", "slice", "squeeze"})
 LOOKED_THROUGH: Mapping[Platform, frozenset[str]] = {
@@ -44,7 +44,7 @@ class Reassociation:
 
     left: Mapping[int, tuple[Reduction, ...]] = field(default_factory=dict)
     """Value -> those behind the op that computes it, for every value that had or has any."""
-    behind_loops: Mapping[int, tuple[Reduction, ...]] = field(default_factory=dict)
+    behind_loops: Mapping[int, SumsBehindLoop] = field(default_factory=dict)
     """Result of a loop -> those behind the loop."""
 
 

@@ -6,6 +6,7 @@ After `WhileLoopAllReduceCodeMotion` of openxla/xla, which leaves reduce-scatter
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from ..cost import Kind
 from ..graph import Graph, Op
@@ -17,8 +18,16 @@ Reduction = tuple[Kind, tuple[Axis, ...]]
 ADDS = frozenset({"add", "add_any"})
 
 MOST_STACKED_BYTES = 10 << 10
-"""Bytes on one device above which a stack of sums is reduced row by row, in the loop; measured (libtpu 0.0.52 and
-`jax[cuda13]` 0.12.0.1: 10,240 bytes are moved, 12,288 are not)."""
+"""Bytes on one device, in the dtype of the sums, above which a stack of sums is reduced row by row, in the loop;
+measured (libtpu 0.0.52 and `jax[cuda13]` 0.12.0.1: 10,240 bytes are moved, 12,288 are not)."""
+
+
+class SumsBehindLoop(NamedTuple):
+    """The reductions of a loop's result."""
+
+    reductions: tuple[Reduction, ...]
+    dtype: str
+    """Of the sums, to which compilers sink conversions: those of a stack run behind the loop, too."""
 
 
 def sums_behind_loops(
@@ -27,7 +36,7 @@ def sums_behind_loops(
     reduced: Callable[[int], int | None],
     moves: Callable[[Op], bool],
     shard_bytes: Callable[[int], int],
-) -> dict[int, tuple[Reduction, ...]]:
+) -> dict[int, SumsBehindLoop]:
     """Result of a loop -> the all-reduces that move behind it; they are removed from `left`.
 
     Args:
@@ -37,30 +46,30 @@ def sums_behind_loops(
         moves: whether an op reshards any of its arrays.
         shard_bytes: bytes of a value on one device.
     """
-    found: dict[int, tuple[Reduction, ...]] = {}
+    found: dict[int, SumsBehindLoop] = {}
     for edge in graph.ops:
-        if edge.name == "edge" and edge.site:
-            (result,) = edge.results
-            for v in (*_added(graph, edge, moves), *_stacked(graph, edge, shard_bytes)):
-                source = reduced(v)
-                if source is not None and {kind for kind, _ in left[source]} == {"all-reduce"}:
-                    found[result], left[source] = left[source], ()
+        if edge.name != "edge" or not edge.site:
+            continue
+        (result,) = edge.results
+        for v, is_stacked in _only_updates(graph, edge, moves):
+            source = reduced(v)
+            if source is None or {kind for kind, _ in left[source]} != {"all-reduce"}:
+                continue
+            stack_bytes = shard_bytes(result) * graph.itemsize(source) // graph.itemsize(result)
+            if not is_stacked or stack_bytes <= MOST_STACKED_BYTES:
+                found[result] = SumsBehindLoop(left[source], str(graph.dtypes[source]))
+                left[source] = ()
     return found
 
 
-def _added(graph: Graph, edge: Op, moves: Callable[[Op], bool]) -> Iterator[int]:
-    """What an iteration adds to a carry that it does not read otherwise."""
+def _only_updates(graph: Graph, edge: Op, moves: Callable[[Op], bool]) -> Iterator[tuple[int, bool]]:
+    """What an iteration only adds to a carry, or only writes to a stack, and whether it is the stack."""
     (carry,), update = edge.results, graph.makers.get(edge.operands[-1])
+    if update is not None and update.name == "scan ys":
+        yield from ((v, True) for v in update.operands)
     if update is None or len(edge.operands) != 2 or update.name not in ADDS or moves(update):
         return
     added = [v for v in update.operands if v != carry]
     inside = [op for op in graph.users[carry] if op.times > edge.times]
     if inside == [update] and len(added) == 1 and len(graph.users[edge.operands[-1]]) == 1:
-        yield added[0]
-
-
-def _stacked(graph: Graph, edge: Op, shard_bytes: Callable[[int], int]) -> Iterator[int]:
-    """What an iteration writes to a small stack."""
-    (result,), update = edge.results, graph.makers.get(edge.operands[-1])
-    if update is not None and update.name == "scan ys" and shard_bytes(result) <= MOST_STACKED_BYTES:
-        yield from update.operands
+        yield added[0], False

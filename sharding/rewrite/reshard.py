@@ -2,7 +2,7 @@
 
 A step changes a spec by at most one collective:
 
-    slice                 a dim is sharded over an unused axis: each device keeps its shard
+    slice                 dims are sharded over unused axes: each device keeps its shard
     all-gather            the minor axes of a dim are gathered
     all-reduce            the same, of a dim with fewer elements than half of the devices
     all-to-all            the minor axes of one dim become the minor axes of another
@@ -14,6 +14,7 @@ failed check. A single step of these is compiled to its collective, on every rel
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 import itertools
 import math
@@ -120,7 +121,7 @@ def _gather_then_slice(
     befores = (start, *(after for _, _, after in (*gathers, *slices)))
     pairs = zip(befores, (*gathers, *slices), strict=False)
     run = [(before, _as_run(before, move, shape, sizes)) for before, move in pairs]
-    return tuple(_step(move, _bytes_after(before, move, shape, itemsize, sizes), sizes) for before, move in run)
+    return _joined(_step(move, _bytes_after(before, move, shape, itemsize, sizes), sizes) for before, move in run)
 
 
 def _cost(steps: Iterable[Step]) -> int:
@@ -178,7 +179,21 @@ def _chain(
     while goal != start:
         goal, move = arrived_by[goal]
         steps.append(_step(move, _bytes_after(goal, move, shape, itemsize, sizes), sizes))
-    return tuple(reversed(steps))
+    return _joined(reversed(steps))
+
+
+def _joined(steps: Iterable[Step]) -> tuple[Step, ...]:
+    """Returns the steps with one slice in place of several in a row.
+
+    Compilers make a reduce-scatter of a sum and the slice right behind it, not of a sum and two.
+    """
+    found: list[Step] = []
+    for step in steps:
+        if found and found[-1].kind == step.kind == "slice":
+            found[-1] = dataclasses.replace(step, axes=(*found[-1].axes, *step.axes))
+        else:
+            found.append(step)
+    return tuple(found)
 
 
 def _as_run(before: DimAxes, move: _Move, shape: tuple[int, ...], sizes: Mapping[str, int]) -> _Move:

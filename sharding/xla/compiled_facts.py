@@ -145,18 +145,20 @@ def _collectives(
 ) -> Iterator[CompiledCollective]:
     """One collective per array of a collective instruction; none for other instructions."""
     kind = kind_of(line)
-    if kind is None:
+    lines = module.computations[computation]
+    if kind is None or (kind == "collective-permute" and _realigns(lines, line)):
         return
     groups = read_groups(line.attributes, module.num_devices)
     if "source_target_pairs=" in line.attributes:
         num_devices, axes_of_groups = 2 if any(a != b for a, b in groups) else 1, mesh_axes
     else:
         num_devices, axes_of_groups = max(map(len, groups)), mesh_subaxes
-    if kind == "all-reduce" and "all-reduce-scatter" in computation:
-        kind = "reduce-scatter"  # XLA:TPU's fusion of an all-reduce and each device's slice
+    is_scattered = kind == "all-reduce" and _REDUCE_SCATTER in computation
+    if is_scattered:
+        kind = "reduce-scatter"
     axes = None if sizes is None else axes_of_groups(groups, sizes)
-    lines = module.computations[computation]
-    for array in _flattened(module, lines, line) or _arrays(line, num_devices):
+    found = _unpadded(lines, line) if is_scattered else _flattened(module, lines, line)
+    for array in found or _arrays(line, num_devices):
         yield CompiledCollective(
             kind=kind,
             axes=axes,
@@ -170,6 +172,27 @@ def _collectives(
             op_name=line.op_name,
             source=module.source(line),
         )
+
+
+_REDUCE_SCATTER = "all-reduce-scatter"
+"""Part of the names of XLA:TPU's fusions of an all-reduce and each device's slice."""
+
+
+def _unpadded(lines: Computation, line: Instruction) -> list[Array]:
+    """The array of a reduce-scatter that XLA:TPU pads to equal shares of its rings; empty for others."""
+    source = lines.get(line.operands[0])
+    if source is None or source.opcode != "pad":
+        return []
+    return list(arrays(lines[source.operands[0]].result))
+
+
+def _realigns(lines: Computation, line: Instruction) -> bool:
+    """Whether a permute moves rows between the padded shards of a reduce-scatter: it is the end of that."""
+    source = lines.get(line.operands[0])
+    if source is None or source.opcode != "slice":
+        return False
+    made = lines[source.operands[0]]
+    return made.opcode == "fusion" and _REDUCE_SCATTER in made.attribute(r"calls=%?([\w.\-]+)")
 
 
 def _arrays(line: Instruction, num_devices: int) -> list[Array]:
