@@ -30,7 +30,23 @@ class Hints:
         conflicting = self.conflicting(op, v, [a for _, a in (*left, *came)], self.origins(v, left))
         if conflicting:
             return f"{hint}, or {conflicting}"
-        return f"{hint}; {op.name} needs its dim {left[0][0]} replicated" if left else hint
+        if not left:
+            return hint
+        needing, dim = self.needing(op, v, left[0][0])
+        return f"{hint}; {needing.name} needs its dim {dim} replicated"
+
+    def needing(self, op: Op, v: int, dim: int) -> tuple[Op, int]:
+        """The op, and the dim of its operand, for which a dim is replicated: `op`, or one that only it passes it to."""
+        while True:
+            assert op.rule is not None
+            (factor, *others), (result, *more) = op.rule.operands[op.operands.index(v)][dim], op.results
+            dims = [d for d, factors in enumerate(op.rule.results[0]) if factor in factors]
+            if others or more or not dims or op.rule.kinds[factor] is not Kind.PASS or self.graph.num_uses[result] != 1:
+                return op, dim
+            reader = next(iter(self.graph.users[result]), None)
+            if reader is None or reader.rule is None or reader.name == "edge":
+                return op, dim
+            op, v, dim = reader, result, dims[0]
 
     def conflicting(self, op: Op, v: int, axes: Sequence[Axis], own: Sequence[str]) -> str:
         """The operand or result that another annotation shards over one of the axes, which forces the reshard."""

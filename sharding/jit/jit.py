@@ -21,6 +21,7 @@ from ..errors import ShardingError, raise_together
 from ..hardware import Devices, Platform
 from ..mesh import current, described, tracing_context
 from ..propagation import Assignment, shardy
+from ..rewrite.reshard_placement import placed
 from . import argument_shardings, tracing
 from .cache_key import CacheKey, cache_key, changed_parts, context_key
 from .donation import outputs_reusing_donated
@@ -325,7 +326,7 @@ class Jitted:
     def _assignment(self, built: graph.Graph, traced: tracing.Traced, mesh: Mesh | AbstractMesh) -> Assignment:
         sizes = dict(mesh.shape)
         if self._engine == "sharding":
-            return propagation.complete(built, sizes)
+            return placed(propagation.complete(built, sizes))
         if self._engine == "xla":
             return propagation.unannotated(built, sizes)
         abstract = mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh

@@ -7,6 +7,7 @@ for each disputed factor, the one that minimises what a device sends (`reshard.c
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections import Counter
@@ -74,6 +75,8 @@ class OpStrategy:
     """For each result, its reductions and the steps from `result_specs` to its spec."""
     constrained: tuple[bool, ...]
     """Whether each result needs a constraint to `result_specs`; otherwise XLA takes these steps by itself."""
+    cost: float = 0.0
+    """The bytes that a device sends, plus its computation in bytes that it could send meanwhile."""
 
     @property
     def steps(self) -> Iterator[Step]:
@@ -85,7 +88,8 @@ class OpStrategies:
     """The strategies of a program's ops, each computed once for all ops with equal rules, shapes and specs."""
 
     def __init__(self, assignment: Assignment):
-        self.graph, self.specs, self.sizes = assignment.graph, assignment.specs, assignment.sizes
+        self.graph, self.sizes = assignment.graph, assignment.sizes
+        self.specs: Sequence[Spec] = assignment.specs
         self.table = AtomTable.of(assignment.sizes)
         self._values = {*self.graph.inputs, *self.graph.makers}
         self._forms: dict[Rule, OpForm] = {}
@@ -104,10 +108,29 @@ class OpStrategies:
         key = (id(op.rule), kind, permutes, manual, tuple(s.axes for s in specs), *shapes, *itemsizes, *free)
         found = self._cache.get(key)
         if found is None:
-            form = self._forms.setdefault(op.rule, OpForm.of(0, op.rule, single_use=False, firsts=None))
-            search = _StrategySearch(self, form, op, specs, shapes, itemsizes, free, permutes, manual)
+            search = _StrategySearch(self, self._form(op.rule), op, specs, shapes, itemsizes, free, permutes, manual)
             found = self._cache[key] = search.cheapest()
         return found
+
+    def _form(self, rule: Rule) -> OpForm:
+        return self._forms.setdefault(rule, OpForm.of(0, rule, single_use=False, firsts=None))
+
+    def carried(self, op: Op, source: int, spec: Spec, target: int) -> Spec | None:
+        """Returns the spec of an op's array where another one's spec stays in place; None if it can't.
+
+        Args:
+            op: an op that has a rule.
+            source: the index of the array with the given spec, operands before results.
+            spec: its spec.
+            target: the index of the array asked for.
+        """
+        assert op.rule is not None
+        form = self._form(op.rule)
+        projected = project(form, source, _sharding(spec, self.table), self.table.sizes)
+        if projected.overflow:
+            return None
+        factors = {f: projected.factors.get(f, ()) for f in range(len(op.rule.sizes))}
+        return _spec(form, target, factors, self.table)
 
 
 @dataclass(slots=True)
@@ -128,10 +151,9 @@ class _StrategySearch:
     """Manual axes of enclosing `shard_map`s."""
 
     def cheapest(self) -> OpStrategy:
-        pairs = ((factors, self.strategy(factors)) for factors in self.candidates())
-        found = [(self.cost(factors, strategy), strategy) for factors, strategy in pairs if strategy is not None]
+        found = [strategy for factors in self.candidates() if (strategy := self.strategy(factors)) is not None]
         if found:
-            return min(found, key=lambda pair: pair[0])[1]  # the first of equal ones
+            return min(found, key=lambda strategy: strategy.cost)  # the first of equal ones
         replicated = self.strategy(dict.fromkeys(range(len(self.form.rule.sizes)), ()))
         assert replicated is not None
         return replicated
@@ -155,7 +177,8 @@ class _StrategySearch:
         """Returns the candidate shardings of each factor."""
         rule, n = self.form.rule, self.form.num_operands
         order = [*range(n, len(self.specs)), *(i for i in range(n) if not self.free[i])]
-        projected = {i: project(self.form, i, self._sharding(i), self.strategies.table.sizes) for i in order}
+        table = self.strategies.table
+        projected = {i: project(self.form, i, _sharding(self.specs[i], table), table.sizes) for i in order}
         displaced = dict.fromkeys(a for one in projected.values() for a in sorted(one.overflow))
         kept = {f for dims in rule.results for factors in dims for f in factors}
         lost = {f for f, kind in enumerate(rule.kinds) if kind is Kind.PASS and f not in kept}
@@ -188,24 +211,21 @@ class _StrategySearch:
             if rule.sizes[f] % math.prod(sizes[a] for a in more) == 0 and more not in options[f]:
                 options[f].append(more)
 
-    def _sharding(self, i: int) -> ValueSharding:
-        axes = tuple(map(self.strategies.table.atoms_of, self.specs[i].axes))
-        return ValueSharding(axes, (False,) * len(axes))
-
     def strategy(self, factors: Factors) -> OpStrategy | None:
         """Returns the strategy with the given factor shardings; None if an array cannot be sharded accordingly."""
-        found = [self.spec(i, factors) for i in range(len(self.specs))]
+        found = [_spec(self.form, i, factors, self.strategies.table) for i in range(len(self.specs))]
         if None in found:
             return None
         n, specs = self.form.num_operands, [s for s in found if s is not None]
         results = [self.result(i, specs[i], factors) for i in range(n, len(specs))]
-        return OpStrategy(
+        found = OpStrategy(
             operand_steps=tuple(() if self.free[i] else self.chain(i, self.specs[i], specs[i]) for i in range(n)),
             operand_specs=tuple(specs[:n]),
             result_specs=tuple(specs[n:]),
             result_steps=tuple(steps for steps, _ in results),
             constrained=tuple(constrained for _, constrained in results),
         )
+        return dataclasses.replace(found, cost=self.cost(factors, found))
 
     def result(self, i: int, spec: Spec, factors: Factors) -> tuple[tuple[Step, ...], bool]:
         """Returns the steps that reduce a result and reshard it to its spec, and whether it needs a constraint first.
@@ -257,22 +277,6 @@ class _StrategySearch:
             return ()
         return chain(have, want, self.shapes[i], self.itemsizes[i], self.strategies.sizes, permutes=self.permutes)
 
-    def spec(self, i: int, factors: Factors) -> Spec | None:
-        """Returns the spec of an array under the given factor shardings; None if its shards would be strided."""
-        table, sizes, dims = self.strategies.table, self.form.rule.sizes, []
-        for dim in self.form.arrays[i]:
-            atoms: Atoms = ()
-            partial_major = False
-            for f in dim:
-                own = factors[f]
-                width = math.prod(table.sizes[a] for a in own)
-                if own and (partial_major or (len(dim) > 1 and sizes[f] % width)):
-                    return None
-                atoms += own
-                partial_major = partial_major or width < sizes[f]
-            dims.append(Dim(axes=table.axes_of(atoms)))
-        return Spec(dims=tuple(dims))
-
     def cost(self, factors: Factors, strategy: OpStrategy) -> float:
         """Returns the bytes that a device sends, plus its computation in bytes that it could send meanwhile."""
         moved = sum(step.wire_bytes + (STEP_BYTES if step.kind != "slice" else 0) for step in strategy.steps)
@@ -284,3 +288,25 @@ class _StrategySearch:
         if Kind.REDUCE in rule.kinds and self.form.num_operands > 1:
             return BYTES_PER_MULTIPLY_ADD * math.prod(lengths)
         return BYTES_PER_ELEMENT * max(math.prod(lengths[f] for dim in dims for f in dim) for dims in self.form.arrays)
+
+
+def _spec(form: OpForm, array: int, factors: Factors, table: AtomTable) -> Spec | None:
+    """Returns the spec of an array under the given factor shardings; None if its shards would be strided."""
+    sizes, dims = form.rule.sizes, []
+    for dim in form.arrays[array]:
+        atoms: Atoms = ()
+        partial_major = False
+        for f in dim:
+            own = factors[f]
+            width = math.prod(table.sizes[a] for a in own)
+            if own and (partial_major or (len(dim) > 1 and sizes[f] % width)):
+                return None
+            atoms += own
+            partial_major = partial_major or width < sizes[f]
+        dims.append(Dim(axes=table.axes_of(atoms)))
+    return Spec(dims=tuple(dims))
+
+
+def _sharding(spec: Spec, table: AtomTable) -> ValueSharding:
+    axes = tuple(map(table.atoms_of, spec.axes))
+    return ValueSharding(axes, (False,) * len(axes))

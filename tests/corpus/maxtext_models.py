@@ -27,6 +27,7 @@ from sharding.mesh import current
 
 from . import MakeProgram
 from .common import renamed
+from .nnx_training import without_mesh
 
 PACKAGE = "maxtext"
 CONFIGS = Path(maxtext.__file__).parent / "configs"
@@ -105,7 +106,9 @@ class Program:
     def of(cls, sizes: Sizes, num_rows: int, context: int, rules: str, options: dict[str, Any]) -> Program:
         """The program with its state's and batch's shapes from MaxText."""
         config = configuration(sizes, rules, per_device_batch_size=num_rows, max_target_length=context, **options)
-        (state, batch), _, shardings, _, graph = train_compile.get_shaped_inputs(concrete_mesh(sizes), config)
+        mesh = concrete_mesh(sizes)
+        with without_mesh():
+            (state, batch), _, shardings, _, graph = train_compile.get_shaped_inputs(mesh, config)
         state = nnx.to_pure_dict(state)
         shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)
         rows = {name: jax.ShapeDtypeStruct((num_rows, *leaf.shape[1:]), leaf.dtype) for name, leaf in batch.items()}

@@ -6,6 +6,7 @@ Specs come from the metadata of the Variables, which an optimizer's state inheri
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -21,9 +22,14 @@ Weights = Callable[[Any, Sizes], Any]
 """(shapes of the state, mesh) -> their specs."""
 
 
+def without_mesh() -> AbstractContextManager[Any]:
+    """The context to build models in: Flax resolves logical axis names for the current mesh."""
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
+
+
 def shapes(make: Make) -> Any:
-    """What `make` builds, of shapes; made without the mesh, for which Flax would resolve logical axis names."""
-    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+    """What `make` builds, of shapes."""
+    with without_mesh():
         return nnx.eval_shape(make)
 
 

@@ -246,7 +246,7 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "a Fourier transform along a sharded dim": Mistake(
         program=waves, bad=P(None, "tensor"), good=P("tensor"), args=(X,),
-        kind="all-gather", axes=("tensor",), bytes=8 * 4096 * 256,
+        kind="all-gather", axes=("tensor",), bytes=4 * 4096 * 256,
         cause="resharded from [-, tensor] to [-, -]", hint="fft needs its dim 1 replicated",
     ),
     "lookups in a row-sharded table": Mistake(

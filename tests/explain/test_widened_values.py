@@ -1,4 +1,4 @@
-"""GPUs move what is widened right before a collective in its narrow dtype; other platforms move the wide value."""
+"""GPUs move what is widened and used twice in its narrow dtype; other platforms move the wide value."""
 
 import importlib.util
 
@@ -14,7 +14,11 @@ HAS_GPU_COMPILER = importlib.util.find_spec("jax_cuda13_plugin") is not None
 
 
 def sorted_along_the_batch(widen):
-    return lambda x: jnp.sort(widen(x), 0)
+    def program(x):
+        wide = widen(x)
+        return jnp.sort(wide, 0), wide  # used twice, so not resharded before it is widened
+
+    return program
 
 
 def upcast(x):

@@ -1,0 +1,184 @@
+"""Where a value is resharded: in its narrowest dtype.
+
+Propagation gives all values along a chain of elementwise ops one sharding. So where the op in front of the chain leaves
+an array sharded differently from what the op behind it needs, the array may be resharded before it is converted to a
+narrower dtype, or behind a conversion to a wider one. Compilers for TPUs and GPUs mend some of these. Here each chain
+around a conversion is resharded at its cheapest point, and its values get the specs that this implies.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from ..graph import Graph, Op
+from ..propagation import Assignment, Reason
+from ..rules import Kind
+from ..spec import Axis, Spec
+from .op_strategy import OpStrategies
+
+MOST_VALUES = 8
+"""Longest chain of values that is looked at."""
+
+
+def placed(assignment: Assignment) -> Assignment:
+    """The assignment with each chain of ops around a conversion resharded at its cheapest point."""
+    search = _Search(assignment)
+    moved = {v: spec for op in assignment.graph.ops if _converts(assignment.graph, op) for v, spec in search.chain(op)}
+    if not moved:
+        return assignment
+
+    def find_reason(value: int, dim: int, axis: Axis) -> Reason:
+        return search.reason(value, dim, axis) if value in moved else assignment.find_reason(value, dim, axis)
+
+    return dataclasses.replace(
+        assignment,
+        specs=tuple(search.strategies.specs),
+        find_reason=find_reason,
+        with_annotations=lambda annotations: placed(assignment.with_annotations(annotations)),
+    )
+
+
+def _converts(graph: Graph, op: Op) -> bool:
+    """Whether an op converts an array to a dtype of another size."""
+    if op.name != "convert_element_type" or not graph.shapes[op.results[0]]:
+        return False
+    return graph.itemsize(op.operands[0]) != graph.itemsize(op.results[0])
+
+
+@dataclass(frozen=True, slots=True)
+class _Chain:
+    """Values with equally many elements, each computed from the one before and used only there."""
+
+    values: Sequence[int]
+    ops: Sequence[Op]
+    """The op that makes the first value, those between the values, and the op that reads the last one."""
+
+
+class _Search:
+    def __init__(self, assignment: Assignment):
+        self.graph, self.sizes = assignment.graph, assignment.sizes
+        self.strategies = OpStrategies(assignment)
+        self.strategies.specs = list(assignment.specs)
+        self.fixed = {*self.graph.annotations, *self.graph.names.values(), *self.graph.inputs, *self.graph.outputs}
+        self.fixed.update(v for group in self.graph.groups for v in group.members)
+        self.known = {*self.graph.inputs, *self.graph.makers}
+
+    @property
+    def specs(self) -> list[Spec]:
+        """The specs so far."""
+        assert isinstance(self.strategies.specs, list)
+        return self.strategies.specs
+
+    def chain(self, convert: Op) -> Iterator[tuple[int, Spec]]:
+        """The values of the chain around a conversion whose specs change; the change is made."""
+        found = self.around(convert)
+        if found is None or not any(step.kind != "slice" for op in found.ops for step in self.strategies.of(op).steps):
+            return
+        before = [self.specs[v] for v in found.values]
+        best, chosen = self.cost(found), before
+        for specs in self.candidates(found, before):
+            self.assign(found, specs)
+            cost = self.cost(found)
+            if cost < best:
+                best, chosen = cost, specs
+        self.assign(found, chosen)
+        yield from ((v, new) for v, old, new in zip(found.values, before, chosen, strict=True) if old.axes != new.axes)
+
+    def around(self, convert: Op) -> _Chain | None:
+        """The chain around a conversion; None where the specs of its operand and result are both fixed."""
+        values, ops = [], [convert]
+        (v,) = convert.operands
+        while self.is_free(v) and len(values) < MOST_VALUES:
+            values.insert(0, v)
+            ops.insert(0, self.graph.makers[v])
+            source = self.passed_on(ops[0])
+            if source is None:
+                break
+            v = source
+        (v,) = convert.results
+        while self.is_free(v) and len(values) < MOST_VALUES:
+            (reader,) = self.graph.users[v]
+            values.append(v)
+            ops.append(reader)
+            if self.passed_on(reader) != v:
+                break
+            (v,) = reader.results
+        return _Chain(values, ops) if values else None
+
+    def is_free(self, v: int) -> bool:
+        """Whether the spec of a value may change: inferred, and of an ordinary op that passes it to one other."""
+        op = self.graph.makers.get(v)
+        if v in self.fixed or op is None or self.graph.num_uses[v] != 1:
+            return False
+        (reader,) = self.graph.users[v]
+        return all(one.rule is not None and one.name != "edge" and one.site for one in (op, reader))
+
+    def passed_on(self, op: Op) -> int | None:
+        """The only array that an op computes its result from, if it keeps all of its elements."""
+        if op.rule is None or len(op.results) != 1 or any(kind is not Kind.PASS for kind in op.rule.kinds):
+            return None
+        arrays = [v for v in op.operands if v in self.known and self.graph.shapes[v]]
+        sizes = {math.prod(self.graph.shapes[v]) for v in (*arrays, *op.results)}
+        return arrays[0] if len(arrays) == 1 and len(sizes) == 1 else None
+
+    def candidates(self, chain: _Chain, before: Sequence[Spec]) -> Iterator[list[Spec]]:
+        """Specs for all values: the first as their maker leaves them, the last as their reader needs them."""
+        made, read, n = self.as_made(chain), self.as_read(chain), len(before)
+        for k in range(len(made) + 1):
+            for m in range(max(k, n - len(read)), n + 1):
+                if k or m < n:
+                    yield made[:k] + list(before[k:m]) + read[len(read) - (n - m) :]
+
+    def as_made(self, chain: _Chain) -> list[Spec]:
+        """The specs of the first values if each stays sharded as its maker leaves it."""
+        first, *between = chain.ops[:-1]
+        found = [self.strategies.of(first).result_specs[first.results.index(chain.values[0])]]
+        for v, op in zip(chain.values, between, strict=False):
+            spec = self.strategies.carried(op, op.operands.index(v), found[-1], len(op.operands))
+            if spec is None:
+                break
+            found.append(spec)
+        return found
+
+    def as_read(self, chain: _Chain) -> list[Spec]:
+        """The specs of the last values if each is sharded as its reader needs it."""
+        *between, last = chain.ops[1:]
+        found = [self.strategies.of(last).operand_specs[last.operands.index(chain.values[-1])]]
+        for v, op in zip(reversed(chain.values[:-1]), reversed(between), strict=True):
+            spec = self.strategies.carried(op, len(op.operands), found[0], op.operands.index(v))
+            if spec is None:
+                break
+            found.insert(0, spec)
+        return found
+
+    def assign(self, chain: _Chain, specs: Sequence[Spec]) -> None:
+        for v, spec in zip(chain.values, specs, strict=True):
+            self.specs[v] = spec
+
+    def cost(self, chain: _Chain) -> float:
+        """The cost of the chain's ops under the specs so far."""
+        return sum(self.strategies.of(op).cost for op in chain.ops)
+
+    def reason(self, value: int, dim: int, axis: Axis) -> Reason:
+        """Why a value of a chain is sharded over an axis: an array of the op before or behind it is."""
+        maker, (reader,) = self.graph.makers[value], self.graph.users[value]
+        for op in (maker, reader):
+            for v, d in _same_factor(op, value, dim):
+                if v in self.known and axis in self.specs[v].dims[d].axes:
+                    return Reason.of(op, v, d)
+        return Reason(word=maker.name, site=maker.site)
+
+
+def _same_factor(op: Op, value: int, dim: int) -> Iterator[tuple[int, int]]:
+    """The (value, dim) of an op's other arrays that have a factor of a value's dim."""
+    assert op.rule is not None
+    arrays: Mapping[int, Sequence[Sequence[int]]] = dict(
+        zip((*op.operands, *op.results), (*op.rule.operands, *op.rule.results), strict=True)
+    )
+    own = set(arrays[value][dim])
+    for v, dims in arrays.items():
+        if v != value:
+            yield from ((v, d) for d, factors in enumerate(dims) if not own.isdisjoint(factors))
