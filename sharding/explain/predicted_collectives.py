@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -80,7 +80,7 @@ class ProgramCollectives:
         self.loop_invariants = _loop_invariants(self.graph)
         self.regions = self.graph.regions()
         self.resharded: set[tuple] = set()
-        self.reduce_scattered = reduce_scattered(self.graph, self.specs, self.sizes)
+        self.reduce_scattered = reduce_scattered(self.graph, self.specs, self.operand_steps)
         self.reassociation = self.reassociated(platform)
         self.narrow = narrow_reshards(self.graph, self.strategies) if platform == "tpu" else ()
         self.narrow_dtypes = narrow_dtypes(self.graph) if platform == "gpu" else {}
@@ -174,6 +174,16 @@ class ProgramCollectives:
             for c in self.sums(op, target, steps, None):
                 yield Transfer(c if c.dtype == behind.dtype else c.in_dtype(behind.dtype), target, False)
 
+    def operand_steps(self, op: Op) -> Iterable[tuple[int, Sequence[Step]]]:
+        """Each operand of an op, and the steps that reshard it for the op."""
+        if op.rule is None:
+            return ()
+        if op.name != "edge":
+            return zip(op.operands, self.strategies.of(op).operand_steps, strict=True)
+        want = self.specs[op.results[0]] if op.site else self.output_spec(op.results[0])
+        moved = [v for v in op.operands if v in self.times and self.specs[v].axes != want.axes]
+        return [(v, self.chain(op, v, self.specs[v], want)) for v in moved]
+
     def output_spec(self, target: int) -> Spec:
         """The spec of an output of the program: only axes that divide their dim."""
         return divisible(self.specs[target], self.graph.shapes[target], self.sizes)
@@ -236,7 +246,7 @@ class ProgramCollectives:
 
     def reduction(self, v: int, kind: Kind, axes: tuple[Axis, ...]) -> Step:
         """A reduction of a value that is sharded as inferred."""
-        is_sliced = kind == "reduce-scatter" or any(axis in dim for dim in self.specs[v].axes for axis in axes)
+        is_sliced = any(axis in dim for dim in self.specs[v].axes for axis in axes)
         size = self.shard_bytes(v) * (num_parts(axes, self.sizes) if is_sliced else 1)
         return Step(kind=kind, axes=axes, spec=self.specs[v], num_bytes=size, wire_bytes=0)
 

@@ -1,39 +1,51 @@
-"""All-reduces whose result is only sliced behind a barrier: compilers turn them into reduce-scatters."""
+"""All-reduces whose result is only sliced: compilers turn them into reduce-scatters (`ReduceScatterCreator`)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import jax
 
 from ..graph import Graph, Op
-from ..rewrite.reshard import chain
+from ..rewrite.reshard import Step
 from ..spec import Axis, Spec
 
 COMMUTES_WITH_SLICE = frozenset("add annotate barrier convert_element_type name".split())
 """Ops between a sum and its slice, such as a bias add, that may as well run after the slice."""
 
 
-def reduce_scattered(graph: Graph, specs: Sequence[Spec], sizes: Mapping[str, int]) -> dict[int, frozenset[Axis]]:
-    """Value -> the axes over which it is sliced behind a barrier, if that is its only use.
+def reduce_scattered(
+    graph: Graph, specs: Sequence[Spec], operand_steps: Callable[[Op], Iterable[tuple[int, Sequence[Step]]]]
+) -> dict[int, frozenset[Axis]]:
+    """Value -> the axes over which it is sliced, if that is all that it is used for.
 
     A sum over these axes that ends in such a value is a reduce-scatter.
+
+    Args:
+        graph: the program.
+        specs: of its values.
+        operand_steps: op -> each operand, and the steps that reshard it for the op.
     """
-    slices = {
-        op.operands[0]: axes for op in graph.ops if op.name == "barrier" and (axes := _slice(op, graph, specs, sizes))
-    }
-    if not slices:
-        return {}
+    seen: dict[int, list[tuple[Spec, frozenset[Axis]]]] = {}
+    for op in graph.ops:
+        for v, steps in operand_steps(op):
+            if steps and all(step.kind == "slice" for step in steps):
+                axes = frozenset(axis for step in steps for axis in step.axes)
+                seen.setdefault(v, []).append((steps[-1].spec, axes))
     found: dict[int, frozenset[Axis]] = {}
-    waiting = list(slices.items())
+    waiting = [
+        (v, slices[0][1])
+        for v, slices in seen.items()
+        if len(slices) == graph.num_uses[v] and all(spec.axes == slices[0][0].axes for spec, _ in slices)
+    ]
     while waiting:
         v, axes = waiting.pop()
-        if graph.num_uses[v] > 1 or v in found:
+        if v in found:
             continue
         found[v] = axes
         op = graph.makers.get(v)
         if op is not None and op.name in COMMUTES_WITH_SLICE:
-            waiting += [(operand, axes) for operand in op.operands if specs[operand].axes == specs[v].axes]
+            waiting += [(o, axes) for o in op.operands if specs[o].axes == specs[v].axes and graph.num_uses[o] == 1]
     return found
 
 
@@ -45,12 +57,3 @@ def is_masked(op: Op | None) -> bool:
     if op is None or op.name != "gather" or not op.site:
         return False
     return op.site[0].params["mode"] == jax.lax.GatherScatterMode.FILL_OR_DROP
-
-
-def _slice(op: Op, graph: Graph, specs: Sequence[Spec], sizes: Mapping[str, int]) -> frozenset[Axis]:
-    """The further axes that a barrier's result is sharded over; none if the reshard is more than a slice."""
-    (x,), (y,) = op.operands, op.results
-    if specs[x].axes == specs[y].axes or not graph.shapes[x]:
-        return frozenset()
-    steps = chain(specs[x], specs[y], graph.shapes[x], graph.itemsize(x), sizes, permutes=not graph.diverges(op))
-    return frozenset(a for step in steps for a in step.axes) if all(s.kind == "slice" for s in steps) else frozenset()

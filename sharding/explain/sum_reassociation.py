@@ -109,7 +109,7 @@ def reassociate(
         while graph.num_uses[v] == 1:
             op = graph.makers.get(v)
             if left.get(v):
-                return v if op is not None and op.name in SUMS | ADDS else None
+                return v if op is not None and op.name in SUMS | ADDS and not _negates(graph, op) else None
             operand = None if op is None or moves(op) else _only_operand(graph, op, LOOKED_THROUGH[platform])
             if operand is None:
                 return None
@@ -129,6 +129,14 @@ def reassociate(
                 left[v] = left[v][: -len(common)]
             left[result] = common
     return Reassociation(left, sums_behind_loops(graph, left, reduced, moves, shard_bytes))
+
+
+def _negates(graph: Graph, op: Op) -> bool:
+    """Whether an op sums what was negated: compilers negate the sum, behind its reduction, before they reassociate."""
+    maker = graph.makers.get(op.operands[0]) if op.name == "reduce_sum" else None
+    while maker is not None and maker.name == "annotate":
+        maker = graph.makers.get(maker.operands[0])
+    return maker is not None and maker.name == "neg"
 
 
 def _narrows(graph: Graph, op: Op, left: Mapping[int, Sequence[Reduction]], moves: Callable[[Op], bool]) -> bool:

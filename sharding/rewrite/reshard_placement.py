@@ -1,9 +1,10 @@
-"""Where a value is resharded: in its narrowest dtype.
+"""Where a value is resharded: in its narrowest dtype, or right behind the sum that it comes from.
 
 Propagation gives all values along a chain of elementwise ops one sharding. So where the op in front of the chain leaves
 an array sharded differently from what the op behind it needs, the array may be resharded before it is converted to a
-narrower dtype, or behind a conversion to a wider one. Compilers for TPUs and GPUs mend some of these. Here each chain
-around a conversion is resharded at its cheapest point, and its values get the specs that this implies.
+narrower dtype, or behind a conversion to a wider one; and a sum that is scaled before each device keeps its slice is
+all-reduced, not reduce-scattered. Compilers for TPUs and GPUs mend some of these. Here each chain around a conversion
+or behind a sum is resharded at its cheapest point, and its values get the specs that this implies.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from ..graph import Graph, Op
+from ..graph import Op
 from ..propagation import Assignment, Reason
 from ..rules import Kind
 from ..spec import Axis, Spec
@@ -24,9 +25,9 @@ MOST_VALUES = 8
 
 
 def placed(assignment: Assignment) -> Assignment:
-    """The assignment with each chain of ops around a conversion resharded at its cheapest point."""
+    """The assignment with each chain of ops around a conversion or behind a sum resharded at its cheapest point."""
     search = _Search(assignment)
-    moved = {v: spec for op in assignment.graph.ops if _converts(assignment.graph, op) for v, spec in search.chain(op)}
+    moved = {v: spec for op in assignment.graph.ops if search.is_seed(op) for v, spec in search.chain(op)}
     if not moved:
         return assignment
 
@@ -39,13 +40,6 @@ def placed(assignment: Assignment) -> Assignment:
         find_reason=find_reason,
         with_annotations=lambda annotations: placed(assignment.with_annotations(annotations)),
     )
-
-
-def _converts(graph: Graph, op: Op) -> bool:
-    """Whether an op converts an array to a dtype of another size."""
-    if op.name != "convert_element_type" or not graph.shapes[op.results[0]]:
-        return False
-    return graph.itemsize(op.operands[0]) != graph.itemsize(op.results[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +66,19 @@ class _Search:
         assert isinstance(self.strategies.specs, list)
         return self.strategies.specs
 
-    def chain(self, convert: Op) -> Iterator[tuple[int, Spec]]:
-        """The values of the chain around a conversion whose specs change; the change is made."""
-        found = self.around(convert)
+    def is_seed(self, op: Op) -> bool:
+        """Whether the bytes to move differ along the chain of an op: it converts to another size, or sums."""
+        if op.rule is None or op.name == "edge" or len(op.results) != 1 or not self.graph.shapes[op.results[0]]:
+            return False
+        if op.name == "convert_element_type":
+            return self.graph.itemsize(op.operands[0]) != self.graph.itemsize(op.results[0])
+        return Kind.REDUCE in op.rule.kinds and any(
+            s.kind == "all-reduce" for s in self.strategies.of(op).result_steps[0]
+        )
+
+    def chain(self, seed: Op) -> Iterator[tuple[int, Spec]]:
+        """The values of the chain around an op whose specs change; the change is made."""
+        found = self.around(seed)
         if found is None or not any(step.kind != "slice" for op in found.ops for step in self.strategies.of(op).steps):
             return
         before = [self.specs[v] for v in found.values]
@@ -87,18 +91,13 @@ class _Search:
         self.assign(found, chosen)
         yield from ((v, new) for v, old, new in zip(found.values, before, chosen, strict=True) if old.axes != new.axes)
 
-    def around(self, convert: Op) -> _Chain | None:
-        """The chain around a conversion; None where the specs of its operand and result are both fixed."""
-        values, ops = [], [convert]
-        (v,) = convert.operands
-        while self.is_free(v) and len(values) < MOST_VALUES:
-            values.insert(0, v)
-            ops.insert(0, self.graph.makers[v])
-            source = self.passed_on(ops[0])
-            if source is None:
-                break
-            v = source
-        (v,) = convert.results
+    def around(self, seed: Op) -> _Chain | None:
+        """The chain around an op; None where no spec may change."""
+        values, ops = [], [seed]
+        while (source := self.passed_on(ops[0])) is not None and self.is_free(source) and len(values) < MOST_VALUES:
+            values.insert(0, source)
+            ops.insert(0, self.graph.makers[source])
+        (v,) = seed.results
         while self.is_free(v) and len(values) < MOST_VALUES:
             (reader,) = self.graph.users[v]
             values.append(v)
@@ -135,9 +134,10 @@ class _Search:
     def as_made(self, chain: _Chain) -> list[Spec]:
         """The specs of the first values if each stays sharded as its maker leaves it."""
         first, *between = chain.ops[:-1]
-        found = [self.strategies.of(first).result_specs[first.results.index(chain.values[0])]]
+        spec = self.through(first, self.passed_on(first), chain.values[0])
+        found = [spec or self.strategies.of(first).result_specs[first.results.index(chain.values[0])]]
         for v, op in zip(chain.values, between, strict=False):
-            spec = self.strategies.carried(op, op.operands.index(v), found[-1], len(op.operands))
+            spec = self.through(op, v, op.results[0], found[-1])
             if spec is None:
                 break
             found.append(spec)
@@ -146,13 +146,21 @@ class _Search:
     def as_read(self, chain: _Chain) -> list[Spec]:
         """The specs of the last values if each is sharded as its reader needs it."""
         *between, last = chain.ops[1:]
-        found = [self.strategies.of(last).operand_specs[last.operands.index(chain.values[-1])]]
+        spec = self.through(last, last.results[0], chain.values[-1]) if self.passed_on(last) is not None else None
+        found = [spec or self.strategies.of(last).operand_specs[last.operands.index(chain.values[-1])]]
         for v, op in zip(reversed(chain.values[:-1]), reversed(between), strict=True):
-            spec = self.strategies.carried(op, len(op.operands), found[0], op.operands.index(v))
+            spec = self.through(op, op.results[0], v, found[0])
             if spec is None:
                 break
             found.insert(0, spec)
         return found
+
+    def through(self, op: Op, source: int | None, target: int, spec: Spec | None = None) -> Spec | None:
+        """The spec of an op's array where another one keeps its spec, or the given one, in place; None if it can't."""
+        if source is None:
+            return None
+        arrays = [*op.operands, *op.results]
+        return self.strategies.carried(op, arrays.index(source), spec or self.specs[source], arrays.index(target))
 
     def assign(self, chain: _Chain, specs: Sequence[Spec]) -> None:
         for v, spec in zip(chain.values, specs, strict=True):

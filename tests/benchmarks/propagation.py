@@ -41,6 +41,7 @@ from sharding import compat, graph, paths, propagation
 from sharding.jit import argument_shardings, tracing
 from sharding.jit.donation import outputs_reusing_donated
 from sharding.models import gpt, layouts
+from sharding.rewrite.reshard_placement import placed
 from sharding.spec import Dim, Spec, open_spec
 
 from .step import alternate, facts_of, machine, ratio
@@ -153,7 +154,8 @@ class Traced:
 
     def complete(self) -> propagation.Assignment:
         """The pass that is timed as ours."""
-        return propagation.complete(graph.build(self.jaxpr, **self.build_arguments), self.build_arguments["sizes"])
+        built = graph.build(self.jaxpr, **self.build_arguments)
+        return placed(propagation.complete(built, self.build_arguments["sizes"]))
 
 
 def _num_equations(jaxpr: Any) -> int:

@@ -52,6 +52,10 @@ def maxima(x, a, b, c):
     return jnp.max(a, 0) + jnp.max(b, 0) + jnp.max(c, 0)
 
 
+def negated(x, a, b, c):
+    return jnp.sum(-jnp.sin(a), 0) + jnp.sum(-jnp.sin(b), 0) + jnp.sum(c, 0)
+
+
 def a_norm(x, a, b, c):
     return jnp.sqrt(sum(jnp.sum(w * w) for w in (a, b, c)))
 
@@ -81,6 +85,7 @@ PROGRAMS = {
     "a gradient": (a_gradient, 1),
     "other axes": (other_axes, 3),
     "maxima": (maxima, 3),
+    "negated": (negated, 3),
     "a norm": (a_norm, 1),
     "a loop": (a_loop, 1),
     "a small stack": (a_small_stack, 1),

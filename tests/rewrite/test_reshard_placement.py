@@ -13,6 +13,7 @@ SIZES = {"data": 2, "model": 4}
 X = jax.ShapeDtypeStruct((64, 128), "float32")
 HALF = jax.ShapeDtypeStruct((64, 128), "bfloat16")
 W = jax.ShapeDtypeStruct((128, 256), "bfloat16")
+TALL = jax.ShapeDtypeStruct((8192, 512), "bfloat16")
 SCALE = jax.ShapeDtypeStruct((128,), "float32")
 
 
@@ -31,6 +32,15 @@ def widened(x):
 
 def masked(x):
     return jnp.cumsum((x > 0).astype("int32"), 1)
+
+
+def scaled_product(x, w):
+    y = (x.astype("bfloat16").T @ w).astype("float32") * 0.5
+    return jnp.sin(sharding.annotate(-y, P("data", P.UNCONSTRAINED)))
+
+
+def scaled_sum(x):
+    return sharding.annotate(-(x.sum(0) * 0.5), P("data"))
 
 
 PROGRAMS = {
@@ -53,6 +63,29 @@ def test_the_dtype_that_is_moved(name):
         ledger = sharding.jit(f, in_shardings=specs).complete(*args).communication()
     first = next(c for c in ledger if c.is_move)
     assert (first.kind, first.dtype) == moved
+
+
+SUMS = {
+    "scaled product": (scaled_product, (TALL, TALL), (P("data"), P("data", "model"))),
+    "on idle devices": (scaled_product, (TALL, TALL), (P("data"), P("data"))),
+    "scaled sum": (scaled_sum, (jax.ShapeDtypeStruct((8, 1024, 128), "float32"),), (P("data"),)),
+}
+
+
+@pytest.mark.parametrize("name", ["scaled product", "scaled sum"])
+def test_scaled_sums_are_reduce_scattered(name):
+    f, args, specs = SUMS[name]
+    with sharding.mesh(SIZES, devices=8):
+        ledger = sharding.jit(f, in_shardings=specs).complete(*args).communication()
+    assert [c.kind for c in ledger] == ["reduce-scatter"]
+
+
+@pytest.mark.parametrize(("backend", "described"), COMPILERS.values(), ids=COMPILERS)
+@pytest.mark.parametrize("name", SUMS)
+def test_scaled_sums_as_compiled(name, backend, described):
+    f, args, specs = SUMS[name]
+    predicted, compiled = predicted_and_compiled(f, args, backend, described, SIZES, in_shardings=specs)
+    assert predicted == compiled
 
 
 @pytest.mark.parametrize(("backend", "described"), COMPILERS.values(), ids=COMPILERS)
