@@ -30,6 +30,7 @@ from .local_convolution import convolved, is_grouped, local_convolution
 from .op_strategy import HALO_KINDS, OpStrategies, OpStrategy
 from .redundant_constraints import redundant
 from .reshard import Step
+from .unread_gathers import without_unread_gathers
 from .update_as_scatter import scattered, scattered_dims
 
 
@@ -43,7 +44,7 @@ def constrain(closed_jaxpr: Any, assignment: Assignment, mesh: AbstractMesh, *, 
         inputs: constrain the arguments too, for a program that runs inside another one.
     """
     assert assignment.graph.scope is not None
-    rewriter = _Rewriter(assignment, mesh)
+    rewriter = _Rewriter(without_unread_gathers(assignment), mesh)
     return rewriter.jaxpr(closed_jaxpr, assignment.graph.scope, inputs=inputs)
 
 
