@@ -16,9 +16,10 @@ from typing import Self
 FILE_NAME = "metrics.jsonl"
 
 MetricValues = Mapping[str, float | int]
-"""Metrics of one step: `loss` (nats), `gradient_norm`, `learning_rate`, `seconds`, `memory_bytes`; throughput and
-held-out metrics under the workload's names, such as `tokens_per_second` and `heldout_bits_per_byte`; for experts
-`auxiliary_loss`, `peak_load` (choices of the busiest expert over the mean) and `dropped_share` (of all choices)."""
+"""Metrics of one step: `loss` (nats), `gradient_norm`, `learning_rate`, `seconds`, `memory_bytes`; on accelerators
+`mfu` (model FLOPs utilization); throughput and held-out metrics under the workload's names, such as `tokens_per_second`
+and `heldout_bits_per_byte`; for experts `auxiliary_loss`, `peak_load` (choices of the busiest expert over the mean) and
+`dropped_share` (of all choices)."""
 
 
 def bits_per_byte(nats: float) -> float:

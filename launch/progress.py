@@ -91,5 +91,5 @@ class Console:
         return (
             f"loss {self.workload.loss.format(values['loss'])}  "
             f"{values[self.workload.throughput_name]:,.0f} {self.workload.item}/s  "
-            f"{values['memory_bytes'] / 1e6:,.0f} MB"
+            f"{values['memory_bytes'] / 1e6:,.0f} MB" + (f"  MFU {values['mfu']:.1%}" if "mfu" in values else "")
         )

@@ -12,7 +12,7 @@ import numpy as np
 from sharding import ShardingError, checkpoint
 from sharding.distributed import heartbeat, processes
 
-from . import device_setup, loss_plot, metrics, run_folder, run_report
+from . import device_setup, loss_plot, metrics, run_folder, run_report, utilization
 from .config.mesh_config import batch_parts
 from .config.train_config import Recipe, Train
 from .jitted_workload import JittedWorkload
@@ -48,6 +48,7 @@ class TrainingLoop:
         self.rows = jitted.local_rows(recipe.batch)
         self.skipped = 0
         """Consecutive non-finite steps so far."""
+        self.estimate = utilization.estimate(jitted.completion, jitted.mesh)
         self.corrupted: Mapping[int, str] = {}
         """Corrupted checkpoints newer than the one to resume from, by step."""
 
@@ -100,6 +101,8 @@ class TrainingLoop:
         self.console.print(f"{self.source.name:6}  {self.source.description}")
         self.console.print(f"model   {self.workload.name}, {num_params:,} parameters, {self.workload.summary}")
         self.console.print(f"mesh    {self._mesh_text()}, jax {jax.__version__}")
+        if self.estimate is not None:
+            self.console.print(f"step    {utilization.summary(self.estimate)}")
         self.console.print(f"folder  {self.config.out}" + (f", resumed after step {first}" if first else ""))
         for step, reason in self.corrupted.items():
             self.console.print(
@@ -160,6 +163,8 @@ class TrainingLoop:
         values[self.workload.throughput_name] = self.recipe.batch * self.workload.items_per_example / seconds
         values["seconds"] = seconds
         values["memory_bytes"] = metrics.memory_bytes()
+        if self.estimate is not None:
+            values["mfu"] = self.estimate.seconds_at_peak / seconds
         self.metrics.log(step, values)
         self.console.step(step, values)
 

@@ -16,7 +16,19 @@ from . import paths
 from .annotations import axis_rules
 from .cost import Topology, topology
 from .errors import ShardingError, raise_together
-from .explain import Estimate, Ledger, Lock, MemoryReport, Verification, communication, estimate, memory, verify
+from .explain import (
+    CompileTime,
+    Estimate,
+    Ledger,
+    Lock,
+    MemoryReport,
+    Verification,
+    communication,
+    compile_time,
+    estimate,
+    memory,
+    verify,
+)
 from .explain import report as reports
 from .explain.replication_reasons import ReplicatedDims
 from .explain.why import Conflicts, Why, chain_lines
@@ -201,6 +213,16 @@ class Completion:
         """
         return estimate(self.assignment, self._topology(hardware), name=self.name)
 
+    def compile_time(self, *, platform: Platform | None = None) -> CompileTime:
+        """Estimates how long XLA takes to compile the program: seconds, tens of seconds or minutes.
+
+        Names unrolled layers that are equal, of which a `scan` compiles one.
+
+        Args:
+            platform: the compiler, `"cpu"`, `"gpu"` or `"tpu"`. Default: that of the mesh.
+        """
+        return compile_time(self._graph, platform or self._platform)
+
     def _topology(self, hardware: Devices | Chip | str | None) -> Topology:
         """The mesh with its devices and links."""
         mesh = current()
@@ -357,6 +379,9 @@ class Completion:
         if self.unknown:
             notes.append("no rule for " + ", ".join(f"{k} (x{n})" for k, n in sorted(self.unknown.items())))
         notes += [f"uneven: {line}" for line in self.uneven[:8]]
+        found = self.compile_time()
+        if found.rough != "seconds" and found.layers is not None:
+            notes.append(str(found))
         return notes
 
     def _repr_html_(self) -> str:

@@ -17,6 +17,8 @@ Example:
     {'all-reduce': (1, 4)}
     >>> explain.memory(assignment).peak_bytes
     24580
+    >>> explain.compile_time(assignment.graph, "tpu").rough
+    'seconds'
     >>> f"{explain.estimate(assignment, on).seconds * 1e6:.1f} us"
     '11.0 us'
     >>> with sharding.mesh(data=8):
@@ -28,6 +30,7 @@ Example:
 """
 
 from .collective_ledger import Collective, Ledger
+from .compile_time import CompileTime, RepeatedLayers, compile_time
 from .largest_batch import LargestBatch, largest_batch
 from .lock_file import Lock
 from .memory_fit import Fit
@@ -40,6 +43,7 @@ __all__ = [
     "Array",
     "AxisShare",
     "Collective",
+    "CompileTime",
     "Estimate",
     "Fit",
     "LargestBatch",
@@ -47,8 +51,10 @@ __all__ = [
     "Lock",
     "MemoryReport",
     "Moment",
+    "RepeatedLayers",
     "Verification",
     "communication",
+    "compile_time",
     "estimate",
     "largest_batch",
     "memory",

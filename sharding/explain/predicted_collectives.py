@@ -22,8 +22,9 @@ from ..rewrite import xla_workarounds
 from ..rewrite.halo_exchange import Halo, halos, realignments, rotation, rotation_gradient, rotation_parts
 from ..rewrite.op_strategy import OpStrategies, OpStrategy
 from ..rewrite.reshard import Step, chain, local_bytes
+from ..rewrite.unread_gathers import without_unread_gathers
 from ..spec import Axis, Spec, axis_name, divisible, local_shape, num_parts
-from ..xla.collective_lowering import is_gathered_by_all_reduce
+from ..xla.collective_lowering import is_gathered_by_all_reduce, is_scattered_by_all_reduce
 from .collective_hints import Hints
 from .collective_ledger import Collective, Ledger
 from .narrow_operands import narrow_reshards
@@ -73,6 +74,7 @@ class ProgramCollectives:
     """
 
     def __init__(self, assignment: Assignment, *, platform: Platform = "cpu"):
+        assignment = without_unread_gathers(assignment)
         self.platform: Platform = platform
         self.graph, self.specs, self.sizes = assignment.graph, assignment.specs, assignment.sizes
         self.strategies, self.hints = OpStrategies(assignment), Hints(assignment)
@@ -314,9 +316,17 @@ class ProgramCollectives:
             return
         for step in steps:
             cause = f"{_SUMMING.get(op.name, f'{op.name} reduces')} a dim sharded over {_names(step.axes)}"
-            found = self.collective(self.kind_of_sum(v, step), step.axes, step.num_bytes, op, v, op.times, cause)
+            kind = self.kind_of_sum(v, step)
+            kind = "all-reduce" if kind == "reduce-scatter" and self.is_scattered_by_all_reduce(v, step) else kind
+            found = self.collective(kind, step.axes, step.num_bytes, op, v, op.times, cause)
             advise = str if strategy is None else functools.partial(self.hints.sum, op, strategy, step.axes)
             yield dataclasses.replace(found, advise=advise)
+
+    def is_scattered_by_all_reduce(self, v: int, step: Step) -> bool:
+        """Whether the platform's compiler keeps a reduce-scatter as an all-reduce and a slice."""
+        dims = [d for d, axes in enumerate(step.spec.axes) if not set(step.axes).isdisjoint(axes)]
+        shape, itemsize = local_shape(step.spec.axes, self.graph.shapes[v], self.sizes), self.graph.itemsize(v)
+        return any(is_scattered_by_all_reduce(self.platform, shape, d, itemsize) for d in dims)
 
     def gathered_candidates(self, op: Op, v: int, steps: Sequence[Step]) -> Iterator[Collective]:
         """The gathers of each device's extreme value and of its index, among which every device then chooses."""

@@ -80,10 +80,21 @@ class Estimate:
         return self.seconds - self.compute_seconds
 
     @property
+    def seconds_at_peak(self) -> float:
+        """How long the matrix products and convolutions take at the chip's peak."""
+        return sum(p.matmul_flops for p in self.parts) / (self.peak_flops_per_second or math.inf)
+
+    @property
     def mfu(self) -> float:
         """Model FLOPs utilization (Chowdhery et al. 2022, PaLM, appendix B): the FLOPs of products per second, over the
         chip's peak. Products that are recomputed for the backward pass count, too."""
-        return sum(p.matmul_flops for p in self.parts) / (self.seconds * self.peak_flops_per_second or math.inf)
+        return self.seconds_at_peak / (self.seconds or math.inf)
+
+    @property
+    def bound_text(self) -> str:
+        """What bounds the step, as `compute 62%, memory 30%, ici over data 8%`."""
+        shares = ((limit, seconds / self.seconds) for limit, seconds in self.by_limit.items() if seconds)
+        return ", ".join(f"{limit} {share:.0%}" for limit, share in shares)
 
     @property
     def by_limit(self) -> dict[str, float]:
@@ -127,7 +138,7 @@ class Estimate:
             f"communication  {seconds_text(self.communication_seconds)}",
             f"idle           {seconds_text(self.exposed_seconds)}",
             f"MFU            {self.mfu:.1%}",
-            f"bound by       {', '.join(f'{limit} {n / self.seconds:.0%}' for limit, n in self.by_limit.items() if n)}",
+            f"bound by       {self.bound_text}",
             "",
         ]
         most = list(self.by_source.items())[:10]

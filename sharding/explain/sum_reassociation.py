@@ -30,6 +30,9 @@ LOOKED_THROUGH: Mapping[Platform, frozenset[str]] = {
 }
 """Platform whose compiler reassociates -> ops on one array that may be between a reduction and the addition."""
 
+CHANGES = LOOKED_THROUGH["gpu"] - {"annotate", "copy", "name"}
+"""Ops that XLA:GPU looks through to an all-reduce, but not to a reduce-scatter (`ReduceScatterReassociate`)."""
+
 MERGED = frozenset({"reduce_max", "reduce_min", "reduce_sum"})
 """Reductions of which compilers for TPUs and GPUs make one if the same one follows."""
 
@@ -116,6 +119,16 @@ def reassociate(
             v = operand
         return None
 
+    def is_converted(v: int, source: int) -> bool:
+        """Whether a value is more than the reduction's own result, possibly named."""
+        while v != source:
+            op = graph.makers[v]
+            operand = _only_operand(graph, op, LOOKED_THROUGH[platform])
+            if op.name in CHANGES or operand is None:
+                return True
+            v = operand
+        return False
+
     for op in graph.ops:
         if op.name not in ADDS or len(op.operands) != 2 or len(set(op.operands)) == 1 or moves(op):
             continue
@@ -123,7 +136,8 @@ def reassociate(
         (result,) = op.results
         if first is None or second is None or any(axes(v) != axes(result) for v in op.operands):
             continue
-        common = _common_end(left[first], left[second])
+        converts = any(map(is_converted, op.operands, (first, second)))
+        common = _common_end(left[first], left[second], scatters=not (platform == "gpu" and converts))
         if common:
             for v in (first, second):
                 left[v] = left[v][: -len(common)]
@@ -205,11 +219,11 @@ def _folded(reductions: Sequence[Reduction], order: Callable[[Axis], int]) -> tu
     return (("all-reduce", tuple(sorted((axis for _, axes in reductions for axis in axes), key=order))),)
 
 
-def _common_end(one: Sequence[Reduction], other: Sequence[Reduction]) -> tuple[Reduction, ...]:
-    """The last reductions that both have in common; reduce-scatters only if there is nothing else."""
+def _common_end(one: Sequence[Reduction], other: Sequence[Reduction], *, scatters: bool) -> tuple[Reduction, ...]:
+    """The last reductions that both have in common; reduce-scatters only if there is nothing else, and if they may."""
     found: list[Reduction] = []
     for a, b in zip(reversed(one), reversed(other), strict=False):
-        if a != b or (a[0] == "reduce-scatter" and len(one) + len(other) > 2):
+        if a != b or (a[0] == "reduce-scatter" and (not scatters or len(one) + len(other) > 2)):
             break
         found.insert(0, a)
     return tuple(found)

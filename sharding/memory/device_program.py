@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from .. import compat
 from ..propagation import Assignment
+from ..rewrite.unread_gathers import without_unread_gathers
 from ..spec import Spec, divisible
 from . import control_flow_lowering
 from .compiler_traits import CompilerTraits
@@ -36,6 +37,7 @@ class DeviceProgram:
 
 def lower(assignment: Assignment, traits: CompilerTraits) -> DeviceProgram:
     """The program of an assignment on one device, as a compiler emits it."""
+    assignment = without_unread_gathers(assignment)
     lowering = Lowering(assignment, HANDLERS, traits)
     g, emitter = lowering.graph, Emitter(lowering.sizes, lowering.cursor, traits)
     scope = g.scope

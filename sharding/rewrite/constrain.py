@@ -30,6 +30,7 @@ from .local_convolution import convolved, is_grouped, local_convolution
 from .op_strategy import HALO_KINDS, OpStrategies, OpStrategy
 from .redundant_constraints import redundant
 from .reshard import Step
+from .unread_gathers import without_unread_gathers
 from .update_as_scatter import scattered, scattered_dims
 
 
@@ -43,7 +44,7 @@ def constrain(closed_jaxpr: Any, assignment: Assignment, mesh: AbstractMesh, *, 
         inputs: constrain the arguments too, for a program that runs inside another one.
     """
     assert assignment.graph.scope is not None
-    rewriter = _Rewriter(assignment, mesh)
+    rewriter = _Rewriter(without_unread_gathers(assignment), mesh)
     return rewriter.jaxpr(closed_jaxpr, assignment.graph.scope, inputs=inputs)
 
 
@@ -181,7 +182,7 @@ class _Body(ConstraintEmitter):
 
     def equation(self, i: int, eqn: Any) -> None:
         invars = [self.read(v) for v in eqn.invars]
-        if eqn.primitive is annotate.annotate_p:
+        if eqn.primitive is annotate.annotate_p or self.is_plain_constraint(eqn):
             self.annotation(eqn, invars[0])
             return
         if i in self.scope.entries:
@@ -246,16 +247,26 @@ class _Body(ConstraintEmitter):
         plan = local_convolution(eqn.params, shapes, axes, self.program.sizes)
         return None if plan is None else functools.partial(convolved, plan, eqn.params, self.mesh, axes)
 
+    def is_plain_constraint(self, eqn: Any) -> bool:
+        """Whether an equation is a `with_sharding_constraint` to a spec alone, without layout or kind of memory."""
+        if eqn.primitive.name != "sharding_constraint" or self.scope.manual or eqn.params.get("layout") is not None:
+            return False
+        sharding = eqn.params["sharding"]
+        return isinstance(sharding, jax.sharding.NamedSharding) and sharding.memory_kind in (None, "device")
+
     def annotation(self, eqn: Any, operand: Any) -> None:
         """Keeps an annotation in place, with the inferred spec instead of the user's."""
         (var,) = eqn.outvars
         if compat.is_drop(var):
             return
         self.replaced[var] = operand
-        spec = self.var_spec(var)
-        if spec is not None:
-            have, p = self.var_spec(eqn.invars[0]), eqn.params
-            self.replaced[var] = self.reshard(operand, have, spec, eqn, asked=p["asked"], name=p["name"])
+        spec, atom = self.var_spec(var), self.atom(var)
+        if spec is None:
+            return
+        annotation = self.program.annotations.get(atom) if atom is not None else None
+        asked = eqn.params.get("asked", annotation.spec if annotation else None)
+        have, name = self.var_spec(eqn.invars[0]), eqn.params.get("name")
+        self.replaced[var] = self.reshard(operand, have, spec, eqn, asked=asked, name=name)
 
     def eqn_specs(self, eqn: Any) -> list[Spec | None]:
         """Returns the specs to constrain an equation's operands and results to."""

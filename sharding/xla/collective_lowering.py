@@ -8,9 +8,9 @@ slice moves nothing.
   and a slice; only a `psum_scatter` under `shard_map` is a reduce-scatter.
 - XLA:TPU reduces f32, bf16 and 32-bit integers natively, and everything narrower as 32-bit words of the same total
   bytes. It reduce-scatters f32 and bf16 only; other types are all-reduced and sliced. Its `all-reduce-scatter` fusions
-  are reduce-scatters. Those by the partitioner depend on chip and shape: most are reduce-scatters, as assumed here; v5p
-  all-reduces and slices some small ones, v6e all over 16 devices of a square. Vectors whose shards don't fill the 128
-  lanes are gathered by an all-reduce of padded shards.
+  are reduce-scatters. Those by the partitioner into shards that are not whole tiles are all-reduced and sliced; so are
+  all over the 8 devices of a v5p cube or 16 of a v6e square, which is not modelled. Vectors whose shards don't fill the
+  128 lanes are gathered by an all-reduce of padded shards.
 - XLA:GPU reduces 16-bit integers in 32 bits (`AllReducePromotion` in
   https://github.com/openxla/xla/blob/main/xla/service/gpu/gpu_compiler.cc) and passes the rest to NCCL unchanged, which
   cannot reduce some narrow floats.
@@ -21,6 +21,7 @@ The tests compile each row: XLA:CPU's on every release; XLA:TPU's by libtpu (0.0
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -56,6 +57,12 @@ def lower_collective(backend: Platform, kind: Kind, dtype: str, num_bytes: int, 
 LANES = 128
 """Elements per row of a TPU's vector registers."""
 
+SUBLANES = 8
+"""Rows of a TPU's vector registers."""
+
+FEWEST_TILES = 4
+"""Tiles of 8 x 128 elements that a shard has at least for a reduce-scatter (measured, libtpu 0.0.50.1, v5p)."""
+
 
 def is_gathered_by_all_reduce(backend: Platform, shape: Sequence[int], num_devices: int) -> bool:
     """Whether an all-gather becomes an all-reduce of shards that are padded with zeros.
@@ -67,6 +74,45 @@ def is_gathered_by_all_reduce(backend: Platform, shape: Sequence[int], num_devic
     """
     size = math.prod(shape)
     return backend == "tpu" and size == max(shape, default=1) and size // num_devices % LANES > 0
+
+
+def is_scattered_by_all_reduce(backend: Platform, shape: Sequence[int], dim: int, itemsize: int) -> bool:
+    """Whether a reduce-scatter by the partitioner becomes an all-reduce and a slice.
+
+    The TPU's compiler tiles the two minor dims of an array, which it chooses so that its shards need little padding. It
+    reduce-scatters along one of these only if each shard has whole tiles of 32-bit words; along the rows of a matrix,
+    which it pads, if it has two.
+
+    Args:
+        backend: the platform compiled for.
+        shape: of one device's result.
+        dim: the scattered dim.
+        itemsize: bytes per element.
+    """
+    if backend != "tpu" or len(shape) < 2 or shape[dim] == 0:
+        return False
+    lane, row = _minor_dims(shape)
+    tiles = _padded(shape, lane, row) // (SUBLANES * LANES)
+    packed = max(1, 4 // itemsize)
+    if dim == lane:
+        return shape[dim] % (LANES * packed) > 0 or tiles < FEWEST_TILES
+    if dim != row:
+        return tiles < FEWEST_TILES
+    is_matrix = math.prod(shape) == shape[lane] * shape[row]
+    is_too_short = shape[row] < 2 * SUBLANES if is_matrix else shape[row] % (SUBLANES * packed) > 0
+    return is_too_short or tiles < FEWEST_TILES
+
+
+def _minor_dims(shape: Sequence[int]) -> tuple[int, int]:
+    """The dims along a TPU's lanes and sublanes: those that need the least padding, by default the last two."""
+    order = range(len(shape) - 1, -1, -1)
+    return min(itertools.permutations(order, 2), key=lambda dims: _padded(shape, *dims))
+
+
+def _padded(shape: Sequence[int], lane: int, row: int) -> int:
+    """The number of elements of an array whose tiles lie along two dims."""
+    rest = math.prod(shape) // (shape[lane] * shape[row])
+    return rest * -(-shape[lane] // LANES) * LANES * -(-shape[row] // SUBLANES) * SUBLANES
 
 
 def _is_all_reduce_and_slice(backend: Platform, dtype: str, is_manual: bool) -> bool:

@@ -150,7 +150,9 @@ def _collectives(
         return
     groups = read_groups(line.attributes, module.num_devices)
     if "source_target_pairs=" in line.attributes:
-        num_devices, axes_of_groups = 2 if any(a != b for a, b in groups) else 1, mesh_axes
+        if all(source == target for source, target in groups):
+            return  # a copy
+        num_devices, axes_of_groups = 2, mesh_axes
     else:
         num_devices, axes_of_groups = max(map(len, groups)), mesh_subaxes
     is_scattered = kind == "all-reduce" and _REDUCE_SCATTER in computation

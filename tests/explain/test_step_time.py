@@ -113,6 +113,9 @@ def test_elementwise_ops_are_fused():
 def test_a_larger_chip_is_faster():
     args = [floats(8192, 8192), floats(8192, 8192)]
     found = completed(lambda x, w: x @ w, args, {"a": 4}, in_shardings=(P("a"), None))
+    estimate = found.estimate("h100")
+    assert estimate.seconds_at_peak == pytest.approx(estimate.mfu * estimate.seconds)
+    assert estimate.bound_text.startswith("compute ")
     assert found.estimate("b200").seconds < found.estimate("h100").seconds < found.estimate("a100").seconds
     assert " per step\n" in str(found.estimate("h100"))
 

@@ -203,3 +203,33 @@ def test_a_sum_of_sums_over_some_axes(shape, spec, backend, described):
         lambda x: x.sum(1).sum(0), (floats(*shape),), backend, described, {"a": 2, "b": 2, "c": 2}, in_shardings=spec
     )
     assert predicted == compiled
+
+
+def tied(dtype):
+    """The gradient of a table that is used twice, each time converted."""
+
+    def f(x, y, table):
+        def loss(table):
+            a, b = (v.astype(dtype) @ table.astype(dtype) for v in (x, y))
+            return jnp.sum(jnp.sin(a)) + jnp.sum(jnp.cos(b))
+
+        return jax.grad(loss)(table)
+
+    args = (floats(2048, 256), floats(2048, 256), floats(256, 512))
+    return f, args, {"in_shardings": (P("data"), P("data"), P("data", "model")), "out_shardings": P("data", "model")}
+
+
+@pytest.mark.parametrize(("dtype", "left"), [("float32", 1), ("bfloat16", 2)])
+def test_converted_reduce_scatters_are_not_added(dtype, left):
+    f, args, options = tied(dtype)
+    with sharding.mesh(SIZES):
+        ledger = sharding.jit(f, **options).complete(*args).communication().lowered("gpu")
+    assert ledger.by_kind()["reduce-scatter"][0] == left
+
+
+@pytest.mark.parametrize(("backend", "described"), COMPILERS.values())
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_tied_table_as_compiled(dtype, backend, described):
+    f, args, options = tied(dtype)
+    predicted, compiled = predicted_and_compiled(f, args, backend, described, SIZES, **options)
+    assert predicted == compiled

@@ -7,7 +7,7 @@ import pytest
 from jax.experimental import io_callback
 
 import sharding
-from sharding import P, annotate, compat
+from sharding import P, annotate, compat, cost
 
 X = np.sin(np.arange(64, dtype=np.float32)).reshape(8, 8)
 W = np.cos(np.arange(64, dtype=np.float32)).reshape(8, 8)
@@ -309,3 +309,12 @@ def test_lowered_program_is_the_same_every_time():
         return sharding.jit(lambda x, w: scanned(x, w)[0] @ w).lower(X, W).as_text()
 
     assert text() == text()
+
+
+@pytest.mark.parametrize("constraint", [annotate, jax.lax.with_sharding_constraint])
+def test_a_constraint_is_one_reshard(constraint):
+    def f(x, w):
+        return jnp.sin(constraint(constraint(x @ w, P("data", "tensor")), P("data")))
+
+    compiled = sharding.jit(f, in_shardings=(P("data"), P(None, "tensor")), out_shardings=P("data")).lower(X, W)
+    assert cost.read_compiled(compiled.compile()).by_kind() == {"all-gather": (1, 128)}

@@ -6,11 +6,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from support.compilers import COMPILERS, devices
 
 import sharding
 from sharding import P
 from sharding.cost import KINDS, Lowered, lower_collective, read_compiled
 from sharding.hardware import Platform
+from sharding.xla.collective_lowering import is_scattered_by_all_reduce
 
 SIZES = {"data": 2, "tensor": 4}
 DTYPES = ["bfloat16", "float16", "float32", "int8", "uint8", "int16", "uint16", "int32", "uint32", "bool", "complex64"]
@@ -126,3 +128,48 @@ def test_rows_of_other_backends():
 @pytest.mark.parametrize("kind", KINDS)
 def test_float32_is_unchanged(backend, kind):
     assert lower_collective(backend, kind, "float32", 8, is_manual=True) == (kind, "float32", 8)
+
+
+SHARDS = [
+    ((512, 64), 1, "bfloat16", False),  # the long dim lies along the lanes
+    ((512, 128), 1, "bfloat16", True),  # half a tile of 32-bit words
+    ((512, 128), 1, "float32", False),
+    ((512, 256), 1, "bfloat16", False),
+    ((512, 384), 1, "bfloat16", True),
+    ((8, 512), 0, "float32", True),
+    ((16, 512), 0, "bfloat16", False),
+    ((16, 128), 0, "float32", True),  # two tiles
+    ((32, 128), 0, "bfloat16", False),
+    ((4, 8, 256), 1, "bfloat16", True),
+    ((4, 8, 256), 1, "float32", False),
+    ((4, 64, 64), 2, "float32", True),
+    ((4, 96, 64), 2, "float32", False),
+    ((64, 4, 32), 0, "float32", True),
+    ((128, 4, 32), 0, "float32", False),
+    ((128, 4, 32), 0, "bfloat16", True),
+    ((64, 4, 64), 0, "bfloat16", False),
+]
+"""Shape of a device's shard, the scattered dim, the dtype, and whether a TPU all-reduces and slices."""
+
+
+@pytest.mark.parametrize(("shape", "dim", "dtype", "expected"), SHARDS)
+def test_reduce_scatters_of_whole_tiles_on_tpu(shape, dim, dtype, expected):
+    assert is_scattered_by_all_reduce("tpu", shape, dim, jnp.dtype(dtype).itemsize) == expected
+    assert not is_scattered_by_all_reduce("gpu", shape, dim, jnp.dtype(dtype).itemsize)
+
+
+@pytest.mark.parametrize(("backend", "described"), [COMPILERS["tpu"]])
+@pytest.mark.parametrize(("shape", "dim", "dtype", "expected"), SHARDS)
+def test_reduce_scatters_as_compiled(shape, dim, dtype, expected, backend, described):
+    whole = [4 * n if d == dim else n for d, n in enumerate(shape)]
+    with sharding.mesh(a=4, b=2, devices=devices(described)):
+        spec = P(*("a" if d == dim else None for d in range(len(shape))))
+
+        def f(x, y):
+            return jnp.einsum("k...a,kb->...ab", x, y).astype(dtype) + 1
+
+        args = [jax.ShapeDtypeStruct(s, dtype) for s in ((2048, *whole[:-1]), (2048, whole[-1]))]
+        jitted = sharding.jit(f, in_shardings=P("a"), out_shardings=spec)
+        compiled = read_compiled(jitted.lower(*args).compile()).by_kind()
+        assert ("reduce-scatter" not in compiled) == expected
+        assert jitted.complete(*args).communication().lowered(backend).by_kind() == compiled

@@ -235,6 +235,10 @@ ASYNCHRONOUS = {
         "(f32[8,4]{1,0}, f32[8,4]{1,0}) collective-permute-start(%p), source_target_pairs={{0,1},{1,2}}",
         [("collective-permute", (8, 4))],
     ),
+    "permute to itself": (
+        "(f32[8,4]{1,0}, f32[8,4]{1,0}) collective-permute-start(%p), source_target_pairs={{0,0},{1,1}}",
+        [],
+    ),
     "half of a permute": (
         '(f32[8,4], u32[], token[]) recv(%p), channel_id=1, frontend_attributes={_xla_send_recv_pipeline="0",'
         "_xla_send_recv_source_target_pairs={{0,1},{1,2}}}",

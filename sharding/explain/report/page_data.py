@@ -6,6 +6,7 @@ ops         the number of ops; the columns of `value_table.values` follow
 collectives [kind, axes, count, bytes, wire bytes, seconds or null, line, cause, hint, op, dtype, ledger rows]
 memory      null, or the peak, its breakdowns, and [array, first program point, further points] of all live ranges
 time        null, or the step time in seconds and its breakdowns
+slow        texts on a compilation that takes long
 conflicts   [text, bytes lost, count]
 uneven, unknown     texts; [primitive, number of ops]
 """
@@ -17,11 +18,13 @@ from typing import Any
 
 from ... import paths
 from ...cost import Topology, collective_seconds
+from ...graph import Graph
 from ...hardware import Platform
 from ...memory import Usage, usage
 from ...propagation import Assignment
 from ...spec import axis_name
 from ..collective_ledger import Collective
+from ..compile_time import compile_time
 from ..memory_report import Array, MemoryReport, report
 from ..memory_timeline import memory_timeline
 from ..predicted_collectives import communication
@@ -62,6 +65,7 @@ def contents(
         "collectives": _collectives(communication(assignment, name=name), on),
         "memory": None,
         "time": None,
+        "slow": _slow_compilation(graph, platform),
         "with_costs": with_costs,
         "conflicts": _conflicts(assignment),
         "uneven": list(assignment.uneven),
@@ -126,9 +130,17 @@ def _time(assignment: Assignment, on: Topology) -> dict[str, Any]:
         "communication": found.communication_seconds,
         "exposed": found.exposed_seconds,
         "measured": bool(on.chip.collectives),
+        "mfu": round(found.mfu, 4),
+        "bound": found.bound_text,
         "by_op": _summed(found.parts, "name"),
         "by_source": _summed(found.parts, "source"),
     }
+
+
+def _slow_compilation(graph: Graph, platform: Platform) -> list[str]:
+    """The compile time and a hint; empty where it takes seconds."""
+    found = compile_time(graph, platform)
+    return [] if found.rough == "seconds" else str(found).splitlines()
 
 
 def _summed(parts: Sequence[TimedOp], key: str) -> list[Row]:

@@ -136,6 +136,7 @@ def test_costs_match_ledger_memory_report_and_estimate(c, data):
     assert data["memory"]["peak"] == memory.peak_bytes
     assert data["time"]["seconds"] == estimate.seconds
     assert sum(row[1] for row in data["time"]["by_source"]) == pytest.approx(estimate.compute_seconds)
+    assert (data["time"]["mfu"], data["time"]["bound"]) == (pytest.approx(estimate.mfu, abs=1e-4), estimate.bound_text)
     assert data["conflicts"] and sum(row[2] for row in data["conflicts"]) == len(c.conflicts)
 
 
@@ -153,7 +154,20 @@ def test_a_page_is_small(c, data):
     per_value = len(json.dumps(data, separators=(",", ":"))) / len(data["type"])
     assert per_value < 120
     costs = report.contents(c.assignment, name="f", with_costs=False)
-    assert costs["memory"] is None and costs["time"] is None
+    assert costs["memory"] is None and costs["time"] is None and not costs["slow"]
+
+
+def test_a_slow_compilation_is_on_the_page():
+    def deep(x):
+        for _ in range(600):
+            x = jax.numpy.tanh(x @ x) + 1
+        return x
+
+    with sharding.mesh(data=8):
+        c = sharding.jit(deep).complete(jax.ShapeDtypeStruct((8, 8), "float32"))
+    slow = report.contents(c.assignment, name="deep", with_costs=False)["slow"]
+    assert slow[0].startswith("compiles in tens of seconds on cpu")
+    assert slow[1].startswith("600 equal layers at test_report.py")
 
 
 def test_layers_add_few_bytes_per_value():
