@@ -5,12 +5,13 @@ its own: a gradient norm that is computed once to clip and once to report is com
 dims, which is what `vmap` makes of one over its axis, becomes the reduction that it is. A product of two flattened
 arrays (`vdot`) contracts their own dims: a flattened array cannot keep the sharding of its minor dims. A vmapped
 `while` is written as JAX lowers it: it runs while the condition of any example holds, and the others keep their values.
-Primitives of other packages become calls of their implementations, and gathers of whole arrays reshapes.
+Primitives of other packages become calls of their implementations, and gathers of whole arrays reshapes. What selects
+between a value and itself is that value.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +21,7 @@ from ..annotations import annotate
 from ..annotations.propagation_barrier import barrier_p
 from ..annotations.same import same_p
 from ..graph import CALLS
-from .constant_indices import without_constant_indices
+from .constant_indices import GIVEN_OPERANDS, without_constant_indices
 from .loop_invariants import hoist
 from .package_primitives import implementation
 
@@ -29,6 +30,9 @@ KEPT = frozenset({"checkpoint", "optimization_barrier", "remat", "remat2"})
 
 REDUCTIONS = {"pmax": jax.lax.reduce_max, "pmin": jax.lax.reduce_min, "psum": jax.lax.reduce_sum}
 """Collective -> the same over dims."""
+
+IDEMPOTENT = frozenset({"and", "max", "min", "or", "select_n"})
+"""Primitives that return what two equal operands are."""
 
 SIMPLIFIED_INSIDE = CALLS | {"cond", "scan", "shard_map", "while"}
 """Primitives whose bodies are simplified, too."""
@@ -41,18 +45,25 @@ def simplify(jaxpr: Any) -> Any:
 
 class _Simplifier:
     def __init__(self) -> None:
-        self.done: dict[int, tuple[Any, Any]] = {}
-        """Id of a jaxpr -> the jaxpr, which keeps the id valid, and its result."""
+        self.done: dict[tuple[int, tuple[int, ...]], tuple[Any, Any]] = {}
+        """Id of a jaxpr and its equal inputs -> the jaxpr, which keeps the id valid, and its result."""
 
-    def jaxpr(self, jaxpr: Any) -> Any:
-        if id(jaxpr) not in self.done:
-            self.done[id(jaxpr)] = (jaxpr, self.simplified(jaxpr))
-        return self.done[id(jaxpr)][1]
+    def jaxpr(self, jaxpr: Any, equal: tuple[int, ...] = ()) -> Any:
+        """The simplified jaxpr.
 
-    def simplified(self, jaxpr: Any) -> Any:
+        Args:
+            jaxpr: the jaxpr.
+            equal: for each input the first one that is always equal; none are if empty.
+        """
+        key = (id(jaxpr), equal)
+        if key not in self.done:
+            self.done[key] = (jaxpr, self.simplified(jaxpr, equal))
+        return self.done[key][1]
+
+    def simplified(self, jaxpr: Any, equal: tuple[int, ...]) -> Any:
         source = compat.open_jaxpr(jaxpr)
         first: dict[Hashable, Any] = {}
-        same: dict[Any, Any] = {}
+        same: dict[Any, Any] = {source.invars[i]: source.invars[k] for i, k in enumerate(equal) if i != k}
         eqns: list[Any] = []
         flattened: dict[Any, Any] = {}
 
@@ -65,7 +76,12 @@ class _Simplifier:
             for simpler in _as_reductions(_with_one_condition(implementation(eqn)))
             for new in hoist(self.with_simple_bodies(simpler))
         ]
-        is_changed = len(given) != len(source.eqns) or any(a is not b for a, b in zip(given, source.eqns, strict=True))
+        is_changed = any(v in same for eqn in given for v in eqn.invars if not compat.is_literal(v))
+        is_changed = (
+            is_changed
+            or len(given) != len(source.eqns)
+            or any(a is not b for a, b in zip(given, source.eqns, strict=True))
+        )
         for eqn in given:
             if any(read(v) is not v for v in eqn.invars):
                 eqn, is_changed = eqn.replace(invars=[read(v) for v in eqn.invars]), True
@@ -73,6 +89,9 @@ class _Simplifier:
                 eqn, is_changed = product, True
             if eqn.primitive.name == "reshape" and len(eqn.outvars[0].aval.shape) == 1 and len(eqn.invars) == 1:
                 flattened[eqn.outvars[0]] = eqn.invars[0]
+            if (operand := _passed_on(eqn)) is not None:
+                same[eqn.outvars[0]], is_changed = operand, True
+                continue
             key = _key(eqn)
             earlier = first.setdefault(key, eqn) if key is not None else eqn
             pairs = list(zip(eqn.outvars, earlier.outvars, strict=True))
@@ -92,12 +111,20 @@ class _Simplifier:
 
     def with_simple_bodies(self, eqn: Any) -> Any:
         """An equation with simplified bodies; itself if none changes."""
-        params = eqn.params
-        for key, position, body in compat.sub_jaxprs(params) if eqn.primitive.name in SIMPLIFIED_INSIDE else ():
-            new = self.jaxpr(body)
+        params, name = eqn.params, eqn.primitive.name
+        equal = _equal(eqn.invars) if name in GIVEN_OPERANDS else ()
+        for key, position, body in compat.sub_jaxprs(params) if name in SIMPLIFIED_INSIDE else ():
+            new = self.jaxpr(body, equal)
             if new is not body:
                 params = compat.with_jaxpr(params, key, position, new)
         return eqn if params is eqn.params else eqn.replace(params=params)
+
+
+def _equal(atoms: Sequence[Any]) -> tuple[int, ...]:
+    """For each atom the index of the first one that is the same variable; empty if all differ."""
+    first: dict[Any, int] = {}
+    found = tuple(i if compat.is_literal(v) else first.setdefault(v, i) for i, v in enumerate(atoms))
+    return found if len(first) < sum(not compat.is_literal(v) for v in atoms) else ()
 
 
 def _as_reductions(eqn: Any) -> list[Any]:
@@ -152,6 +179,16 @@ def _unflattened(eqn: Any, flattened: Mapping[Any, Any]) -> Any:
         return eqn
     dims = tuple(range(len(sources[0].aval.shape)))
     return eqn.replace(invars=sources, params={**eqn.params, "dimension_numbers": ((dims, dims), ((), ()))})
+
+
+def _passed_on(eqn: Any) -> Any:
+    """The operand that an equation returns as it is, since both of its operands or cases are the same; else None."""
+    operands = eqn.invars[1:] if eqn.primitive.name == "select_n" else eqn.invars
+    is_same = eqn.primitive.name in IDEMPOTENT and len(operands) > 1 and all(v is operands[0] for v in operands)
+    if not is_same or compat.is_literal(operands[0]) or compat.is_drop(eqn.outvars[0]):
+        return None
+    given, returned = operands[0].aval, eqn.outvars[0].aval
+    return operands[0] if getattr(given, "weak_type", False) == getattr(returned, "weak_type", False) else None
 
 
 def _key(eqn: Any) -> Hashable | None:

@@ -36,6 +36,7 @@ class DeviceProgram:
 
 def lower(assignment: Assignment, traits: CompilerTraits) -> DeviceProgram:
     """The program of an assignment on one device, as a compiler emits it."""
+    assignment = assignment.as_run
     lowering = Lowering(assignment, HANDLERS, traits)
     g, emitter = lowering.graph, Emitter(lowering.sizes, lowering.cursor, traits)
     scope = g.scope

@@ -25,11 +25,11 @@ from ..propagation import Assignment
 from ..spec import Spec
 from . import body_boundary, xla_workarounds
 from .constraint_emitter import AssignedProgram, ConstraintEmitter
-from .halo_exchange import rotation, rotation_gradient, rotation_parts
 from .local_convolution import convolved, is_grouped, local_convolution
 from .op_strategy import HALO_KINDS, OpStrategies, OpStrategy
 from .redundant_constraints import redundant
 from .reshard import Step
+from .rotation import rotation, rotation_gradient, rotation_parts
 from .update_as_scatter import scattered, scattered_dims
 
 
@@ -43,7 +43,7 @@ def constrain(closed_jaxpr: Any, assignment: Assignment, mesh: AbstractMesh, *, 
         inputs: constrain the arguments too, for a program that runs inside another one.
     """
     assert assignment.graph.scope is not None
-    rewriter = _Rewriter(assignment, mesh)
+    rewriter = _Rewriter(assignment.as_run, mesh)
     return rewriter.jaxpr(closed_jaxpr, assignment.graph.scope, inputs=inputs)
 
 
@@ -140,8 +140,8 @@ class _Body(ConstraintEmitter):
         source = self.scope.jaxpr
         self.plan(inputs)
         first, last = (source.eqns[0], source.eqns[-1]) if source.eqns else (None, None)
-        if inputs:
-            for var in source.invars:
+        for var in source.invars if self.scope is self.program.scope else ():
+            if inputs or not self.program.arrives_as_inferred(self.atom(var)):
                 body_boundary.argument(self, var, first)
         for var in source.invars if self.scope is not self.program.scope else ():
             is_carried = self.scope.env[var] in self.scope.exits
@@ -190,7 +190,7 @@ class _Body(ConstraintEmitter):
             invars = [body_boundary.edge_operand(self, new, old, target, eqn) for new, old, target in pairs]
         if (child := self.scope.children.get((i, "jaxpr", 0))) is not None and child.stacked_inputs:
             invars = [self.scanned(*row, eqn) for row in zip(invars, eqn.invars, child.stacked_inputs, strict=True)]
-        results: list[Spec | None] = [None] * len(eqn.outvars)
+        results = self.stacked(eqn, child)
         strategy, is_affected = self.strategies[i], eqn.primitive.name in xla_workarounds.AFFECTED
         if strategy is not None or is_affected:
             found = self.eqn_specs(eqn)
@@ -224,11 +224,22 @@ class _Body(ConstraintEmitter):
         if stacked is None or have is None:
             return operand
         (steps,) = self.rewriter.scans[stacked].operand_steps
-        if all(step.kind == "slice" for step in steps):
-            return operand
-        if have.axes != self.program.specs[stacked].axes:
-            return self.reshard(operand, have, steps[-1].spec, eqn)
-        return self.apply_steps(operand, var, steps, eqn)
+        inside = self.program.specs[stacked]
+        only_slices = all(step.kind == "slice" for step in steps)
+        if have.axes != inside.axes:
+            return self.reshard(operand, have, inside if only_slices else steps[-1].spec, eqn)
+        return operand if only_slices else self.apply_steps(operand, var, steps, eqn)
+
+    def stacked(self, eqn: Any, child: Scope | None) -> list[Spec | None]:
+        """The specs of a `scan`'s results in the loop, where they differ from those behind it."""
+        stacks = child.stacked_outputs if child is not None else []
+        if not stacks:
+            return [None] * len(eqn.outvars)
+        specs = [
+            (self.program.spec(a), None if compat.is_drop(v) else self.var_spec(v))
+            for a, v in zip(stacks, eqn.outvars, strict=True)
+        ]
+        return [s if s is not None and behind is not None and s.axes != behind.axes else None for s, behind in specs]
 
     def instead(self, eqn: Any, strategy: OpStrategy | None) -> Callable[..., jax.Array] | None:
         """A function of an equation's operands that computes the same, where XLA would gather them."""
@@ -256,6 +267,8 @@ class _Body(ConstraintEmitter):
         if spec is not None:
             have, p = self.var_spec(eqn.invars[0]), eqn.params
             self.replaced[var] = self.reshard(operand, have, spec, eqn, asked=p["asked"], name=p["name"])
+            if self.atom(var) is not None and self.atom(var) == self.atom(eqn.invars[0]):
+                self.replaced[eqn.invars[0]] = self.replaced[var]  # of one variable, one reshard is shared by all uses
 
     def eqn_specs(self, eqn: Any) -> list[Spec | None]:
         """Returns the specs to constrain an equation's operands and results to."""

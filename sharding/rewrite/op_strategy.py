@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from .. import cost
@@ -21,8 +21,9 @@ from ..propagation.factor_propagation import project
 from ..propagation.interned_shardings import ValueSharding
 from ..propagation.propagation_graph import OpForm
 from ..rules import Kind, Rule
-from ..spec import Dim, Spec, num_parts
+from ..spec import Dim, Spec, num_parts, occupied
 from .reshard import STEP_BYTES, Step, chain, local_bytes
+from .sliding_windows import WINDOWS
 
 BYTES_PER_MULTIPLY_ADD = 2**-12
 """Bytes that a link sends during one multiply-add of a matrix product on the device (90 GB/s, 460 TFLOP/s)."""
@@ -38,11 +39,11 @@ sliced."""
 LONG_RANGE = frozenset({"cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum", "split"})
 """Ops that send data beyond the next device along a permuted dim, which is therefore replicated while they run."""
 
-SHIFTING = LONG_RANGE | {"concatenate", "sort", "stack"}
-"""Ops that XLA runs as their result is sharded, so that it exchanges shards even of replicated operands."""
-
 PER_ITERATION = frozenset({"scan xs", "scan ys"})
 """Reads and writes of one row: what the stack is resharded to saves nothing that an iteration must undo."""
+
+PADDED_FIRST = WINDOWS.keys() - {"conv_general_dilated"}
+"""Ops with windows that XLA runs on replicated operands as their result is sharded."""
 
 OPAQUE = frozenset({"top_k"})
 """Ops that XLA's partitioner runs on replicated arrays."""
@@ -50,7 +51,7 @@ OPAQUE = frozenset({"top_k"})
 REGROUPING = frozenset({"reshape"})
 """Ops whose results lack factors of which operands keep every element: those are replicated while they run."""
 
-SPECIAL = SHIFTING | PER_ITERATION | OPAQUE | REGROUPING | {REDUCE_SCATTERED}
+SPECIAL = LONG_RANGE | PER_ITERATION | OPAQUE | REGROUPING | {REDUCE_SCATTERED}
 """Ops whose strategy depends on more than their rule."""
 
 HALO_KINDS = frozenset({Kind.PERMUTE, Kind.REPLICATE})
@@ -100,6 +101,8 @@ class OpStrategies:
         free = [v not in self._values for v in op.operands]
         # By identity: the graph keeps its rules, and hashing one is slow.
         kind = op.name if op.name in SPECIAL else ""
+        if op.name in PADDED_FIRST:
+            kind = tuple(WINDOWS[op.name](op.site[0].params, shapes))
         permutes, manual = not self.graph.diverges(op), self.graph.manual.get(op.results[0], frozenset())
         key = (id(op.rule), kind, permutes, manual, tuple(s.axes for s in specs), *shapes, *itemsizes, *free)
         found = self._cache.get(key)
@@ -176,13 +179,14 @@ class _StrategySearch:
             if not seen or (disputed and () not in seen):
                 seen.append(())
         if self.op.name not in PER_ITERATION:
-            self.add_moved(tuple(displaced), options)
+            self.add_moved(tuple(displaced), dropped, options)
         return options
 
-    def add_moved(self, atoms: Atoms, options: list[list[Atoms]]) -> None:
+    def add_moved(self, atoms: Atoms, dropped: Collection[int], options: list[list[Atoms]]) -> None:
         """Adds options that move axes, which their own factors cannot keep, to other factors while the op runs."""
         rule, sizes = self.form.rule, self.strategies.table.sizes
-        passing = [f for f, kind in enumerate(rule.kinds) if kind is Kind.PASS and f not in rule.blocked]
+        fixed = rule.blocked | {*dropped}
+        passing = [f for f, kind in enumerate(rule.kinds) if kind is Kind.PASS and f not in fixed]
         for f in sorted(passing, key=lambda f: -rule.sizes[f])[:MAX_MOVED_TO] if atoms else ():
             more = (*options[f][0], *(a for a in atoms if a not in options[f][0]))
             if rule.sizes[f] % math.prod(sizes[a] for a in more) == 0 and more not in options[f]:
@@ -193,19 +197,38 @@ class _StrategySearch:
         return ValueSharding(axes, (False,) * len(axes))
 
     def strategy(self, factors: Factors) -> OpStrategy | None:
-        """Returns the strategy with the given factor shardings; None if an array cannot be sharded accordingly."""
+        """Returns the strategy with the given factor shardings; None if an array cannot be sharded accordingly.
+
+        Or if an operand would be moved to a spec that leaves devices without elements.
+        """
         found = [self.spec(i, factors) for i in range(len(self.specs))]
         if None in found:
             return None
         n, specs = self.form.num_operands, [s for s in found if s is not None]
+        moved = (i for i in range(n) if not self.free[i] and specs[i].axes != self.specs[i].axes)
+        if any(occupied(specs[i], self.shapes[i], self.strategies.sizes) is not specs[i] for i in moved):
+            return None
         results = [self.result(i, specs[i], factors) for i in range(n, len(specs))]
+        steps = [() if self.free[i] else self.chain(i, self.specs[i], specs[i]) for i in range(n)]
+        if n and steps[0] and all(step.kind == "slice" for step in steps[0]) and self.is_replicated_along_windows():
+            steps[0], specs[0] = (), self.specs[0]
         return OpStrategy(
-            operand_steps=tuple(() if self.free[i] else self.chain(i, self.specs[i], specs[i]) for i in range(n)),
+            operand_steps=tuple(steps),
             operand_specs=tuple(specs[:n]),
             result_specs=tuple(specs[n:]),
             result_steps=tuple(steps for steps, _ in results),
             constrained=tuple(constrained for _, constrained in results),
         )
+
+    def is_replicated_along_windows(self) -> bool:
+        """Whether the operand is replicated along all dims that a pad, slice or pooling slides over.
+
+        XLA then pads and slices it on each device, where it would exchange halos after slicing it.
+        """
+        if self.op.name not in PADDED_FIRST:
+            return False
+        sliding = (w for w in WINDOWS[self.op.name](self.op.site[0].params, self.shapes) if not w.is_trivial)
+        return not any(self.specs[0].dims[w.dim].axes for w in sliding)
 
     def result(self, i: int, spec: Spec, factors: Factors) -> tuple[tuple[Step, ...], bool]:
         """Returns the steps that reduce a result and reshard it to its spec, and whether it needs a constraint first.
@@ -214,6 +237,8 @@ class _StrategySearch:
         reduce-scattered over these, and all-reduced over all others at once. If as many devices, or a multiple, run
         redundantly, XLA all-reduces the shards and then collective-permutes them; if permutes are not allowed, it
         all-reduces the full result.
+
+        XLA runs an op as its result is sharded, so that it would exchange shards even of replicated operands.
         """
         rule, table = self.form.rule, self.strategies.table
         sums = [factors[f] for f, kind in enumerate(rule.kinds) if kind is Kind.REDUCE and factors[f]]
@@ -224,7 +249,7 @@ class _StrategySearch:
         if not (self.op.name == REDUCE_SCATTERED and slices_only and set(summed).issuperset(sliced)):
             steps = [self.step("all-reduce", atoms, spec, self.shard_bytes(i, spec)) for atoms in reversed(sums)]
             no_halo = not self.permutes and not HALO_KINDS.isdisjoint(rule.kinds)
-            shifts = self.op.name in SHIFTING and any(
+            shifts = any(
                 old != new and any(rule.kinds[f] in HALO_KINDS for f in factors_of)
                 for old, new, factors_of in zip(spec.axes, self.specs[i].axes, self.form.arrays[i], strict=True)
             )
@@ -250,7 +275,8 @@ class _StrategySearch:
     def step(self, kind: cost.Kind, atoms: Atoms, spec: Spec, num_bytes: int) -> Step:
         axes = self.strategies.table.axes_of(atoms)
         sent = cost.wire_bytes(kind, num_bytes, num_parts(axes, self.strategies.sizes))
-        return Step(kind=kind, axes=axes, spec=spec, num_bytes=num_bytes, wire_bytes=sent)
+        is_sum = kind in cost.SUMS
+        return Step(kind=kind, axes=axes, spec=spec, num_bytes=num_bytes, wire_bytes=sent, is_sum=is_sum)
 
     def chain(self, i: int, have: Spec, want: Spec) -> tuple[Step, ...]:
         if have.axes == want.axes:

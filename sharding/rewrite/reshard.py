@@ -18,7 +18,7 @@ import heapq
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
@@ -51,6 +51,8 @@ class Step:
     """Bytes per device after the step; for a reduce-scatter, before it."""
     wire_bytes: int
     """Bytes that each device sends."""
+    is_sum: bool = False
+    """Whether it adds up partial sums; other all-reduces replicate a short dim."""
 
 
 def chain(
@@ -178,7 +180,20 @@ def _chain(
     while goal != start:
         goal, move = arrived_by[goal]
         steps.append(_step(move, _bytes_after(goal, move, shape, itemsize, sizes), sizes))
-    return tuple(reversed(steps))
+    return _with_uneven_slices_at_once(steps[::-1], shape, sizes)
+
+
+def _with_uneven_slices_at_once(
+    steps: Sequence[Step], shape: tuple[int, ...], sizes: Mapping[str, int]
+) -> tuple[Step, ...]:
+    """Returns the steps with consecutive slices as one where shards are uneven, whose boundaries would not align."""
+    found: list[Step] = []
+    for step in steps:
+        is_uneven = any(n % num_parts(axes, sizes) for n, axes in zip(shape, step.spec.axes, strict=True))
+        if step.kind == "slice" and is_uneven and found and found[-1].kind == "slice":
+            step = replace(step, axes=(*found.pop().axes, *step.axes))
+        found.append(step)
+    return tuple(found)
 
 
 def _as_run(before: DimAxes, move: _Move, shape: tuple[int, ...], sizes: Mapping[str, int]) -> _Move:
