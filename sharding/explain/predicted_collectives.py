@@ -77,6 +77,7 @@ class ProgramCollectives:
         assignment = assignment.as_run
         self.graph, self.specs, self.sizes = assignment.graph, assignment.specs, assignment.sizes
         self.strategies, self.hints = OpStrategies(assignment), Hints(assignment)
+        self.live = self.graph.live_values()
         self.times = _times(self.graph)
         self.loop_invariants = _loop_invariants(self.graph)
         self.regions = self.graph.regions()
@@ -89,9 +90,8 @@ class ProgramCollectives:
 
     def ops(self) -> Iterator[tuple[Op, tuple[Transfer, ...]]]:
         """(op, its collectives) in program order; none for empty arrays, which XLA replaces by constants."""
-        live = self.graph.live_values()
         for op in self.graph.ops:
-            if not live.isdisjoint(op.results):
+            if not self.live.isdisjoint(op.results):
                 yield op, tuple(t for t in self.transfers(op) if t.collective.result_bytes)
 
     def reassociated(self, platform: Platform) -> Reassociation:
@@ -209,6 +209,8 @@ class ProgramCollectives:
             yield Transfer(permute, op.operands[0], True)
         results = zip(op.results, strategy.result_specs, result_specs, strategy.result_steps, strict=True)
         for v, planned, spec, steps in results:
+            if v not in self.live:
+                continue
             sums, rest = self.sums_and_rest(v, steps)
             if v in self.reassociation.left:
                 sums, rest = [self.reduction(v, kind, axes) for kind, axes in self.reassociation.left[v]], ()

@@ -139,7 +139,7 @@ class Builder:
     def plain(self, scope: Scope, eqn: Any, times: int) -> None:
         name, g, env = eqn.primitive.name, self.graph, scope.env
         atoms = [None if compat.is_literal(a) else env[a] for a in eqn.invars]
-        if self.is_constant(name, atoms):
+        if self.is_constant(name, atoms) and (name == "broadcast_in_dim" or not scope.scalars_of(eqn.invars)):
             self.bind(scope, eqn, [None] * len(eqn.outvars))
             if name == "broadcast_in_dim" and atoms[0] is not None:
                 scope.scalars[eqn.outvars[0]] = {atoms[0]}
@@ -154,7 +154,10 @@ class Builder:
         self.op(name, ins, outs, self.rule(eqn, [g.shapes[v] for v in ins], [g.shapes[v] for v in outs]), eqn, times)
 
     def is_constant(self, primitive: str, atoms: Sequence[Atom]) -> bool:
-        """Whether an equation is a constant expression: of constants, or a broadcast scalar."""
+        """Whether an equation is a constant expression: of constants, or a broadcast scalar.
+
+        What is computed from a broadcast scalar that is not constant is a value.
+        """
         if primitive == "broadcast_in_dim":
             return all(a is None or not self.graph.shapes[a] for a in atoms)
         return primitive in CONSTANT_PRESERVING and atoms.count(None) == len(atoms)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -138,6 +138,14 @@ class Graph:
             live |= new
             waiting += new
         return live
+
+    def scopes(self) -> Iterator[Scope]:
+        """The scopes of the program, outer ones first."""
+        waiting = [] if self.scope is None else [self.scope]
+        while waiting:
+            scope = waiting.pop()
+            yield scope
+            waiting += scope.children.values()
 
     def regions(self) -> dict[int, Scope]:
         """id of an equation -> the innermost branch or recomputation that it is in: XLA merges nothing across them."""

@@ -33,9 +33,9 @@ def shard_map_argument(emitter: ConstraintEmitter, var: Any, eqn: Any) -> None:
         emitter.replaced[var] = emitter.reshard(emitter.emit(var, have, eqn), have, spec, eqn)
 
 
-def scan_slice(emitter: ConstraintEmitter, var: Any, stacked: Atom, eqn: Any) -> None:
-    """Reshards the slice that one iteration reads of a stacked array, from the array's spec to its own."""
-    have, spec = _row_spec(emitter, stacked), emitter.var_spec(var)
+def scan_slice(emitter: ConstraintEmitter, var: Any, have: Spec | None, eqn: Any) -> None:
+    """Reshards the slice that one iteration reads of a stacked array, from the spec it has there to its own."""
+    spec = emitter.var_spec(var)
     if have is not None and spec is not None and have.axes != spec.axes:
         emitter.replaced[var] = emitter.reshard(emitter.emit(var, have, eqn), have, spec, eqn)
 

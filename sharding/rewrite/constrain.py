@@ -10,7 +10,7 @@ are left out.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -55,6 +55,8 @@ class _Rewriter:
         self.rotated = {v for op in everywhere for part in rotation_parts(op, graph.makers) for v in part.results}
         """Values inside rotations."""
         self.strategies = OpStrategies(assignment)
+        self.carried = {a for scope in graph.scopes() if scope is not graph.scope for a in scope.exits if a is not None}
+        """Values that loops carry and branches return."""
         self.scans = {op.operands[0]: self.strategies.of(op) for op in graph.ops if op.name == "scan xs"}
         """Stacked array -> how it is sliced."""
         self.done: dict[Any, Any] = {}
@@ -64,6 +66,12 @@ class _Rewriter:
         if key not in self.done:  # a body called twice with equal shardings stays one body
             self.done[key] = _Body(self, jaxpr, scope).rewritten(inputs, is_remat)
         return self.done[key]
+
+    def sliced_spec(self, stacked: int) -> Spec:
+        """Returns the spec of an array that a `scan` slices, in the loop: what its slices need."""
+        (steps,) = self.scans[stacked].operand_steps
+        only_slices = all(step.kind == "slice" for step in steps)
+        return self.program.specs[stacked] if only_slices else steps[-1].spec
 
     def maker(self, scope: Scope, eqn: Any) -> Op | None:
         """Returns the op of an equation, if it has one with a rule."""
@@ -85,6 +93,7 @@ class _Body(ConstraintEmitter):
     def __init__(self, rewriter: _Rewriter, jaxpr: Any, scope: Scope):
         super().__init__(rewriter.program, scope)
         self.rewriter, self.original = rewriter, jaxpr
+        self.arguments = set(scope.jaxpr.invars)
         self.unconstrained: set[Any] = set()
         self.resharded: set[Any] = set()
         """Variables resharded before a use: constrained first, or XLA computes them with the resharded spec."""
@@ -118,11 +127,21 @@ class _Body(ConstraintEmitter):
             if strategy is not None:
                 pairs = zip(eqn.invars, strategy.operand_steps, strict=True)
                 self.resharded.update(v for v, steps in pairs if steps)
+            elif op is not None and self.scope is not self.program.scope and len(op.operands) == len(eqn.invars):
+                self.resharded.update(self.arguments_read_otherwise(op, eqn))
             if eqn.primitive.name in xla_workarounds.WORKAROUNDS:
                 found = self.eqn_specs(eqn)
                 pairs = zip(eqn.invars, found, self.workaround_specs(eqn, found), strict=False)
                 self.resharded.update(v for v, have, need in pairs if have != need)
         self.unconstrained -= self.resharded
+
+    def arguments_read_otherwise(self, op: Op, eqn: Any) -> Iterator[Any]:
+        """Yields the arguments of the jaxpr that an equation reads, if XLA may shard them differently for it."""
+        strategy = self.rewriter.strategies.of(op)
+        for var, v, spec in zip(eqn.invars, op.operands, strategy.needed, strict=True):
+            is_argument = not compat.is_literal(var) and var in self.arguments
+            if is_argument and (self.program.specs[v].axes != spec.axes or any(strategy.result_steps)):
+                yield var
 
     def is_returned_as_is(self, var: Any, target: Atom) -> bool:
         """Whether a result of the program is returned with its own spec."""
@@ -144,13 +163,14 @@ class _Body(ConstraintEmitter):
             if inputs or not self.program.arrives_as_inferred(self.atom(var)):
                 body_boundary.argument(self, var, first)
         for var in source.invars if self.scope is not self.program.scope else ():
-            is_carried = self.scope.env[var] in self.scope.exits
+            is_carried = self.scope.env[var] in self.rewriter.carried
             if var in self.resharded and (is_carried or is_remat):  # Shardy gives other uses the resharded spec, too
                 body_boundary.argument(self, var, first)
         for var in source.invars if self.scope.manual else ():
             body_boundary.shard_map_argument(self, var, first)
         for var, stacked in zip(source.invars, self.scope.stacked_inputs, strict=False):
-            body_boundary.scan_slice(self, var, stacked, first)
+            row = None if stacked is None else self.rewriter.sliced_spec(stacked).row
+            body_boundary.scan_slice(self, var, row, first)
         for i, eqn in enumerate(self.source_eqns):
             self.equation(i, eqn)
         outvars = [self.read(v) for v in source.outvars]
@@ -224,11 +244,10 @@ class _Body(ConstraintEmitter):
         if stacked is None or have is None:
             return operand
         (steps,) = self.rewriter.scans[stacked].operand_steps
-        inside = self.program.specs[stacked]
-        only_slices = all(step.kind == "slice" for step in steps)
+        inside, sliced = self.program.specs[stacked], self.rewriter.sliced_spec(stacked)
         if have.axes != inside.axes:
-            return self.reshard(operand, have, inside if only_slices else steps[-1].spec, eqn)
-        return operand if only_slices else self.apply_steps(operand, var, steps, eqn)
+            return self.reshard(operand, have, sliced, eqn)
+        return operand if sliced is inside else self.apply_steps(operand, var, steps, eqn)
 
     def stacked(self, eqn: Any, child: Scope | None) -> list[Spec | None]:
         """The specs of a `scan`'s results in the loop, where they differ from those behind it."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from ..graph import Op
+from ..propagation.axis_atoms import AtomTable
 from ..spec import Axis, Spec, local_shape, num_parts
 from .sliding_windows import WINDOWS, Window
 
@@ -158,8 +159,10 @@ def realignments(have: Spec, want: Spec, shape: Sequence[int], sizes: Mapping[st
     The shards of a group of devices must begin where the shard of all of them begins
     (`TileToPartialReplicateHaloExchange` and `PadFromPartialReplicateShape` of openxla/xla).
     """
-    for dim, (length, old, new) in enumerate(zip(shape, have.axes, want.axes, strict=True)):
-        parts, others = num_parts(old, sizes), num_parts(new, sizes)
+    table = AtomTable.of(sizes)
+    for dim, (length, *axes) in enumerate(zip(shape, have.axes, want.axes, strict=True)):
+        old, new = map(table.atoms_of, axes)
+        parts, others = (num_parts(one, sizes) for one in axes)
         rows, target = -(-length // parts), -(-length // others)
         if not length:
             continue
@@ -171,7 +174,7 @@ def realignments(have: Spec, want: Spec, shape: Sequence[int], sizes: Mapping[st
             needed = [(k * wide, (k + 1) * wide) for k in range(parts)]
         shares = tuple(Fraction(piece, rows) for piece in _far_pieces(needed, length, rows))
         if shares:
-            yield Halo(dim=dim, axes=old, shares=shares)
+            yield Halo(dim=dim, axes=axes[0], shares=shares)
 
 
 def _far_pieces(needed: Sequence[tuple[int, int]], length: int, rows: int) -> Iterator[int]:

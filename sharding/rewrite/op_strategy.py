@@ -76,6 +76,9 @@ class OpStrategy:
     constrained: tuple[bool, ...]
     """Whether each result needs a constraint to `result_specs`; otherwise XLA takes these steps by itself."""
 
+    needed: tuple[Spec, ...]
+    """The spec of each operand that agrees with how the op runs, which XLA reads shards of other operands by."""
+
     @property
     def steps(self) -> Iterator[Step]:
         """All steps."""
@@ -209,6 +212,7 @@ class _StrategySearch:
         if any(occupied(specs[i], self.shapes[i], self.strategies.sizes) is not specs[i] for i in moved):
             return None
         results = [self.result(i, specs[i], factors) for i in range(n, len(specs))]
+        needed = tuple(specs[:n])
         steps = [() if self.free[i] else self.chain(i, self.specs[i], specs[i]) for i in range(n)]
         if n and steps[0] and all(step.kind == "slice" for step in steps[0]) and self.is_replicated_along_windows():
             steps[0], specs[0] = (), self.specs[0]
@@ -218,6 +222,7 @@ class _StrategySearch:
             result_specs=tuple(specs[n:]),
             result_steps=tuple(steps for steps, _ in results),
             constrained=tuple(constrained for _, constrained in results),
+            needed=needed,
         )
 
     def is_replicated_along_windows(self) -> bool:
