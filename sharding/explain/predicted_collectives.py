@@ -19,8 +19,10 @@ from ..graph import Graph, Op
 from ..hardware import Platform
 from ..propagation import Assignment
 from ..rewrite import xla_workarounds
+from ..rewrite.constraint_emitter import MOVES_SHARDS
 from ..rewrite.op_strategy import OpStrategies, OpStrategy
 from ..rewrite.reshard import Step, chain, local_bytes
+from ..rewrite.rotation import rotation_parts
 from ..spec import Axis, Spec, divisible, local_shape, num_parts
 from ..xla.collective_lowering import is_gathered_by_all_reduce
 from .collective_hints import Hints
@@ -153,7 +155,7 @@ class ProgramCollectives:
         elif op.results[0] in self.exchanges.rotation_parts:
             return
         elif op.results[0] in self.exchanges.rotations:
-            yield from (Transfer(c, op.operands[0], True) for c in self.exchanges.rotated(op))
+            yield from self.rotated(op)
         else:
             yield from self.op(op)
 
@@ -182,6 +184,20 @@ class ProgramCollectives:
             steps = self.chain(op, v, have, want)
             times = self.loop_invariants.get(v, op.times)
             yield from (Transfer(c, v, True) for c in self.reshards(op, v, have, steps, times, what, advise))
+
+    def rotated(self, op: Op) -> Iterator[Transfer]:
+        """Reshards an array to the spec of its rotation, then rotates it."""
+        part, (result,) = next(rotation_parts(op, self.graph.makers)), op.results
+        while part.name == "pad":
+            part = self.graph.makers[part.operands[0]]
+        v, want = part.operands[0], self.specs[result]
+        if v in self.times:
+            what, advise = f"rotation of {self.graph.label(v)}", functools.partial(self.hints.operand, op, v, want)
+            steps = self.chain(op, v, self.specs[v], want)
+            for c in self.reshards(op, v, self.specs[v], steps, op.times, what, advise):
+                yield Transfer(c, v, True)
+        for c in self.exchanges.rotated(op):
+            yield Transfer(c, v, True)
 
     def output_spec(self, target: int) -> Spec:
         """The spec of an output of the program: only axes that divide their dim."""
@@ -301,8 +317,10 @@ class ProgramCollectives:
         region = self.regions.get(id(op.site[0])) if op.site else None
         entered = self.graph.makers.get(v) if op.name == "scan xs" else None
         source = v if entered is None or self.specs[entered.operands[0]].axes != have.axes else entered.operands[0]
-        for step in steps:
-            key = (source, step.spec.axes, region, step.kind == "slice")
+        body = tuple(map(id, op.site[1:]))
+        for i, step in enumerate(steps):
+            own = body if i or step.kind in MOVES_SHARDS else None  # another body reshards a copy of its own
+            key = (source, step.spec.axes, region, step.kind == "slice", own)
             if key not in self.resharded:
                 self.resharded.add(key)
                 if step.kind in ("all-gather", "all-reduce", "slice"):
@@ -312,8 +330,7 @@ class ProgramCollectives:
                     continue
                 cause = f"{what}, resharded from {have} to {step.spec}"
                 found = self.collective(step.kind, step.axes, step.num_bytes, op, v, times, cause)
-                shape = local_shape(step.spec.axes, self.graph.shapes[v], self.sizes)
-                if step.kind == "all-gather" and is_gathered_by_all_reduce(self.platform, shape, found.num_devices):
+                if step.kind == "all-gather" and self.is_gathered_by_all_reduce(v, have, step):
                     found = dataclasses.replace(found, kind="all-reduce")
                 if v in self.narrow_dtypes and found.kind in MOVED:
                     narrow = self.narrow_dtypes[v]
@@ -323,6 +340,15 @@ class ProgramCollectives:
                     found = dataclasses.replace(found, dtype="bfloat16", result_bytes=found.result_bytes // 2)
                 yield dataclasses.replace(found, advise=advise, is_move=True)
             have = step.spec
+
+    def is_gathered_by_all_reduce(self, v: int, have: Spec, step: Step) -> bool:
+        """Whether the compiler makes an all-reduce of padded shards of an all-gather."""
+        before = local_shape(have.axes, self.graph.shapes[v], self.sizes)
+        grown = (
+            num_parts(a, self.sizes) // num_parts(b, self.sizes) for a, b in zip(have.axes, step.spec.axes, strict=True)
+        )
+        shape = [n * factor for n, factor in zip(before, grown, strict=True)]
+        return is_gathered_by_all_reduce(self.platform, shape, num_parts(step.axes, self.sizes))
 
     def collective(
         self,

@@ -6,15 +6,19 @@ dims, which is what `vmap` makes of one over its axis, becomes the reduction tha
 arrays (`vdot`) contracts their own dims: a flattened array cannot keep the sharding of its minor dims. A vmapped
 `while` is written as JAX lowers it: it runs while the condition of any example holds, and the others keep their values.
 Primitives of other packages become calls of their implementations, and gathers of whole arrays reshapes. What selects
-between a value and itself is that value.
+between a value and itself is that value, and integers minus themselves are zeros, and what is cut off
+all of its elements is padding. A reshape in another order of dims
+becomes a transposition and a reshape.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from .. import compat
 from ..annotations import annotate
@@ -73,7 +77,8 @@ class _Simplifier:
         given = [
             new
             for eqn in source.eqns
-            for simpler in _as_reductions(_with_one_condition(implementation(eqn)))
+            for one in _as_reductions(_with_one_condition(implementation(eqn)))
+            for simpler in _transposed_first(one)
             for new in hoist(self.with_simple_bodies(simpler))
         ]
         is_changed = any(v in same for eqn in given for v in eqn.invars if not compat.is_literal(v))
@@ -89,6 +94,14 @@ class _Simplifier:
                 eqn, is_changed = product, True
             if eqn.primitive.name == "reshape" and len(eqn.outvars[0].aval.shape) == 1 and len(eqn.invars) == 1:
                 flattened[eqn.outvars[0]] = eqn.invars[0]
+            if _is_zero(eqn):
+                (zeros,) = compat.open_jaxpr(jax.make_jaxpr(partial(jnp.zeros_like, eqn.invars[0].aval))()).eqns
+                eqn, is_changed = compat.new_eqn(eqn, zeros.invars, eqn.outvars, zeros.primitive, zeros.params), True
+            if _is_only_padding(eqn):
+                (x,) = eqn.outvars
+                fill = jax.make_jaxpr(partial(jax.lax.broadcast, sizes=x.aval.shape))(eqn.invars[1].aval)
+                (broadcast,) = compat.open_jaxpr(fill).eqns
+                eqn, is_changed = compat.new_eqn(eqn, eqn.invars[1:], [x], broadcast.primitive, broadcast.params), True
             if (operand := _passed_on(eqn)) is not None:
                 same[eqn.outvars[0]], is_changed = operand, True
                 continue
@@ -179,6 +192,35 @@ def _unflattened(eqn: Any, flattened: Mapping[Any, Any]) -> Any:
         return eqn
     dims = tuple(range(len(sources[0].aval.shape)))
     return eqn.replace(invars=sources, params={**eqn.params, "dimension_numbers": ((dims, dims), ((), ()))})
+
+
+def _transposed_first(eqn: Any) -> list[Any]:
+    """A reshape in another order of dims as a transposition and a reshape; any other equation as it is."""
+    if eqn.primitive.name != "reshape" or eqn.params.get("dimensions") is None or len(eqn.invars) > 1:
+        return [eqn]
+    permuted = jax.make_jaxpr(partial(jax.lax.transpose, permutation=eqn.params["dimensions"]))(eqn.invars[0].aval)
+    (transpose,) = compat.open_jaxpr(permuted).eqns
+    new = compat.new_var(transpose.outvars[0].aval)
+    return [
+        compat.new_eqn(eqn, eqn.invars, [new], transpose.primitive, transpose.params),
+        eqn.replace(invars=[new], params=eqn.params | {"dimensions": None}),
+    ]
+
+
+def _is_zero(eqn: Any) -> bool:
+    """Whether an equation subtracts an array of integers from itself."""
+    if eqn.primitive.name not in ("sub", "xor") or eqn.invars[0] is not eqn.invars[1]:
+        return False
+    aval = eqn.outvars[0].aval
+    return bool(aval.shape) and jnp.issubdtype(aval.dtype, jnp.integer)
+
+
+def _is_only_padding(eqn: Any) -> bool:
+    """Whether an equation cuts off all of what it pads."""
+    if eqn.primitive.name != "pad":
+        return False
+    pairs = zip(eqn.invars[0].aval.shape, eqn.params["padding_config"], strict=True)
+    return any(min(low, 0) + min(high, 0) + n + max(n - 1, 0) * gap <= 0 for n, (low, high, gap) in pairs)
 
 
 def _passed_on(eqn: Any) -> Any:

@@ -28,8 +28,8 @@ from .constraint_emitter import AssignedProgram, ConstraintEmitter
 from .local_convolution import convolved, is_grouped, local_convolution
 from .op_strategy import HALO_KINDS, OpStrategies, OpStrategy
 from .redundant_constraints import redundant
-from .reshard import Step
-from .rotation import rotation, rotation_gradient, rotation_parts
+from .reshard import Step, chain
+from .rotation import rotated_specs, rotation, rotation_gradient, rotation_parts
 from .update_as_scatter import scattered, scattered_dims
 
 
@@ -54,6 +54,8 @@ class _Rewriter:
         everywhere = (op for op in graph.ops if not graph.diverges(op))
         self.rotated = {v for op in everywhere for part in rotation_parts(op, graph.makers) for v in part.results}
         """Values inside rotations."""
+        self.rotated_as = rotated_specs(graph, assignment.specs)
+        """Slice of a rotated array -> the spec of the rotation, which the array needs, too."""
         self.strategies = OpStrategies(assignment)
         self.carried = {a for scope in graph.scopes() if scope is not graph.scope for a in scope.exits if a is not None}
         """Values that loops carry and branches return."""
@@ -100,6 +102,8 @@ class _Body(ConstraintEmitter):
         self.source_eqns: list[Any] = []
         self.strategies: list[OpStrategy | None] = []
         self.exact_specs: dict[Any, Spec | None] = {}
+        self.constants: dict[Any, Any] = {}
+        """Annotated constant -> the constant, which an op that needs another spec reads."""
 
     def plan(self, inputs: bool) -> None:
         """Chooses the strategy of each equation and the variables that need no constraint.
@@ -114,6 +118,8 @@ class _Body(ConstraintEmitter):
         known = source.invars if is_program or inputs else ()
         makers = self.program.makers
         self.unconstrained = redundant(self.scope, makers, self.exact_spec, known=known, unknown_uses=unknown_uses)
+        annotations = (eqn for eqn in source.eqns if eqn.primitive is annotate.annotate_p)
+        self.constants = {e.outvars[0]: e.invars[0] for e in annotations if self.atom(e.invars[0]) is None}
         for eqn in source.eqns:
             op = self.rewriter.maker(self.scope, eqn)
             self.source_eqns.append(eqn if op is None or self.scope.divergent else self.as_rotation(op, eqn))
@@ -211,6 +217,8 @@ class _Body(ConstraintEmitter):
         if (child := self.scope.children.get((i, "jaxpr", 0))) is not None and child.stacked_inputs:
             invars = [self.scanned(*row, eqn) for row in zip(invars, eqn.invars, child.stacked_inputs, strict=True)]
         results = self.stacked(eqn, child)
+        if (spec := self.rotated_spec(eqn)) is not None:
+            invars[0] = self.reshard_once(eqn.invars[0], spec, eqn)
         strategy, is_affected = self.strategies[i], eqn.primitive.name in xla_workarounds.AFFECTED
         if strategy is not None or is_affected:
             found = self.eqn_specs(eqn)
@@ -237,6 +245,19 @@ class _Body(ConstraintEmitter):
             spec = None if compat.is_drop(var) or (have is None and var in self.unconstrained) else self.var_spec(var)
             if spec is not None:
                 self.replaced[var] = self.reshard(self.read(var), have, spec, eqn)
+
+    def rotated_spec(self, eqn: Any) -> Spec | None:
+        """The spec of the rotation that an equation slices an array for, if any."""
+        atoms = [] if self.scope.divergent else [self.scope.env[v] for v in eqn.outvars if not compat.is_drop(v)]
+        return next((self.rewriter.rotated_as[a] for a in atoms if a in self.rewriter.rotated_as), None)
+
+    def reshard_once(self, var: Any, spec: Spec, eqn: Any) -> Any:
+        """Reshards an operand to a spec, step by step; uses with a common prefix of steps share its variables."""
+        have, itemsize = self.var_spec(var), getattr(var.aval.dtype, "itemsize", 0)
+        if have is None or have.axes == spec.axes or not itemsize:
+            return self.read(var)
+        steps = chain(have, spec, var.aval.shape, itemsize, self.program.sizes)
+        return self.apply_steps(self.read(var), var, steps, eqn)
 
     def scanned(self, operand: Any, var: Any, stacked: Atom, eqn: Any) -> Any:
         """Reshards an array that a `scan` slices to what its slices need; XLA:GPU would in every iteration."""
@@ -303,7 +324,10 @@ class _Body(ConstraintEmitter):
         no_halo = self.scope.divergent and not HALO_KINDS.isdisjoint(op.rule.kinds)
         moves = any(step.kind != "slice" for step in strategy.steps)
         is_local = op.name == "conv_general_dilated" and is_grouped(eqn.params)
-        return strategy if slices_first or no_halo or moves or is_local or any(strategy.constrained) else None
+        pairs = zip(eqn.invars, strategy.operand_specs, strict=True)
+        elsewhere = any(self.is_constant_elsewhere(var, need) for var, need in pairs)
+        found = slices_first or no_halo or moves or is_local or elsewhere or any(strategy.constrained)
+        return strategy if found else None
 
     def apply_strategy(
         self, eqn: Any, strategy: OpStrategy, invars: list[Any], found: list[Spec | None]
@@ -319,12 +343,18 @@ class _Body(ConstraintEmitter):
                 invars[k] = self.apply_steps(invars[k], var, steps, eqn)
             elif self.atom(var) is None and (any(need.axes) or (self.scope.divergent and need.dims)):  # a constant
                 invars[k] = self.emit(invars[k], need, eqn)
+            elif self.is_constant_elsewhere(var, need):
+                invars[k] = self.emit(self.read(self.constants[var]), need, eqn)
             found[k] = need if found[k] is not None or any(need.axes) else None
         results: list[Spec | None] = [None] * len(eqn.outvars)
         for k, (spec, constrained) in enumerate(zip(strategy.result_specs, strategy.constrained, strict=True)):
             if constrained and found[n + k] is not None:
                 found[n + k] = results[k] = spec
         return invars, results
+
+    def is_constant_elsewhere(self, var: Any, need: Spec) -> bool:
+        """Whether a variable is a constant that is annotated with another spec than is needed."""
+        return not compat.is_literal(var) and var in self.constants and self.var_spec(var) != need
 
     def apply_steps(self, operand: Any, var: Any, steps: Sequence[Step], eqn: Any) -> Any:
         """Reshards an operand step by step; uses with a common prefix of steps share its variables."""

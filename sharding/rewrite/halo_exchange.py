@@ -67,9 +67,24 @@ def halos(op: Op, shapes: Sequence[Sequence[int]], specs: Sequence[Spec], sizes:
         rows[dim] = exchange.after
         if shares:
             yield Halo(dim=dim, axes=specs[0].dims[dim].axes, shares=shares)
-    for dim in op.site[0].params["dimensions"] if op.name == "rev" else ():
-        if axes := specs[0].dims[dim].axes:
-            yield Halo(dim=dim, axes=axes, shares=(Fraction(1),))
+    if op.name == "rev":
+        yield from _reversed(op.site[0].params["dimensions"], shapes[0], specs[0], sizes)
+
+
+def _reversed(dims: Sequence[int], shape: Sequence[int], spec: Spec, sizes: Mapping[str, int]) -> Iterator[Halo]:
+    """Yields the exchange of all shards along reversed dims, and those that move padding of uneven ones in front."""
+    sharded = [dim for dim in dims if spec.dims[dim].axes]
+    if sharded:
+        axes = tuple(axis for dim in sharded for axis in spec.dims[dim].axes)
+        yield Halo(dim=sharded[0], axes=axes, shares=(Fraction(1),))
+    for dim in sharded:
+        parts = num_parts(spec.dims[dim].axes, sizes)
+        window = Window(dim=dim, result_dim=dim, low=-shape[dim] % parts)
+        exchange = _exchanged(window, shape[dim], parts)
+        if exchange is not None and exchange.pieces:
+            rows = -(-shape[dim] // parts)
+            shares = tuple(Fraction(piece, rows) for piece in exchange.pieces)
+            yield Halo(dim=dim, axes=spec.dims[dim].axes, shares=shares)
 
 
 def is_gathered(window: Window, length: int, parts: int) -> bool:
@@ -145,10 +160,10 @@ def _pieces(needed: Sequence[tuple[int, int]], length: int, rows: int, *, starts
     if begin >= end:
         return None
     pieces = []
-    for i in reversed(range(-(-left // rows))):
+    for i in reversed(range(min(-(-left // rows), parts - 1))):
         if (-i - 1) * rows < end:
             pieces.append(min(left - rows * i, rows) - max(-i * rows - end, 0))
-    for i in range(min(max(begin - rows, 0), max(right, 0)) // rows, -(-right // rows)):
+    for i in range(min(max(begin - rows, 0), max(right, 0)) // rows, min(-(-right // rows), parts - 1)):
         pieces.append(min(right - rows * i, rows) - max(begin - (i + 1) * rows, 0))
     return pieces
 

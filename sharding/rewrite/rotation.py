@@ -5,11 +5,12 @@ Only the rows that end on another device are sent, by at most two collective-per
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from .. import compat
-from ..graph import Op
+from ..graph import Graph, Op
+from ..spec import Spec
 
 
 def rotation(op: Op, makers: Mapping[int, Op]) -> int | None:
@@ -72,3 +73,12 @@ def rotation_parts(op: Op, makers: Mapping[int, Op]) -> Iterator[Op]:
     elif rotation_gradient(op, makers) is not None:
         for pad in (makers[v] for v in op.operands):
             yield from (pad, makers[pad.operands[0]])
+
+
+def rotated_specs(graph: Graph, specs: Sequence[Spec]) -> dict[int, Spec]:
+    """Returns slice of a rotated array -> the spec of the rotation, in which XLA needs the array, too."""
+    uniform = (op for op in graph.ops if not graph.diverges(op))
+    parts = (
+        (op, part) for op in uniform for part in rotation_parts(op, graph.makers) if part.name in ("slice", "split")
+    )
+    return {v: specs[op.results[0]] for op, part in parts for v in part.results}

@@ -1,0 +1,161 @@
+"""Small programs whose collectives follow from one mechanism each, as predicted and as compiled, on three compilers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from support.compilers import COMPILERS, predicted_and_compiled
+
+import sharding
+from sharding import P, annotate
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*XLA pads it")
+
+
+def floats(*shape):
+    return jax.ShapeDtypeStruct(shape, "float32")
+
+
+def ints(*shape):
+    return jax.ShapeDtypeStruct(shape, "int32")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    run: Callable[..., Any]
+    args: tuple[Any, ...]
+    sizes: dict[str, int] = field(default_factory=lambda: {"a": 8})
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def unused_sum(x, rows):
+    """A loop whose carry, which nothing reads, needs a sum."""
+    total = jnp.broadcast_to(jnp.sum(x), x.shape)
+    return lax.scan(lambda carry, row: (carry + total, row * 2), x, rows)[1]
+
+
+def scan_of_a_moved_stack(x):
+    """The gradient of a loop reads a stack that is sharded over another dim than its rows."""
+
+    def loss(x):
+        carry, ys = lax.scan(lambda c, row: (jnp.tanh(c + jnp.sum(row)), jnp.tanh(c)), x, x)
+        return jnp.sum(jnp.sin(carry)) + jnp.sum(jnp.sin(ys)), ys
+
+    return jax.grad(loss, has_aux=True)(x)
+
+
+def shared_scalar(x, w):
+    """The cotangent of a sum is a broadcast scalar, scaled, that two products read."""
+
+    def body(i, c):
+        return jnp.tanh(c + jnp.sum((c @ w) * 0.5))
+
+    return jax.grad(lambda x: jnp.sum(lax.fori_loop(0, 2, body, x)))(x)
+
+
+def rows_written_to_a_replicated_array(x, i, rows):
+    return jnp.cumsum(annotate(x.at[i].add(rows), P(None, "a")), axis=0)
+
+
+PROGRAMS = {
+    "an inferred spec that does not divide an argument": Program(
+        run=lambda x, w: (jnp.sum(x), annotate(x * w, P(None, "a"))),
+        args=(floats(2, 12), floats(2, 12)),
+    ),
+    "a dim with fewer elements than devices": Program(
+        run=lambda x: jnp.transpose(x[0:1, 2:3, :], (2, 0, 1)) * 2 + jnp.sum(x),
+        args=(floats(4, 8, 4),),
+        options={"in_shardings": P(None, "a")},
+    ),
+    "an argument that is annotated unevenly": Program(
+        run=lambda x: (annotate(x, P(("a", "b"))) * 2, x + 1),
+        args=(floats(2, 4),),
+        sizes={"a": 4, "b": 2},
+    ),
+    "a scalar that a loop does not use": Program(
+        run=unused_sum, args=(floats(8), floats(4, 8)), options={"in_shardings": (P("a"), None)}
+    ),
+    "a reshape without a common factor": Program(
+        run=lambda x: x.reshape(3, 8), args=(floats(4, 6),), sizes={"a": 2, "b": 4}, options={"in_shardings": P("a")}
+    ),
+    "a reshape in another order of dims": Program(
+        run=lambda x: lax.reshape(x, (3, 8), dimensions=(1, 0, 2)),
+        args=(floats(2, 3, 4),),
+        sizes={"a": 2, "b": 4},
+        options={"in_shardings": P("a"), "out_shardings": P(None, "a")},
+    ),
+    "a scatter into a replicated array": Program(
+        run=rows_written_to_a_replicated_array,
+        args=(floats(8, 8, 3), ints(5), floats(5, 8, 3)),
+        options={"in_shardings": (P(), None, P(None, "a"))},
+    ),
+    "an annotation and an operand that need the same gather": Program(
+        run=lambda x: (x @ x, annotate(x, P(None, "b"))),
+        args=(floats(8, 8),),
+        sizes={"a": 2, "b": 4},
+        options={"in_shardings": P("a")},
+    ),
+    "a stack that is moved before a loop": Program(
+        run=scan_of_a_moved_stack,
+        args=(floats(4, 5),),
+        sizes={"a": 2, "b": 4},
+        options={"out_shardings": (P("a"), None)},
+    ),
+    "an unrolled loop": Program(
+        run=lambda x: lax.scan(lambda c, _: (c * 2, c), x, None, length=4, unroll=2)[1],
+        args=(floats(6),),
+        sizes={"a": 4, "b": 2},
+        options={"out_shardings": P("a")},
+    ),
+    "a broadcast scalar of two products": Program(
+        run=shared_scalar,
+        args=(floats(3, 1, 8), floats(3, 8, 8)),
+        sizes={"a": 2, "b": 4},
+        options={"in_shardings": (None, P(None, None, "a"))},
+    ),
+    "a rotation whose result is sharded differently": Program(
+        run=lambda x: annotate(jnp.roll(x.reshape(2, 4, 16), 1, 2), P(None, "b", "a")),
+        args=(floats(8, 16),),
+        sizes={"a": 4, "b": 2},
+        options={"in_shardings": P(None, "b")},
+    ),
+    "a result of a sort that nothing reads": Program(
+        run=lambda x, y: lax.sort((x, y), dimension=1)[1],
+        args=(floats(8, 16), floats(8, 16)),
+        options={"in_shardings": (P(None, "a"), P(None, "a"))},
+    ),
+    "a carry that an annotation in the loop differs from": Program(
+        run=lambda x: lax.fori_loop(0, 2, lambda i, c: annotate(jnp.sin(c), P("a")) * 2, x),
+        args=(floats(5),),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(("backend", "described"), COMPILERS.values(), ids=list(COMPILERS))
+def test_as_compiled(name, backend, described):
+    p = PROGRAMS[name]
+    predicted, compiled = predicted_and_compiled(p.run, p.args, backend, described, p.sizes, **p.options)
+    assert predicted == compiled
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_numbers_are_those_of_one_device(name):
+    p, rng = PROGRAMS[name], np.random.default_rng(0)
+    args = [
+        rng.integers(0, 8, x.shape).astype(x.dtype) if x.dtype == "int32" else rng.standard_normal(x.shape, x.dtype)
+        for x in p.args
+    ]
+    with sharding.mesh(p.sizes):
+        ours = jax.tree.leaves(sharding.jit(p.run, **p.options)(*args))
+    with sharding.mesh(dict.fromkeys(p.sizes, 1), devices=jax.devices()[:1]):
+        alone = jax.tree.leaves(jax.jit(p.run)(*args))
+    for one, other in zip(ours, alone, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
