@@ -218,7 +218,7 @@ class ProgramCollectives:
             times, what = self.loop_invariants.get(v, op.times), f"operand {k} of {op.name}, {self.graph.label(v)}"
             advise = functools.partial(self.hints.operand, op, v, operand_specs[k])
             if v in self.times and operand_specs[k].axes != strategy.operand_specs[k].axes:
-                steps = (*steps, *self.chain(op, v, strategy.operand_specs[k], operand_specs[k]))
+                steps = self.chain(op, v, self.specs[v], operand_specs[k])
             for c in self.reshards(op, v, self.specs[v], steps, times, what, advise):
                 yield Transfer(c, v, True)
         for permute in self.exchanges.halos(op, (*operand_specs, *result_specs)):

@@ -104,14 +104,16 @@ class Assignment:
         an unrolled loop slices or stacks is replicated along the dim of its iterations: JAX slices and concatenates.
         """
         graph, sizes, inputs = self.graph, self.sizes, {*self.graph.inputs}
-        asked = {*graph.annotations, *(v for group in graph.groups for v in group.members)}
 
         @functools.cache
         def limited(spec: Spec, shape: tuple[int, ...], is_input: bool) -> Spec:
             return divisible(spec, shape, sizes) if is_input else occupied(spec, shape, sizes)
 
         pairs = enumerate(zip(self.specs, graph.shapes, strict=True))
-        specs = [s if v in asked else limited(s, shape, v in inputs) for v, (s, shape) in pairs]
+        specs = [s if v in graph.annotations else limited(s, shape, v in inputs) for v, (s, shape) in pairs]
+        for group in graph.groups:
+            if len({specs[v].axes for v in group.members}) > 1:
+                specs = [self.specs[v] if v in group.members else s for v, s in enumerate(specs)]
         for v in _unrolled_stacks(graph):
             if specs[v].axes[0]:
                 specs[v] = Spec(dims=(Dim(), *specs[v].dims[1:]))

@@ -74,6 +74,8 @@ def edge_operand(
     annotation = program.annotations.get(target) if annotated and target is not None else None
     if spec is None or (annotation is None and program.spec(emitter.atom(var)) == spec):
         return operand
+    if not compat.is_literal(var) and var in emitter.constants:
+        return emitter.emit(emitter.read(emitter.constants[var]), spec, eqn)
     asked, permutes = annotation.spec if annotation else None, target not in program.divergent
     return emitter.reshard(operand, emitter.var_spec(var), spec, eqn, asked=asked, permutes=permutes)
 

@@ -102,8 +102,6 @@ class _Body(ConstraintEmitter):
         self.source_eqns: list[Any] = []
         self.strategies: list[OpStrategy | None] = []
         self.exact_specs: dict[Any, Spec | None] = {}
-        self.constants: dict[Any, Any] = {}
-        """Annotated constant -> the constant, which an op that needs another spec reads."""
 
     def plan(self, inputs: bool) -> None:
         """Chooses the strategy of each equation and the variables that need no constraint.
@@ -222,11 +220,13 @@ class _Body(ConstraintEmitter):
         strategy, is_affected = self.strategies[i], eqn.primitive.name in xla_workarounds.AFFECTED
         if strategy is not None or is_affected:
             found = self.eqn_specs(eqn)
-            if strategy is not None:
-                invars, results = self.apply_strategy(eqn, strategy, invars, found)
-            if is_affected:
-                invars, overrides = self.apply_workaround(eqn, invars, found)
-                results = [b if b is not None else a for a, b in zip(results, overrides, strict=True)]
+            planned = found if strategy is None else self.planned_specs(strategy, found)
+            safe = self.workaround_specs(eqn, planned) if is_affected else planned
+            invars = self.resharded_operands(eqn, strategy, invars, found, planned, safe)
+            n, constrained = len(invars), strategy.constrained if strategy is not None else [False] * len(eqn.outvars)
+            for k, (one, other, is_constrained) in enumerate(zip(planned[n:], safe[n:], constrained, strict=True)):
+                if one != other or (is_constrained and one is not None):
+                    results[k] = None if compat.is_drop(eqn.outvars[k]) else other
         fixed_layout = eqn.primitive.name in xla_workarounds.FIXED_LAYOUT
         if fixed_layout:
             invars = [self.with_layout(v, eqn) for v in invars]
@@ -329,28 +329,45 @@ class _Body(ConstraintEmitter):
         found = slices_first or no_halo or moves or is_local or elsewhere or any(strategy.constrained)
         return strategy if found else None
 
-    def apply_strategy(
-        self, eqn: Any, strategy: OpStrategy, invars: list[Any], found: list[Spec | None]
-    ) -> tuple[list[Any], list[Spec | None]]:
-        """Reshards the operands and returns them, with the specs of results that are constrained before resharding.
+    def planned_specs(self, strategy: OpStrategy, found: Sequence[Spec | None]) -> list[Spec | None]:
+        """Returns the specs of an equation's operands and results while it runs, by its strategy."""
+        needed = [*strategy.operand_specs, *strategy.result_specs]
+        n, planned = len(strategy.operand_specs), list(found)
+        for k, need in enumerate(needed[:n]):
+            planned[k] = need if found[k] is not None or any(need.axes) else None
+        for k, (need, constrained) in enumerate(zip(needed[n:], strategy.constrained, strict=True), start=n):
+            planned[k] = need if constrained and found[k] is not None else found[k]
+        return planned
 
-        Replaces specs in `found` by those of the strategy.
-        """
-        n = len(invars)
-        rows = zip(eqn.invars, strategy.operand_steps, strategy.operand_specs, strict=True)
-        for k, (var, steps, need) in enumerate(rows):
-            if steps:
-                invars[k] = self.apply_steps(invars[k], var, steps, eqn)
-            elif self.atom(var) is None and (any(need.axes) or (self.scope.divergent and need.dims)):  # a constant
-                invars[k] = self.emit(invars[k], need, eqn)
-            elif self.is_constant_elsewhere(var, need):
-                invars[k] = self.emit(self.read(self.constants[var]), need, eqn)
-            found[k] = need if found[k] is not None or any(need.axes) else None
-        results: list[Spec | None] = [None] * len(eqn.outvars)
-        for k, (spec, constrained) in enumerate(zip(strategy.result_specs, strategy.constrained, strict=True)):
-            if constrained and found[n + k] is not None:
-                found[n + k] = results[k] = spec
-        return invars, results
+    def resharded_operands(
+        self,
+        eqn: Any,
+        strategy: OpStrategy | None,
+        invars: list[Any],
+        found: Sequence[Spec | None],
+        planned: Sequence[Spec | None],
+        safe: Sequence[Spec | None],
+    ) -> list[Any]:
+        """Reshards the operands as planned, or at once to the specs that XLA partitions correctly."""
+        operands = list(invars)
+        for k, (var, have, plan, need) in enumerate(zip(eqn.invars, found, planned, safe, strict=False)):
+            steps = strategy.operand_steps[k] if strategy is not None else ()
+            if need is not None and need != plan:
+                operands[k] = invars[k] if have == need else self.reshard(invars[k], have, need, eqn)
+            elif steps:
+                operands[k] = self.apply_steps(invars[k], var, steps, eqn)
+            elif strategy is None:
+                continue
+            elif self.atom(var) is None and (
+                plan is not None or (self.scope.divergent and var.aval.shape)
+            ):  # a constant
+                operands[k] = self.emit(invars[k], strategy.operand_specs[k], eqn)
+            elif self.is_constant_elsewhere(var, strategy.operand_specs[k]):
+                operands[k] = self.emit(self.read(self.constants[var]), strategy.operand_specs[k], eqn)
+        shapes = [v.aval.shape for v in (*eqn.invars, *eqn.outvars)]
+        for i, largest in xla_workarounds.starts(eqn.primitive.name, shapes, planned):
+            operands[i] = self.clamp(operands[i], largest, eqn)
+        return operands
 
     def is_constant_elsewhere(self, var: Any, need: Spec) -> bool:
         """Whether a variable is a constant that is annotated with another spec than is needed."""
@@ -363,19 +380,6 @@ class _Body(ConstraintEmitter):
         for step in steps:
             operand = self.emit_once(operand, step.spec, eqn)
         return operand
-
-    def apply_workaround(
-        self, eqn: Any, invars: list[Any], found: list[Spec | None]
-    ) -> tuple[list[Any], list[Spec | None]]:
-        """Reshards the operands to specs that XLA partitions correctly; also returns the results' specs that change."""
-        shapes = [v.aval.shape for v in (*eqn.invars, *eqn.outvars)]
-        needed, n = self.workaround_specs(eqn, found), len(invars)
-        rows = zip(invars, found[:n], needed[:n], strict=True)
-        resharded = [v if have == need or need is None else self.reshard(v, have, need, eqn) for v, have, need in rows]
-        for i, largest in xla_workarounds.starts(eqn.primitive.name, shapes, found):
-            resharded[i] = self.clamp(resharded[i], largest, eqn)
-        rows = zip(eqn.outvars, found[n:], needed[n:], strict=True)
-        return resharded, [None if have == need or compat.is_drop(v) else need for v, have, need in rows]
 
     def workaround_specs(self, eqn: Any, found: Sequence[Spec | None]) -> list[Spec | None]:
         """Returns the specs under which XLA partitions an equation correctly."""

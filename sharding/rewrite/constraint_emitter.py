@@ -63,6 +63,8 @@ class ConstraintEmitter:
         self.replaced: dict[Any, Any] = {}
         self.resharded_to: dict[tuple[Any, DimAxes], Any] = {}
         """Variable and axes -> its reshard."""
+        self.constants: dict[Any, Any] = {}
+        """Annotated constant -> the constant, which is sharded otherwise at no cost."""
 
     def read(self, atom: Any) -> Any:
         """Returns the variable that currently stands for an operand."""

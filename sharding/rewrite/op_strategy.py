@@ -49,7 +49,8 @@ OPAQUE = frozenset({"top_k"})
 """Ops that XLA's partitioner runs on replicated arrays."""
 
 REGROUPING = frozenset({"reshape"})
-"""Ops whose results lack factors of which operands keep every element: those are replicated while they run."""
+"""Ops that keep every element: factors that only their operands or only their results have are replicated while they
+run."""
 
 SPECIAL = LONG_RANGE | PER_ITERATION | OPAQUE | REGROUPING | {REDUCE_SCATTERED}
 """Ops whose strategy depends on more than their rule."""
@@ -165,7 +166,9 @@ class _StrategySearch:
         displaced = dict.fromkeys(a for one in projected.values() for a in sorted(one.overflow))
         kept = {f for dims in rule.results for factors in dims for f in factors}
         lost = {f for f, kind in enumerate(rule.kinds) if kind is Kind.PASS and f not in kept}
-        dropped = lost if self.op.name in REGROUPING else {f for f in lost if rule.sizes[f] == 1}
+        dropped = {f for f in lost if rule.sizes[f] == 1}
+        if self.op.name in REGROUPING:
+            dropped = lost | (kept - {f for dims in rule.operands for factors in dims for f in factors})
         options: list[list[Atoms]] = []
         for f in range(len(rule.sizes)):
             seen = dict.fromkeys(one.factors[f] for one in projected.values() if f in one.factors)
@@ -254,7 +257,8 @@ class _StrategySearch:
         if not (self.op.name == REDUCE_SCATTERED and slices_only and set(summed).issuperset(sliced)):
             steps = [self.step("all-reduce", atoms, spec, self.shard_bytes(i, spec)) for atoms in reversed(sums)]
             no_halo = not self.permutes and not HALO_KINDS.isdisjoint(rule.kinds)
-            shifts = any(
+            regroups = self.op.name in REGROUPING and bool(after)
+            shifts = regroups or any(
                 old != new and any(rule.kinds[f] in HALO_KINDS for f in factors_of)
                 for old, new, factors_of in zip(spec.axes, self.specs[i].axes, self.form.arrays[i], strict=True)
             )

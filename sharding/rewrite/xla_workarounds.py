@@ -158,14 +158,22 @@ def _convolution(op: ShardedOp) -> ReplicatedDims:
     for d, o, dilation in zip(space, out_space, op.params["lhs_dilation"], strict=True):
         if not (consistent and unsharded_out and dilation == 1 and axes(0, d) == axes(2, o)):
             replicated |= {(0, d), (2, o)}
-    return replicated
+    return replicated | _window(op)
 
 
 def _pooling_gradient(op: ShardedOp) -> ReplicatedDims:
-    """Gradient of pooling with overlapping or spaced windows: wrong numbers along their dims."""
-    dims = zip(op.params["window_dimensions"], op.params["window_strides"], op.params["padding"], strict=True)
-    sliding = [d for d, (window, step, pad) in enumerate(dims) if window != step or tuple(pad) != (0, 0)]
-    return {(t, d) for t in range(3) for d in sliding}
+    """Gradient of pooling with overlapping or spaced windows: wrong numbers along their dims.
+
+    Where windows cross the boundaries of shards, XLA exchanges more halos than it needs.
+    """
+    keys = ("window_dimensions", "window_strides", "padding")
+    found: ReplicatedDims = set()
+    for d, (window, step, pad) in enumerate(zip(*(op.params[key] for key in keys), strict=True)):
+        parts = max(num_parts(axes[d], op.sizes) for axes in op.axes[:3])
+        rows, windows = (-(-op.shapes[t][d] // parts) for t in (1, 0))
+        if window != step or tuple(pad) != (0, 0) or (window > 1 and parts > 1 and windows * step != rows):
+            found |= {(t, d) for t in range(3)}
+    return found
 
 
 def _pooling_tangent(op: ShardedOp) -> ReplicatedDims:
