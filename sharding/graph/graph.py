@@ -148,15 +148,16 @@ class Graph:
             waiting += scope.children.values()
 
     def regions(self) -> dict[int, Scope]:
-        """id of an equation -> the innermost branch or recomputation that it is in: XLA merges nothing across them."""
+        """id of an equation -> the innermost loop, branch or recomputation of it: XLA merges nothing across them."""
         found: dict[int, Scope] = {}
         waiting: list[tuple[Scope, Scope | None]] = [(self.scope, None)] if self.scope is not None else []
         while waiting:
             one, region = waiting.pop()
             if region is not None:
                 found.update((id(eqn), region) for eqn in one.jaxpr.eqns)
-            for (i, key, _), child in one.children.items():
-                is_region = key == "branches" or compat.is_recomputed(one.jaxpr.eqns[i])
+            for (i, _, _), child in one.children.items():
+                eqn = one.jaxpr.eqns[i]
+                is_region = eqn.primitive.name in ("cond", "scan", "while") or compat.is_recomputed(eqn)
                 waiting.append((child, child if is_region else region))
         return found
 

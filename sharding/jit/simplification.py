@@ -8,7 +8,7 @@ arrays (`vdot`) contracts their own dims: a flattened array cannot keep the shar
 Primitives of other packages become calls of their implementations, and gathers of whole arrays reshapes. What selects
 between a value and itself is that value, and integers minus themselves are zeros, and what is cut off
 all of its elements is padding. A reshape in another order of dims
-becomes a transposition and a reshape.
+becomes a transposition and a reshape, and a platform-dependent conditional its platform's branch.
 """
 
 from __future__ import annotations
@@ -42,13 +42,14 @@ SIMPLIFIED_INSIDE = CALLS | {"cond", "scan", "shard_map", "while"}
 """Primitives whose bodies are simplified, too."""
 
 
-def simplify(jaxpr: Any) -> Any:
-    """The simplified jaxpr, which computes the same; itself if nothing changes."""
-    return _Simplifier().jaxpr(without_constant_indices(jaxpr))
+def simplify(jaxpr: Any, platform: str = "cpu") -> Any:
+    """The simplified jaxpr, which computes the same on a platform; itself if nothing changes."""
+    return _Simplifier(platform).jaxpr(without_constant_indices(jaxpr))
 
 
 class _Simplifier:
-    def __init__(self) -> None:
+    def __init__(self, platform: str) -> None:
+        self.platform = platform
         self.done: dict[tuple[int, tuple[int, ...]], tuple[Any, Any]] = {}
         """Id of a jaxpr and its equal inputs -> the jaxpr, which keeps the id valid, and its result."""
 
@@ -77,7 +78,7 @@ class _Simplifier:
         given = [
             new
             for eqn in source.eqns
-            for one in _as_reductions(_with_one_condition(implementation(eqn)))
+            for one in _as_reductions(_with_one_condition(implementation(_branch_of_platform(eqn, self.platform))))
             for simpler in _transposed_first(one)
             for new in hoist(self.with_simple_bodies(simpler))
         ]
@@ -138,6 +139,22 @@ def _equal(atoms: Sequence[Any]) -> tuple[int, ...]:
     first: dict[Any, int] = {}
     found = tuple(i if compat.is_literal(v) else first.setdefault(v, i) for i, v in enumerate(atoms))
     return found if len(first) < sum(not compat.is_literal(v) for v in atoms) else ()
+
+
+def _branch_of_platform(eqn: Any, platform: str) -> Any:
+    """A call of the branch that a platform-dependent conditional takes; any other equation as it is."""
+    platforms = eqn.params.get("branches_platforms") if eqn.primitive.name == "cond" else None
+    if not platforms or eqn.effects:
+        return eqn
+    fitting = [k for k, names in enumerate(platforms) if names is None or platform in names]
+    if not fitting:
+        return eqn
+    branch = compat.jaxpr_fun(eqn.params["branches"][fitting[0]])
+    traced = jax.make_jaxpr(jax.jit(lambda *operands: branch(*operands)))(*(v.aval for v in eqn.invars[1:]))
+    if compat.constants(traced):
+        return eqn
+    (call,) = compat.open_jaxpr(traced).eqns
+    return compat.new_eqn(eqn, eqn.invars[1:], eqn.outvars, call.primitive, call.params)
 
 
 def _as_reductions(eqn: Any) -> list[Any]:

@@ -105,7 +105,9 @@ class OpStrategies:
         free = [v not in self._values for v in op.operands]
         # By identity: the graph keeps its rules, and hashing one is slow.
         kind = op.name if op.name in SPECIAL else ""
-        if op.name in PADDED_FIRST:
+        if op.name == "rev":
+            kind = op.site[0].params["dimensions"]
+        elif op.name in PADDED_FIRST:
             kind = tuple(WINDOWS[op.name](op.site[0].params, shapes))
         permutes, manual = not self.graph.diverges(op), self.graph.manual.get(op.results[0], frozenset())
         key = (id(op.rule), kind, permutes, manual, tuple(s.axes for s in specs), *shapes, *itemsizes, *free)
@@ -229,10 +231,12 @@ class _StrategySearch:
         )
 
     def is_replicated_along_windows(self) -> bool:
-        """Whether the operand is replicated along all dims that a pad, slice or pooling slides over.
+        """Whether the operand is replicated along all dims that a pad, slice or pooling slides over, or a `rev` turns.
 
         XLA then pads and slices it on each device, where it would exchange halos after slicing it.
         """
+        if self.op.name == "rev":
+            return not any(self.specs[0].dims[d].axes for d in self.op.site[0].params["dimensions"])
         if self.op.name not in PADDED_FIRST:
             return False
         sliding = (w for w in WINDOWS[self.op.name](self.op.site[0].params, self.shapes) if not w.is_trivial)

@@ -64,6 +64,8 @@ def rows_written_to_a_replicated_array(x, i, rows):
     return jnp.cumsum(annotate(x.at[i].add(rows), P(None, "a")), axis=0)
 
 
+POOL = (2, 1, 1, 1)
+
 PROGRAMS = {
     "an inferred spec that does not divide an argument": Program(
         run=lambda x, w: (jnp.sum(x), annotate(x * w, P(None, "a"))),
@@ -130,6 +132,80 @@ PROGRAMS = {
         run=lambda x, y: lax.sort((x, y), dimension=1)[1],
         args=(floats(8, 16), floats(8, 16)),
         options={"in_shardings": (P(None, "a"), P(None, "a"))},
+    ),
+    "an array reversed along two sharded dims": Program(
+        run=lambda x: jnp.flip(x, (0, 1)),
+        args=(floats(8, 8),),
+        sizes={"a": 2, "b": 4},
+        options={"in_shardings": P("a", "b")},
+    ),
+    "an array reversed along an uneven dim": Program(
+        run=lambda x: annotate(jnp.flip(annotate(x, P("a")), 0), P("a")), args=(floats(11, 4),)
+    ),
+    "a replicated array reversed along a dim that becomes sharded": Program(
+        run=lambda x: annotate(jnp.flip(x, 0), P("a")), args=(floats(8, 4),), options={"in_shardings": P()}
+    ),
+    "a replicated array padded along a dim that becomes sharded": Program(
+        run=lambda x: annotate(jnp.pad(x, ((2, 2), (0, 0))), P("a")),
+        args=(floats(12, 4),),
+        options={"in_shardings": P()},
+    ),
+    "pooling to fewer rows than devices": Program(
+        run=lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (3, 3), (2, 1), ((0, 1), (0, 1))),
+        args=(floats(8, 6),),
+        options={"in_shardings": P("a")},
+    ),
+    "the gradient of pooling whose windows cross shards": Program(
+        run=jax.grad(lambda x: jnp.sum(jnp.sin(lax.reduce_window(x, -jnp.inf, lax.max, POOL, POOL, "VALID")))),
+        args=(floats(8, 2, 4, 4),),
+        options={"in_shardings": P("a")},
+    ),
+    "a convolution whose halos reach beyond the neighbours": Program(
+        run=lambda x, w: lax.conv_general_dilated(
+            x,
+            w,
+            (1,),
+            "VALID",
+            rhs_dilation=(2,),
+            dimension_numbers=("NHC", "HIO", "NHC"),
+            feature_group_count=8,
+            precision="highest",
+        ),
+        args=(floats(4, 8, 8), floats(3, 1, 16)),
+        sizes={"a": 4, "b": 2},
+        options={"in_shardings": (P(None, "a"), P())},
+    ),
+    "a pad that grows the last shards": Program(
+        run=lambda x: annotate(jnp.pad(annotate(x, P(None, "a")), ((0, 0), (0, 3))), P(None, "a")),
+        args=(floats(24, 2),),
+        sizes={"a": 2, "b": 4},
+    ),
+    "a gather of half an axis with uneven shards": Program(
+        run=lambda x: annotate(jnp.pad(annotate(x, P("b")), ((1, 1), (0, 0))), P("b")) * 2,
+        args=(floats(8, 5),),
+        sizes={"a": 2, "b": 4},
+        options={"out_shardings": P()},
+    ),
+    "a diagonal": Program(run=jnp.diagonal, args=(floats(8, 8),), options={"in_shardings": P("a")}),
+    "an annotated constant that is read in another sharding": Program(
+        run=lambda m, x: lax.select(
+            m > 0, annotate(lax.broadcasted_iota(jnp.float32, (8, 8), 1) * 0.5, P(None, "a")), x
+        ),
+        args=(floats(8, 8), floats(8, 8)),
+        options={"in_shardings": (P("a"), P("a"))},
+    ),
+    "a carry that is gathered in its loop and behind it": Program(
+        run=lambda x, n: lax.while_loop(lambda c: c[1] < n, lambda c: (jnp.cumsum(c[0], 0) / 8, c[1] + 1), (x, 0))[0],
+        args=(floats(8, 4), ints()),
+        options={"in_shardings": (P("a"), None), "out_shardings": P()},
+    ),
+    "a pad that cuts everything off": Program(
+        run=lambda x: lax.pad(x, 0.0, ((2, -1, 0), (0, 0, 0))) + 1,
+        args=(floats(1, 8),),
+        options={"in_shardings": P(None, "a"), "out_shardings": P()},
+    ),
+    "integers minus themselves": Program(
+        run=lambda x: (x - x) + 1, args=(ints(8, 4),), options={"in_shardings": P("a"), "out_shardings": P()}
     ),
     "a carry that an annotation in the loop differs from": Program(
         run=lambda x: lax.fori_loop(0, 2, lambda i, c: annotate(jnp.sin(c), P("a")) * 2, x),
