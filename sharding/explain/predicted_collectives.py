@@ -83,6 +83,8 @@ class ProgramCollectives:
         self.times = _times(self.graph)
         self.loop_invariants = _loop_invariants(self.graph)
         self.regions = self.graph.regions()
+        children = (pair for scope in self.graph.scopes() for pair in scope.children_of("scan"))
+        self.loop_bodies = {id(eqn): child for eqn, child in children}
         self.resharded: set[tuple] = set()
         self.reduce_scattered = reduce_scattered(self.graph, self.specs, self.sizes)
         self.reassociation = self.reassociated(platform)
@@ -314,7 +316,8 @@ class ProgramCollectives:
         self, op: Op, v: int, have: Spec, steps: Sequence[Step], times: int, what: str, advise: Callable[[], str]
     ) -> Iterator[Collective]:
         """The collectives of a reshard; what a branch, a recomputation or the rest reshards twice moves once."""
-        region = self.regions.get(id(op.site[0])) if op.site else None
+        inside = self.loop_bodies if op.name in ("scan xs", "scan ys") else self.regions
+        region = inside.get(id(op.site[0])) if op.site else None
         entered = self.graph.makers.get(v) if op.name == "scan xs" else None
         source = v if entered is None or self.specs[entered.operands[0]].axes != have.axes else entered.operands[0]
         body = tuple(map(id, op.site[1:]))

@@ -95,6 +95,12 @@ class Scope:
     divergent: bool = False
     """Whether devices along those axes may differ in whether, or how often, they run it."""
 
+    def children_of(self, primitive: str) -> Iterator[tuple[Any, Scope]]:
+        """Yields the equations of a primitive, each with the scope of one of its jaxprs."""
+        for (i, _, _), child in self.children.items():
+            if self.jaxpr.eqns[i].primitive.name == primitive:
+                yield self.jaxpr.eqns[i], child
+
     def scalars_of(self, atoms: Sequence[Any]) -> set[int]:
         """The scalars that are broadcast in the constant expressions among some variables."""
         variables = [a for a in atoms if not compat.is_literal(a)] if self.scalars else []
