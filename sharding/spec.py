@@ -173,6 +173,8 @@ def partition_spec_of(array: Any) -> P:
 
 def divisible(spec: Spec, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Spec:
     """`spec` with each dim limited to its longest prefix of axes that divides it, as JAX requires at jit boundaries."""
+    if not spec.has_sub_axes and not any(n % num_parts(d.axes, sizes) for d, n in zip(spec.dims, shape, strict=True)):
+        return spec
     dims = []
     for dim, size in zip(spec.dims, shape, strict=True):
         kept: list[Axis] = []
@@ -181,6 +183,18 @@ def divisible(spec: Spec, shape: tuple[int, ...], sizes: Mapping[str, int]) -> S
                 break
             kept.append(axis)
         dims.append(Dim(axes=tuple(kept), open=dim.open, priority=dim.priority))
+    return Spec(dims=tuple(dims), unreduced=spec.unreduced)
+
+
+def occupied(spec: Spec, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Spec:
+    """`spec` with each dim limited to its longest prefix of axes that has no more devices than the dim has elements."""
+    if all(size >= num_parts(dim.axes, sizes) for dim, size in zip(spec.dims, shape, strict=True)):
+        return spec
+    dims = []
+    for dim, size in zip(spec.dims, shape, strict=True):
+        lengths = range(len(dim.axes) + 1)
+        kept = max(k for k in lengths if k == 0 or num_parts(dim.axes[:k], sizes) <= size)
+        dims.append(Dim(axes=dim.axes[:kept], open=dim.open, priority=dim.priority))
     return Spec(dims=tuple(dims), unreduced=spec.unreduced)
 
 

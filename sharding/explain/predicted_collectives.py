@@ -14,21 +14,23 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ..cost import SUMS, Kind
-from ..graph import Graph, Op
+from ..cost import Kind
+from ..graph import Op
 from ..hardware import Platform
 from ..propagation import Assignment
 from ..rewrite import xla_workarounds
-from ..rewrite.halo_exchange import Halo, halos, realignments, rotation, rotation_gradient, rotation_parts
+from ..rewrite.constraint_emitter import MOVES_SHARDS
 from ..rewrite.op_strategy import OpStrategies, OpStrategy
 from ..rewrite.reshard import Step, chain, local_bytes
+from ..rewrite.rotation import rotation_parts
 from ..rewrite.unread_gathers import without_unread_gathers
-from ..spec import Axis, Spec, axis_name, divisible, local_shape, num_parts
+from ..spec import Axis, Spec, divisible, local_shape, num_parts
 from ..xla.collective_lowering import is_gathered_by_all_reduce, is_scattered_by_all_reduce
 from .collective_hints import Hints
 from .collective_ledger import Collective, Ledger
 from .narrow_operands import narrow_reshards
 from .reduce_scatter_creation import is_masked, reduce_scattered
+from .shard_exchanges import ShardExchanges, axis_names
 from .shard_map_collectives import MANUAL, explicit, in_bodies
 from .sum_reassociation import LOOKED_THROUGH, SPLITS, Reassociation, reassociate, split_all_reduce
 from .sums_behind_loops import Reduction
@@ -78,25 +80,23 @@ class ProgramCollectives:
         self.platform: Platform = platform
         self.graph, self.specs, self.sizes = assignment.graph, assignment.specs, assignment.sizes
         self.strategies, self.hints = OpStrategies(assignment), Hints(assignment)
-        self.times = _times(self.graph)
-        self.loop_invariants = _loop_invariants(self.graph)
+        self.live = self.graph.live_values()
+        self.times = self.graph.times
+        self.loop_invariants = self.graph.loop_invariants
         self.regions = self.graph.regions()
+        children = (pair for scope in self.graph.scopes() for pair in scope.children_of("scan"))
+        self.loop_bodies = {id(eqn): child for eqn, child in children}
         self.resharded: set[tuple] = set()
         self.reduce_scattered = reduce_scattered(self.graph, self.specs, self.operand_steps)
         self.reassociation = self.reassociated(platform)
         self.narrow = narrow_reshards(self.graph, self.strategies) if platform == "tpu" else ()
         self.narrow_dtypes = narrow_dtypes(self.graph) if platform == "gpu" else {}
-        uniform = [op for op in self.graph.ops if not self.graph.diverges(op)]
-        self.rotations = {op.results[0]: shift for op in uniform if (shift := _rotation(op, self.graph)) is not None}
-        makers = self.graph.makers
-        parts = (op for result in self.rotations for op in rotation_parts(makers[result], makers))
-        self.rotation_parts = {v for op in parts for v in op.results}
+        self.exchanges = ShardExchanges(self.graph, self.specs, self.sizes, self.collective)
 
     def ops(self) -> Iterator[tuple[Op, tuple[Transfer, ...]]]:
         """(op, its collectives) in program order; none for empty arrays, which XLA replaces by constants."""
-        live = self.graph.live_values()
         for op in self.graph.ops:
-            if not live.isdisjoint(op.results):
+            if not self.live.isdisjoint(op.results):
                 yield op, tuple(t for t in self.transfers(op) if t.collective.result_bytes)
 
     def reassociated(self, platform: Platform) -> Reassociation:
@@ -151,12 +151,14 @@ class ProgramCollectives:
             return
         if op.name == "edge":
             yield from self.edge(op)
+        elif op.name == "annotate":
+            yield from self.annotation(op)
         elif op.name in MANUAL:
             yield from (Transfer(c, op.results[0], False) for c in self.manual_collectives(op))
-        elif op.results[0] in self.rotation_parts:
+        elif op.results[0] in self.exchanges.rotation_parts:
             return
-        elif op.results[0] in self.rotations:
-            yield from (Transfer(c, op.operands[0], True) for c in self.rotated(op))
+        elif op.results[0] in self.exchanges.rotations:
+            yield from self.rotated(op)
         else:
             yield from self.op(op)
 
@@ -186,6 +188,31 @@ class ProgramCollectives:
         moved = [v for v in op.operands if v in self.times and self.specs[v].axes != want.axes]
         return [(v, self.chain(op, v, self.specs[v], want)) for v in moved]
 
+    def annotation(self, op: Op) -> Iterator[Transfer]:
+        """Reshards an array to an annotation that its op's result does not have."""
+        (v,), (target,) = op.operands, op.results
+        have, want = self.specs[v], self.specs[target]
+        if v in self.times and have.axes != want.axes:
+            what = f"annotation of {self.graph.label(target)}"
+            advise = functools.partial(self.hints.result, target, have)
+            steps = self.chain(op, v, have, want)
+            times = self.loop_invariants.get(v, op.times)
+            yield from (Transfer(c, v, True) for c in self.reshards(op, v, have, steps, times, what, advise))
+
+    def rotated(self, op: Op) -> Iterator[Transfer]:
+        """Reshards an array to the spec of its rotation, then rotates it."""
+        part, (result,) = next(rotation_parts(op, self.graph.makers)), op.results
+        while part.name == "pad":
+            part = self.graph.makers[part.operands[0]]
+        v, want = part.operands[0], self.specs[result]
+        if v in self.times:
+            what, advise = f"rotation of {self.graph.label(v)}", functools.partial(self.hints.operand, op, v, want)
+            steps = self.chain(op, v, self.specs[v], want)
+            for c in self.reshards(op, v, self.specs[v], steps, op.times, what, advise):
+                yield Transfer(c, v, True)
+        for c in self.exchanges.rotated(op):
+            yield Transfer(c, v, True)
+
     def output_spec(self, target: int) -> Spec:
         """The spec of an output of the program: only axes that divide their dim."""
         return divisible(self.specs[target], self.graph.shapes[target], self.sizes)
@@ -205,12 +232,15 @@ class ProgramCollectives:
             times, what = self.loop_invariants.get(v, op.times), f"operand {k} of {op.name}, {self.graph.label(v)}"
             advise = functools.partial(self.hints.operand, op, v, operand_specs[k])
             if v in self.times and operand_specs[k].axes != strategy.operand_specs[k].axes:
-                steps = (*steps, *self.chain(op, v, strategy.operand_specs[k], operand_specs[k]))
+                steps = self.chain(op, v, self.specs[v], operand_specs[k])
             for c in self.reshards(op, v, self.specs[v], steps, times, what, advise):
                 yield Transfer(c, v, True)
-        yield from self.halo_exchanges(op, (*operand_specs, *result_specs))
+        for permute in self.exchanges.halos(op, (*operand_specs, *result_specs)):
+            yield Transfer(permute, op.operands[0], True)
         results = zip(op.results, strategy.result_specs, result_specs, strategy.result_steps, strict=True)
         for v, planned, spec, steps in results:
+            if v not in self.live:
+                continue
             sums, rest = self.sums_and_rest(v, steps)
             if v in self.reassociation.left:
                 sums, rest = [self.reduction(v, kind, axes) for kind, axes in self.reassociation.left[v]], ()
@@ -231,7 +261,7 @@ class ProgramCollectives:
 
         An all-reduce of which each device first keeps a slice, over the same axes, is a reduce-scatter.
         """
-        sums = [step for step in steps if step.kind in SUMS]
+        sums = [step for step in steps if step.is_sum]
         rest = steps[len(sums) :]
         slices = list(itertools.takewhile(lambda step: step.kind == "slice", rest))
         if [step.kind for step in sums] == ["all-reduce"] and {a for s in slices for a in s.axes} == {*sums[0].axes}:
@@ -250,7 +280,7 @@ class ProgramCollectives:
         """A reduction of a value that is sharded as inferred."""
         is_sliced = any(axis in dim for dim in self.specs[v].axes for axis in axes)
         size = self.shard_bytes(v) * (num_parts(axes, self.sizes) if is_sliced else 1)
-        return Step(kind=kind, axes=axes, spec=self.specs[v], num_bytes=size, wire_bytes=0)
+        return Step(kind=kind, axes=axes, spec=self.specs[v], num_bytes=size, wire_bytes=0, is_sum=True)
 
     def with_workarounds(self, op: Op, strategy: OpStrategy) -> tuple[Sequence[Spec], Sequence[Spec]]:
         """The specs of operands and results, replaced where XLA would compute the op wrongly under the strategy's."""
@@ -267,42 +297,6 @@ class ProgramCollectives:
         shard_bytes = local_bytes(spec.axes, self.graph.shapes[v], self.graph.itemsize(v), self.sizes)
         return [dataclasses.replace(step, kind="all-reduce", spec=spec, num_bytes=shard_bytes) for step in sums]
 
-    def halo_exchanges(self, op: Op, specs: Sequence[Spec]) -> Iterator[Transfer]:
-        """Halo exchanges between neighbours along the sharded dims that an op slides a window over."""
-        shapes = [self.graph.shapes[v] for v in (*op.operands, *op.results)]
-        v = op.operands[0]
-        for halo in halos(op, shapes, specs, self.sizes):
-            cause = f"{op.name} exchanges halos along dim {halo.dim}, sharded over {_names(halo.axes)}"
-            for permute in self.permutes(halo, op, v, specs[0], op.times, cause):
-                yield Transfer(permute, v, True)
-
-    def realigned(self, op: Op, v: int, have: Spec, want: Spec, times: int, what: str) -> Iterator[Collective]:
-        """What devices exchange before some axes of a dim with uneven shards are gathered."""
-        for halo in realignments(have, want, self.graph.shapes[v], self.sizes):
-            cause = f"{what}, gathered along dim {halo.dim}, whose shards are uneven"
-            yield from self.permutes(halo, op, v, have, times, cause)
-
-    def permutes(self, halo: Halo, op: Op, v: int, have: Spec, times: int, cause: str) -> Iterator[Collective]:
-        """The collective-permutes of a halo exchange of a value that is sharded as `have`."""
-        shard_bytes = local_bytes(have.axes, self.graph.shapes[v], self.graph.itemsize(v), self.sizes)
-        for share in halo.shares:
-            yield self.collective("collective-permute", halo.axes, int(shard_bytes * share), op, v, times, cause)
-
-    def rotated(self, op: Op) -> Iterator[Collective]:
-        """A rotation (`jnp.roll`) along a sharded dim: the permutes that move rows to other devices."""
-        (v,) = op.results
-        (dim, shift), spec = self.rotations[v], self.specs[v]
-        axes = spec.dims[dim].axes
-        if not axes or not shift:
-            return
-        shard_bytes, parts = self.shard_bytes(v), num_parts(axes, self.sizes)
-        rows = -(-self.graph.shapes[v][dim] // parts)
-        far, rest = divmod(shift, rows)
-        passed = [n for n, away in ((rows - rest, far), (rest, far + 1)) if n and away % parts]
-        for part in passed:
-            cause = f"rotates dim {dim}, sharded over {_names(axes)}, by {shift}"
-            yield self.collective("collective-permute", axes, shard_bytes * part // rows, op, v, op.times, cause)
-
     def manual_collectives(self, op: Op) -> Iterator[Collective]:
         """The explicit collectives in the body of a `shard_map`."""
         for v in op.results:
@@ -315,7 +309,7 @@ class ProgramCollectives:
             yield from self.gathered_candidates(op, v, steps)
             return
         for step in steps:
-            cause = f"{_SUMMING.get(op.name, f'{op.name} reduces')} a dim sharded over {_names(step.axes)}"
+            cause = f"{_SUMMING.get(op.name, f'{op.name} reduces')} a dim sharded over {axis_names(step.axes)}"
             kind = self.kind_of_sum(v, step)
             kind = "all-reduce" if kind == "reduce-scatter" and self.is_scattered_by_all_reduce(v, step) else kind
             found = self.collective(kind, step.axes, step.num_bytes, op, v, op.times, cause)
@@ -331,7 +325,7 @@ class ProgramCollectives:
     def gathered_candidates(self, op: Op, v: int, steps: Sequence[Step]) -> Iterator[Collective]:
         """The gathers of each device's extreme value and of its index, among which every device then chooses."""
         for step in steps:
-            cause = f"{op.name} along a dim sharded over {_names(step.axes)}"
+            cause = f"{op.name} along a dim sharded over {axis_names(step.axes)}"
             parts, (x,) = num_parts(step.axes, self.sizes), op.operands
             value_bytes = step.num_bytes * self.graph.itemsize(x) // self.graph.itemsize(v)
             for of, num_bytes in ((x, value_bytes), (v, step.num_bytes)):
@@ -342,19 +336,24 @@ class ProgramCollectives:
         self, op: Op, v: int, have: Spec, steps: Sequence[Step], times: int, what: str, advise: Callable[[], str]
     ) -> Iterator[Collective]:
         """The collectives of a reshard; what a branch, a recomputation or the rest reshards twice moves once."""
-        region = self.regions.get(id(op.site[0])) if op.site else None
+        inside = self.loop_bodies if op.name in ("scan xs", "scan ys") else self.regions
+        region = inside.get(id(op.site[0])) if op.site else None
         entered = self.graph.makers.get(v) if op.name == "scan xs" else None
         source = v if entered is None or self.specs[entered.operands[0]].axes != have.axes else entered.operands[0]
-        for step in steps:
-            key = (source, step.spec.axes, region)
-            if step.kind != "slice" and key not in self.resharded:
+        body = tuple(map(id, op.site[1:]))
+        for i, step in enumerate(steps):
+            own = body if i or step.kind in MOVES_SHARDS else None  # another body reshards a copy of its own
+            key = (source, step.spec.axes, region, step.kind == "slice", own)
+            if key not in self.resharded:
                 self.resharded.add(key)
-                if step.kind in ("all-gather", "all-reduce"):
-                    yield from self.realigned(op, v, have, step.spec, times, what)
+                if step.kind in ("all-gather", "all-reduce", "slice"):
+                    yield from self.exchanges.realigned(op, v, have, step.spec, times, what)
+                if step.kind == "slice":
+                    have = step.spec
+                    continue
                 cause = f"{what}, resharded from {have} to {step.spec}"
                 found = self.collective(step.kind, step.axes, step.num_bytes, op, v, times, cause)
-                shape = local_shape(step.spec.axes, self.graph.shapes[v], self.sizes)
-                if step.kind == "all-gather" and is_gathered_by_all_reduce(self.platform, shape, found.num_devices):
+                if step.kind == "all-gather" and self.is_gathered_by_all_reduce(v, have, step):
                     found = dataclasses.replace(found, kind="all-reduce")
                 if v in self.narrow_dtypes and found.kind in MOVED:
                     found = found.in_dtype(str(self.narrow_dtypes[v]))
@@ -362,6 +361,15 @@ class ProgramCollectives:
                     found = found.in_dtype("bfloat16")
                 yield dataclasses.replace(found, advise=advise, is_move=True)
             have = step.spec
+
+    def is_gathered_by_all_reduce(self, v: int, have: Spec, step: Step) -> bool:
+        """Whether the compiler makes an all-reduce of padded shards of an all-gather."""
+        before = local_shape(have.axes, self.graph.shapes[v], self.sizes)
+        grown = (
+            num_parts(a, self.sizes) // num_parts(b, self.sizes) for a, b in zip(have.axes, step.spec.axes, strict=True)
+        )
+        shape = [n * factor for n, factor in zip(before, grown, strict=True)]
+        return is_gathered_by_all_reduce(self.platform, shape, num_parts(step.axes, self.sizes))
 
     def collective(
         self,
@@ -385,23 +393,3 @@ class ProgramCollectives:
             source=op.source or self.graph.source(v),
             cause=cause,
         )
-
-
-def _rotation(op: Op, graph: Graph) -> tuple[int, int] | None:
-    """(dim, shift) if an op rotates an array, or None."""
-    shift = rotation(op, graph.makers)
-    return rotation_gradient(op, graph.makers) if shift is None else (op.site[0].params["dimension"], shift)
-
-
-def _names(axes: Sequence[Axis]) -> str:
-    return ", ".join(map(axis_name, axes))
-
-
-def _times(graph: Graph) -> dict[int, int]:
-    """Value -> how often it is computed; without constants, which are materialized where they are used."""
-    return {**{v: op.times for v, op in graph.makers.items()}, **dict.fromkeys(graph.inputs, 1)}
-
-
-def _loop_invariants(graph: Graph) -> dict[int, int]:
-    """Loop invariant -> how often the loop runs."""
-    return {op.results[0]: op.times for op in graph.ops if op.name == "edge" and op.site and len(op.operands) == 1}

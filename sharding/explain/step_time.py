@@ -164,7 +164,7 @@ class _Tasks:
     """The tasks of a program, in program order."""
 
     def __init__(self, assignment: Assignment, on: Topology):
-        self.assignment, self.graph, self.on = assignment, assignment.graph, on
+        self.assignment, self.graph, self.on = assignment.as_run, assignment.graph, on
         self.program = ProgramCollectives(assignment, platform=on.chip.platform)
         self.fused = _fused(self.graph)
         self.links = LINKS if on.chip.sends_while_computing else DEVICE

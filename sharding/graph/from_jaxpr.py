@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -62,11 +62,20 @@ class Builder:
     def read(self, scope: Scope, atom: Any) -> Atom:
         return None if compat.is_literal(atom) else scope.env[atom]
 
-    def scope(self, jaxpr: Any, inputs: Sequence[Atom], times: int) -> Scope:
+    def scope(self, jaxpr: Any, inputs: Sequence[Atom], times: int, scalars: Sequence[Collection[int]] = ()) -> Scope:
+        """Adds the equations of a jaxpr.
+
+        Args:
+            jaxpr: the jaxpr.
+            inputs: the values of its arguments.
+            times: how often it runs.
+            scalars: for each argument that is a constant expression, the scalars that are broadcast in it.
+        """
         jaxpr = compat.open_jaxpr(jaxpr)
         scope = Scope(jaxpr, manual=self.manual, divergent=self.divergent)
         scope.env.update(dict.fromkeys(jaxpr.constvars))
         scope.env.update(zip(jaxpr.invars, inputs, strict=True))
+        scope.scalars.update((v, {*found}) for v, found in zip(jaxpr.invars, scalars, strict=False) if found)
         for i, eqn in enumerate(jaxpr.eqns):
             name = eqn.primitive.name
             if name in CALLS:
@@ -91,17 +100,18 @@ class Builder:
     def depend_on_scalars(self, scope: Scope, i: int, eqn: Any) -> None:
         """States on which scalars the results of an equation depend through constant expressions.
 
-        Every result of a loop or branch depends on those of all its operands, of a call on those that its body uses.
+        Loops and branches state that themselves, and so does the body of a call.
         """
-        has_body = eqn.primitive.name in CALLS or eqn.primitive.name in self.handlers
-        if not scope.scalars and not has_body:
+        name = eqn.primitive.name
+        if name in self.handlers:
+            return
+        if name in CALLS:
+            (child,) = (scope.children[key] for key in scope.children if key[0] == i)
+            for var, inner in zip(eqn.outvars, child.jaxpr.outvars, strict=True):
+                if not compat.is_drop(var) and scope.env[var] is None and (found := child.scalars_of([inner])):
+                    scope.scalars[var] = found
             return
         found = scope.scalars_of(eqn.invars)
-        if found and eqn.primitive.name in CALLS:
-            found = scope.scalars_of(_used(eqn))
-        for key, pos, _ in compat.sub_jaxprs(eqn.params) if has_body else ():
-            if (child := scope.children.get((i, key, pos))) is not None:
-                found |= child.scalars_of(child.jaxpr.outvars)
         for var in eqn.outvars if found else ():
             if compat.is_drop(var):
                 continue
@@ -129,7 +139,7 @@ class Builder:
     def plain(self, scope: Scope, eqn: Any, times: int) -> None:
         name, g, env = eqn.primitive.name, self.graph, scope.env
         atoms = [None if compat.is_literal(a) else env[a] for a in eqn.invars]
-        if self.is_constant(name, atoms):
+        if self.is_constant(name, atoms) and (name == "broadcast_in_dim" or not scope.scalars_of(eqn.invars)):
             self.bind(scope, eqn, [None] * len(eqn.outvars))
             if name == "broadcast_in_dim" and atoms[0] is not None:
                 scope.scalars[eqn.outvars[0]] = {atoms[0]}
@@ -144,7 +154,10 @@ class Builder:
         self.op(name, ins, outs, self.rule(eqn, [g.shapes[v] for v in ins], [g.shapes[v] for v in outs]), eqn, times)
 
     def is_constant(self, primitive: str, atoms: Sequence[Atom]) -> bool:
-        """Whether an equation is a constant expression: of constants, or a broadcast scalar."""
+        """Whether an equation is a constant expression: of constants, or a broadcast scalar.
+
+        What is computed from a broadcast scalar that is not constant is a value.
+        """
         if primitive == "broadcast_in_dim":
             return all(a is None or not self.graph.shapes[a] for a in atoms)
         return primitive in CONSTANT_PRESERVING and atoms.count(None) == len(atoms)
@@ -168,13 +181,16 @@ class Builder:
         key, pos, jaxpr = next(compat.sub_jaxprs(eqn.params))
         atoms = [self.read(scope, a) for a in eqn.invars]
         atoms = self.constrained(atoms, eqn, "in_shardings", times)
-        child = scope.children[i, key, pos] = self.called(eqn, jaxpr, atoms, times)
+        scalars = [scope.scalars_of([a]) for a in eqn.invars]
+        child = scope.children[i, key, pos] = self.called(eqn, jaxpr, atoms, times, scalars)
         self.bind(scope, eqn, self.constrained(self.outs(child), eqn, "out_shardings", times))
 
-    def called(self, eqn: Any, jaxpr: Any, atoms: Sequence[Atom], times: int) -> Scope:
+    def called(
+        self, eqn: Any, jaxpr: Any, atoms: Sequence[Atom], times: int, scalars: Sequence[Collection[int]]
+    ) -> Scope:
         """Adds the body of an equation that runs it once, inline."""
         around, self.calls = self.calls, (eqn, *self.calls)
-        child = self.scope(jaxpr, atoms, times)
+        child = self.scope(jaxpr, atoms, times, scalars)
         self.calls = around
         return child
 
@@ -259,12 +275,3 @@ class Builder:
             for n, v in enumerate(distinct):
                 alone = len(distinct) == 1 and name not in self.graph.names
                 self.graph.names[name if alone else f"{name}#{n}"] = v
-
-
-def _used(eqn: Any) -> Sequence[Any]:
-    """The operands of a call that its results depend on."""
-    body = compat.open_jaxpr(next(compat.sub_jaxprs(eqn.params))[2])
-    if len(body.invars) != len(eqn.invars):
-        return eqn.invars
-    used = compat.inputs_used(body, [True] * len(body.outvars))
-    return [a for a, is_used in zip(eqn.invars, used, strict=True) if is_used]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -95,6 +95,12 @@ class Scope:
     divergent: bool = False
     """Whether devices along those axes may differ in whether, or how often, they run it."""
 
+    def children_of(self, primitive: str) -> Iterator[tuple[Any, Scope]]:
+        """Yields the equations of a primitive, each with the scope of one of its jaxprs."""
+        for (i, _, _), child in self.children.items():
+            if self.jaxpr.eqns[i].primitive.name == primitive:
+                yield self.jaxpr.eqns[i], child
+
     def scalars_of(self, atoms: Sequence[Any]) -> set[int]:
         """The scalars that are broadcast in the constant expressions among some variables."""
         variables = [a for a in atoms if not compat.is_literal(a)] if self.scalars else []
@@ -139,16 +145,25 @@ class Graph:
             waiting += new
         return live
 
+    def scopes(self) -> Iterator[Scope]:
+        """The scopes of the program, outer ones first."""
+        waiting = [] if self.scope is None else [self.scope]
+        while waiting:
+            scope = waiting.pop()
+            yield scope
+            waiting += scope.children.values()
+
     def regions(self) -> dict[int, Scope]:
-        """id of an equation -> the innermost branch or recomputation that it is in: XLA merges nothing across them."""
+        """id of an equation -> the innermost loop, branch or recomputation of it: XLA merges nothing across them."""
         found: dict[int, Scope] = {}
         waiting: list[tuple[Scope, Scope | None]] = [(self.scope, None)] if self.scope is not None else []
         while waiting:
             one, region = waiting.pop()
             if region is not None:
                 found.update((id(eqn), region) for eqn in one.jaxpr.eqns)
-            for (i, key, _), child in one.children.items():
-                is_region = key == "branches" or compat.is_recomputed(one.jaxpr.eqns[i])
+            for (i, _, _), child in one.children.items():
+                eqn = one.jaxpr.eqns[i]
+                is_region = eqn.primitive.name in ("cond", "scan", "while") or compat.is_recomputed(eqn)
                 waiting.append((child, child if is_region else region))
         return found
 
@@ -199,6 +214,16 @@ class Graph:
     def num_uses(self) -> Counter[int]:
         """Value -> how often ops read it and the program returns it."""
         return Counter([*(v for op in self.ops for v in op.operands), *self.outputs])
+
+    @cached_property
+    def times(self) -> dict[int, int]:
+        """Value -> how often it is computed; without constants, which are materialized where they are used."""
+        return {**{v: op.times for v, op in self.makers.items()}, **dict.fromkeys(self.inputs, 1)}
+
+    @cached_property
+    def loop_invariants(self) -> dict[int, int]:
+        """Loop invariant -> how often the loop runs."""
+        return {op.results[0]: op.times for op in self.ops if op.name == "edge" and op.site and len(op.operands) == 1}
 
     @cached_property
     def first_names(self) -> dict[int, str]:

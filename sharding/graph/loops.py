@@ -37,11 +37,13 @@ def scan(b: Builder, scope: Scope, i: int, eqn: Any, times: int) -> None:
     ]
     _enter(b, eqn.invars[n_consts + n_carry :], stacks, scope, eqn, times)
     _enter(b, eqn.invars[:n_consts], consts, scope, eqn, times)
-    for init, out, target in zip(inits, outs, carry, strict=False):
+    for init, out, var, target in zip(inits, outs, body.outvars, carry, strict=False):
         b.edge([b.use(b.read(scope, init), init.aval), out], target, eqn, times)
+        b.depend([target], scope.scalars_of([init]) | child.scalars_of([var]))
     ys = _carry(b, eqn.outvars[n_carry:], eqn)
-    for one, y in zip(made, ys, strict=True):
+    for one, var, y in zip(made, body.outvars[n_carry:], ys, strict=True):
         b.edge([one], y, eqn, times)
+        b.depend([y], child.scalars_of([var]))
     scope.entries[i] = [*consts, *carry, *[None] * len(xs)]
     child.exits = [*carry, *[None] * len(ys)]
     child.stacked_inputs = [*[None] * (n_consts + n_carry), *stacks]
@@ -85,6 +87,7 @@ def while_(b: Builder, scope: Scope, i: int, eqn: Any, times: int) -> None:
     for init, out, var, target in zip(inits, b.outs(child), child.jaxpr.outvars, carry, strict=True):
         sources = [b.use(b.read(scope, init), init.aval), b.use(out, var.aval)]
         b.edge(sources, target, eqn, times)
+        b.depend([target], scope.scalars_of([init]) | child.scalars_of([var]))
     scope.entries[i] = [*consts, *carry]
     child.exits = list(carry)
     b.depend(carry, b.outs(condition))
@@ -95,13 +98,15 @@ def cond(b: Builder, scope: Scope, i: int, eqn: Any, times: int) -> None:
     """Adds every branch of a `cond` once; edges tie a result to that of each branch."""
     inputs = [b.read(scope, a) for a in eqn.invars[1:]]
     results = _carry(b, eqn.outvars, eqn)
+    scalars = [scope.scalars_of([a]) for a in eqn.invars[1:]]
     sources: list[list[int]] = [[] for _ in results]
     for k, branch in enumerate(eqn.params["branches"]):
-        child = b.scope(branch, inputs, times)
+        child = b.scope(branch, inputs, times, scalars)
         scope.children[i, "branches", k] = child
         child.exits = list(results)
-        for s, out, var in zip(sources, b.outs(child), child.jaxpr.outvars, strict=True):
+        for s, result, out, var in zip(sources, results, b.outs(child), child.jaxpr.outvars, strict=True):
             s.append(b.use(out, var.aval))
+            b.depend([result], child.scalars_of([var]))
     for s, target in zip(sources, results, strict=True):
         b.edge(s, target, eqn, times)
     b.depend(results, [b.read(scope, eqn.invars[0])])
@@ -112,6 +117,7 @@ def _enter(b: Builder, atoms: Sequence[Any], targets: Sequence[int], scope: Scop
     """Adds the edges from outside values to their copies in a loop; after the body, as in Shardy."""
     for atom, target in zip(atoms, targets, strict=True):
         b.edge([b.use(b.read(scope, atom), atom.aval)], target, eqn, times)
+        b.depend([target], scope.scalars_of([atom]))
 
 
 def _carry(b: Builder, atoms: Sequence[Any], eqn: Any) -> list[int]:

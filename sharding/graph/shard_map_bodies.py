@@ -17,10 +17,14 @@ def linear_solve(b: Builder, scope: Scope, i: int, eqn: Any, times: int) -> None
     """Adds the `solve` body of a `custom_linear_solve`; its other bodies are for derivatives."""
     lengths, jaxprs = eqn.params["const_lengths"], eqn.params["jaxprs"]
     first, num_consts = lengths.matvec + lengths.vecmat, sum(lengths)
-    atoms = [b.read(scope, a) for a in eqn.invars]
-    child = b.called(eqn, jaxprs.solve, [*atoms[first : first + lengths.solve], *atoms[num_consts:]], times)
+    operands = [*eqn.invars[first : first + lengths.solve], *eqn.invars[num_consts:]]
+    scalars = [scope.scalars_of([a]) for a in operands]
+    child = b.called(eqn, jaxprs.solve, [b.read(scope, a) for a in operands], times, scalars)
     scope.children[i, "jaxprs", jaxprs.index(jaxprs.solve)] = child
     b.bind(scope, eqn, b.outs(child))
+    for var, inner in zip(eqn.outvars, child.jaxpr.outvars, strict=True):
+        if not compat.is_drop(var) and scope.env[var] is None and (found := child.scalars_of([inner])):
+            scope.scalars[var] = found
 
 
 def shard_map(b: Builder, scope: Scope, i: int, eqn: Any, times: int) -> None:
@@ -40,6 +44,7 @@ def shard_map(b: Builder, scope: Scope, i: int, eqn: Any, times: int) -> None:
     for atom, var, spec in zip(eqn.invars, body.invars, eqn.params["in_specs"], strict=True):
         source, outside = b.use(b.read(scope, atom), atom.aval), b.value(atom.aval, eqn)
         b.edge([source], outside, eqn, times)
+        b.depend([outside], scope.scalars_of([atom]))
         inside = b.value(var.aval, eqn)
         boundary = _annotate_boundary(b, outside, spec, f"in_specs of the shard_map at {line((eqn, *b.calls))}")
         rule = _boundary_rule(b.graph.shapes[outside], boundary, sizes, outward=False)
@@ -50,11 +55,15 @@ def shard_map(b: Builder, scope: Scope, i: int, eqn: Any, times: int) -> None:
         child = b.scope(body, inner, times)
         scope.children[i, "jaxpr", 0] = child
         inner_results = [b.use(a, v.aval) for a, v in zip(b.outs(child), body.outvars, strict=True)]
+        scalars = [child.scalars_of([v]) for v in body.outvars]
     else:
         inner_results = [b.value(v.aval, eqn) for v in body.outvars]
+        scalars = [set(inner)] * len(inner_results)  # the body is not in the graph: a result may depend on any operand
     results = []
-    for inside, var, spec in zip(inner_results, eqn.outvars, eqn.params["out_specs"], strict=True):
+    rows = zip(inner_results, scalars, eqn.outvars, eqn.params["out_specs"], strict=True)
+    for inside, found, var, spec in rows:
         outside = b.value(var.aval, eqn)
+        b.depend([inside], found)
         boundary = _annotate_boundary(b, outside, spec, f"out_specs of the shard_map at {line((eqn, *b.calls))}")
         rule = _boundary_rule(b.graph.shapes[outside], boundary, sizes, outward=True)
         b.op("shard_map", [inside], [outside], rule, eqn, times)

@@ -1,7 +1,8 @@
 """Gathers and scatters of whole arrays, at indices that are known while tracing, as reshapes.
 
 `jnp.take(x, 0, axis)` along a dim of size 1 gathers all of `x`, and its transpose scatters all of it into zeros.
-Compilers for accelerators find that out after partitioning, when the collectives are there already.
+Compilers for accelerators find that out after partitioning, when the collectives are there already. A remainder of a
+division by 1 is 0, whatever is divided.
 """
 
 from __future__ import annotations
@@ -18,13 +19,21 @@ from .. import compat
 from ..graph import CALLS
 
 Known = Mapping[Any, int]
-"""Variable of one integer or boolean -> its value."""
+"""Variable of integers or booleans that are all equal -> their value."""
 
 Indices = tuple[int | None, ...]
 """The values of inputs or outputs; None for those that aren't known."""
 
 PASSED = frozenset({"broadcast_in_dim", "reshape", "squeeze"})
-FOLDED: Mapping[str, Callable[..., Any]] = {"add": np.add, "ge": np.greater_equal, "lt": np.less, "sub": np.subtract}
+FOLDED: Mapping[str, Callable[..., Any]] = {
+    "add": np.add,
+    "and": np.bitwise_and,
+    "eq": np.equal,
+    "ge": np.greater_equal,
+    "lt": np.less,
+    "ne": np.not_equal,
+    "sub": np.subtract,
+}
 """What JAX wraps negative indices with, beside `select_n` and conversions."""
 
 GIVEN_OPERANDS = frozenset({"closed_call", "core_call", "eval_jaxpr", "jit", "pjit"})
@@ -51,17 +60,29 @@ class _Pass:
         source = compat.open_jaxpr(jaxpr)
         known = {v: x for v, x in zip(source.invars, inputs, strict=False) if x is not None}
         zeros: set[Any] = set()
-        eqns = []
+        eqns: list[Any] = []
+        literals: dict[Any, Any] = {}
+
+        def read(atom: Any) -> Any:
+            return atom if compat.is_literal(atom) else literals.get(atom, atom)
+
         for eqn in source.eqns:
+            if any(read(v) is not v for v in eqn.invars):
+                eqn = eqn.replace(invars=[read(v) for v in eqn.invars])
+            if eqn.primitive.name == "rem" and _value(eqn.invars[1], known) == 1:
+                if not eqn.outvars[0].aval.shape:
+                    known[eqn.outvars[0]], literals[eqn.outvars[0]] = 0, compat.new_literal(0, eqn.outvars[0].aval)
+                    continue
+                eqn = _zeros(eqn)
             eqns.append(_reshaped(self.with_bodies(eqn, known), known, zeros))
             if (index := _folded(eqn, known)) is not None:
                 known[eqn.outvars[0]] = index
             if _is_zero_array(eqn):
                 zeros.update(eqn.outvars)
         outputs = tuple(_value(v, known) for v in source.outvars)
-        if all(new is old for new, old in zip(eqns, source.eqns, strict=True)):
+        if not literals and all(new is old for new, old in zip(eqns, source.eqns, strict=True)):
             return jaxpr, outputs
-        return compat.rebuild(jaxpr, eqns=eqns, outvars=source.outvars), outputs
+        return compat.rebuild(jaxpr, eqns=eqns, outvars=[*map(read, source.outvars)]), outputs
 
     def with_bodies(self, eqn: Any, known: dict[Any, int]) -> Any:
         """An equation with rewritten bodies; adds what is known of its results."""
@@ -81,18 +102,15 @@ class _Pass:
 def _value(atom: Any, known: Known) -> int | None:
     if not _is_index(atom):
         return None
-    return int(np.asarray(atom.val).item()) if compat.is_literal(atom) else known.get(atom)
+    if not compat.is_literal(atom):
+        return known.get(atom)
+    return int(np.asarray(atom.val).item()) if not atom.aval.shape else None
 
 
 def _is_index(atom: Any) -> bool:
-    """Whether an atom is one integer or boolean."""
+    """Whether an atom is integers or booleans."""
     dtype = getattr(atom.aval, "dtype", None)
-    return (
-        dtype is not None
-        and not compat.is_extended(dtype)
-        and np.dtype(dtype).kind in "iub"
-        and math.prod(atom.aval.shape) == 1
-    )
+    return dtype is not None and not compat.is_extended(dtype) and np.dtype(dtype).kind in "iub"
 
 
 def _folded(eqn: Any, known: Known) -> int | None:
@@ -131,6 +149,13 @@ def _reshaped(eqn: Any, known: Known, zeros: Collection[Any]) -> Any:
         return eqn
     (new,) = compat.open_jaxpr(jax.make_jaxpr(lambda x: jnp.reshape(x, shape))(source.aval)).eqns
     return compat.new_eqn(eqn, [source], [result], new.primitive, new.params)
+
+
+def _zeros(eqn: Any) -> Any:
+    """An equation whose result is an array of zeros instead."""
+    (result,) = eqn.outvars
+    (new,) = compat.open_jaxpr(jax.make_jaxpr(lambda: jnp.zeros(result.aval.shape, result.aval.dtype))()).eqns
+    return compat.new_eqn(eqn, new.invars, [result], new.primitive, new.params)
 
 
 def _is_zero_array(eqn: Any) -> bool:

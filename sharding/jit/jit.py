@@ -278,7 +278,7 @@ class Jitted:
         in_annotations = argument_shardings.with_committed_shardings(call.leaves, requested, names, mesh, function)
         statics = dict(zip(sorted(self._signature.static), [value for _, value in call.statics], strict=False))
         as_written = tracing.trace(self._f, avals, call.tree, statics, self._dynamic_names(call), function)
-        traced = dataclasses.replace(as_written, jaxpr=simplify(as_written.jaxpr))
+        traced = dataclasses.replace(as_written, jaxpr=simplify(as_written.jaxpr, _platform(mesh)))
         result = jax.tree.unflatten(traced.out_tree, traced.out_avals)
         out_names = paths.of_tree(result, "out")
         specs = argument_shardings.broadcast_specs(self._out_shardings, [result], "out_shardings", function)

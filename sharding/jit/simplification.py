@@ -5,22 +5,27 @@ its own: a gradient norm that is computed once to clip and once to report is com
 dims, which is what `vmap` makes of one over its axis, becomes the reduction that it is. A product of two flattened
 arrays (`vdot`) contracts their own dims: a flattened array cannot keep the sharding of its minor dims. A vmapped
 `while` is written as JAX lowers it: it runs while the condition of any example holds, and the others keep their values.
-Primitives of other packages become calls of their implementations, and gathers of whole arrays reshapes.
+Primitives of other packages become calls of their implementations, and gathers of whole arrays reshapes. What selects
+between a value and itself is that value, and integers minus themselves are zeros, and what is cut off
+all of its elements is padding. A reshape in another order of dims
+becomes a transposition and a reshape, and a platform-dependent conditional its platform's branch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from .. import compat
 from ..annotations import annotate
 from ..annotations.propagation_barrier import barrier_p
 from ..annotations.same import same_p
 from ..graph import CALLS
-from .constant_indices import without_constant_indices
+from .constant_indices import GIVEN_OPERANDS, without_constant_indices
 from .loop_invariants import hoist
 from .package_primitives import implementation
 
@@ -30,29 +35,40 @@ KEPT = frozenset({"checkpoint", "optimization_barrier", "remat", "remat2"})
 REDUCTIONS = {"pmax": jax.lax.reduce_max, "pmin": jax.lax.reduce_min, "psum": jax.lax.reduce_sum}
 """Collective -> the same over dims."""
 
+IDEMPOTENT = frozenset({"and", "max", "min", "or", "select_n"})
+"""Primitives that return what two equal operands are."""
+
 SIMPLIFIED_INSIDE = CALLS | {"cond", "scan", "shard_map", "while"}
 """Primitives whose bodies are simplified, too."""
 
 
-def simplify(jaxpr: Any) -> Any:
-    """The simplified jaxpr, which computes the same; itself if nothing changes."""
-    return _Simplifier().jaxpr(without_constant_indices(jaxpr))
+def simplify(jaxpr: Any, platform: str = "cpu") -> Any:
+    """The simplified jaxpr, which computes the same on a platform; itself if nothing changes."""
+    return _Simplifier(platform).jaxpr(without_constant_indices(jaxpr))
 
 
 class _Simplifier:
-    def __init__(self) -> None:
-        self.done: dict[int, tuple[Any, Any]] = {}
-        """Id of a jaxpr -> the jaxpr, which keeps the id valid, and its result."""
+    def __init__(self, platform: str) -> None:
+        self.platform = platform
+        self.done: dict[tuple[int, tuple[int, ...]], tuple[Any, Any]] = {}
+        """Id of a jaxpr and its equal inputs -> the jaxpr, which keeps the id valid, and its result."""
 
-    def jaxpr(self, jaxpr: Any) -> Any:
-        if id(jaxpr) not in self.done:
-            self.done[id(jaxpr)] = (jaxpr, self.simplified(jaxpr))
-        return self.done[id(jaxpr)][1]
+    def jaxpr(self, jaxpr: Any, equal: tuple[int, ...] = ()) -> Any:
+        """The simplified jaxpr.
 
-    def simplified(self, jaxpr: Any) -> Any:
+        Args:
+            jaxpr: the jaxpr.
+            equal: for each input the first one that is always equal; none are if empty.
+        """
+        key = (id(jaxpr), equal)
+        if key not in self.done:
+            self.done[key] = (jaxpr, self.simplified(jaxpr, equal))
+        return self.done[key][1]
+
+    def simplified(self, jaxpr: Any, equal: tuple[int, ...]) -> Any:
         source = compat.open_jaxpr(jaxpr)
         first: dict[Hashable, Any] = {}
-        same: dict[Any, Any] = {}
+        same: dict[Any, Any] = {source.invars[i]: source.invars[k] for i, k in enumerate(equal) if i != k}
         eqns: list[Any] = []
         flattened: dict[Any, Any] = {}
 
@@ -62,10 +78,16 @@ class _Simplifier:
         given = [
             new
             for eqn in source.eqns
-            for simpler in _as_reductions(_with_one_condition(implementation(eqn)))
+            for one in _as_reductions(_with_one_condition(implementation(_branch_of_platform(eqn, self.platform))))
+            for simpler in _transposed_first(one)
             for new in hoist(self.with_simple_bodies(simpler))
         ]
-        is_changed = len(given) != len(source.eqns) or any(a is not b for a, b in zip(given, source.eqns, strict=True))
+        is_changed = any(v in same for eqn in given for v in eqn.invars if not compat.is_literal(v))
+        is_changed = (
+            is_changed
+            or len(given) != len(source.eqns)
+            or any(a is not b for a, b in zip(given, source.eqns, strict=True))
+        )
         for eqn in given:
             if any(read(v) is not v for v in eqn.invars):
                 eqn, is_changed = eqn.replace(invars=[read(v) for v in eqn.invars]), True
@@ -73,6 +95,17 @@ class _Simplifier:
                 eqn, is_changed = product, True
             if eqn.primitive.name == "reshape" and len(eqn.outvars[0].aval.shape) == 1 and len(eqn.invars) == 1:
                 flattened[eqn.outvars[0]] = eqn.invars[0]
+            if _is_zero(eqn):
+                (zeros,) = compat.open_jaxpr(jax.make_jaxpr(partial(jnp.zeros_like, eqn.invars[0].aval))()).eqns
+                eqn, is_changed = compat.new_eqn(eqn, zeros.invars, eqn.outvars, zeros.primitive, zeros.params), True
+            if _is_only_padding(eqn):
+                (x,) = eqn.outvars
+                fill = jax.make_jaxpr(partial(jax.lax.broadcast, sizes=x.aval.shape))(eqn.invars[1].aval)
+                (broadcast,) = compat.open_jaxpr(fill).eqns
+                eqn, is_changed = compat.new_eqn(eqn, eqn.invars[1:], [x], broadcast.primitive, broadcast.params), True
+            if (operand := _passed_on(eqn)) is not None:
+                same[eqn.outvars[0]], is_changed = operand, True
+                continue
             key = _key(eqn)
             earlier = first.setdefault(key, eqn) if key is not None else eqn
             pairs = list(zip(eqn.outvars, earlier.outvars, strict=True))
@@ -92,12 +125,36 @@ class _Simplifier:
 
     def with_simple_bodies(self, eqn: Any) -> Any:
         """An equation with simplified bodies; itself if none changes."""
-        params = eqn.params
-        for key, position, body in compat.sub_jaxprs(params) if eqn.primitive.name in SIMPLIFIED_INSIDE else ():
-            new = self.jaxpr(body)
+        params, name = eqn.params, eqn.primitive.name
+        equal = _equal(eqn.invars) if name in GIVEN_OPERANDS else ()
+        for key, position, body in compat.sub_jaxprs(params) if name in SIMPLIFIED_INSIDE else ():
+            new = self.jaxpr(body, equal)
             if new is not body:
                 params = compat.with_jaxpr(params, key, position, new)
         return eqn if params is eqn.params else eqn.replace(params=params)
+
+
+def _equal(atoms: Sequence[Any]) -> tuple[int, ...]:
+    """For each atom the index of the first one that is the same variable; empty if all differ."""
+    first: dict[Any, int] = {}
+    found = tuple(i if compat.is_literal(v) else first.setdefault(v, i) for i, v in enumerate(atoms))
+    return found if len(first) < sum(not compat.is_literal(v) for v in atoms) else ()
+
+
+def _branch_of_platform(eqn: Any, platform: str) -> Any:
+    """A call of the branch that a platform-dependent conditional takes; any other equation as it is."""
+    platforms = eqn.params.get("branches_platforms") if eqn.primitive.name == "cond" else None
+    if not platforms or eqn.effects:
+        return eqn
+    fitting = [k for k, names in enumerate(platforms) if names is None or platform in names]
+    if not fitting:
+        return eqn
+    branch = compat.jaxpr_fun(eqn.params["branches"][fitting[0]])
+    traced = jax.make_jaxpr(jax.jit(lambda *operands: branch(*operands)))(*(v.aval for v in eqn.invars[1:]))
+    if compat.constants(traced):
+        return eqn
+    (call,) = compat.open_jaxpr(traced).eqns
+    return compat.new_eqn(eqn, eqn.invars[1:], eqn.outvars, call.primitive, call.params)
 
 
 def _as_reductions(eqn: Any) -> list[Any]:
@@ -152,6 +209,45 @@ def _unflattened(eqn: Any, flattened: Mapping[Any, Any]) -> Any:
         return eqn
     dims = tuple(range(len(sources[0].aval.shape)))
     return eqn.replace(invars=sources, params={**eqn.params, "dimension_numbers": ((dims, dims), ((), ()))})
+
+
+def _transposed_first(eqn: Any) -> list[Any]:
+    """A reshape in another order of dims as a transposition and a reshape; any other equation as it is."""
+    if eqn.primitive.name != "reshape" or eqn.params.get("dimensions") is None or len(eqn.invars) > 1:
+        return [eqn]
+    permuted = jax.make_jaxpr(partial(jax.lax.transpose, permutation=eqn.params["dimensions"]))(eqn.invars[0].aval)
+    (transpose,) = compat.open_jaxpr(permuted).eqns
+    new = compat.new_var(transpose.outvars[0].aval)
+    return [
+        compat.new_eqn(eqn, eqn.invars, [new], transpose.primitive, transpose.params),
+        eqn.replace(invars=[new], params=eqn.params | {"dimensions": None}),
+    ]
+
+
+def _is_zero(eqn: Any) -> bool:
+    """Whether an equation subtracts an array of integers from itself."""
+    if eqn.primitive.name not in ("sub", "xor") or eqn.invars[0] is not eqn.invars[1]:
+        return False
+    aval = eqn.outvars[0].aval
+    return bool(aval.shape) and jnp.issubdtype(aval.dtype, jnp.integer)
+
+
+def _is_only_padding(eqn: Any) -> bool:
+    """Whether an equation cuts off all of what it pads."""
+    if eqn.primitive.name != "pad":
+        return False
+    pairs = zip(eqn.invars[0].aval.shape, eqn.params["padding_config"], strict=True)
+    return any(min(low, 0) + min(high, 0) + n + max(n - 1, 0) * gap <= 0 for n, (low, high, gap) in pairs)
+
+
+def _passed_on(eqn: Any) -> Any:
+    """The operand that an equation returns as it is, since both of its operands or cases are the same; else None."""
+    operands = eqn.invars[1:] if eqn.primitive.name == "select_n" else eqn.invars
+    is_same = eqn.primitive.name in IDEMPOTENT and len(operands) > 1 and all(v is operands[0] for v in operands)
+    if not is_same or compat.is_literal(operands[0]) or compat.is_drop(eqn.outvars[0]):
+        return None
+    given, returned = operands[0].aval, eqn.outvars[0].aval
+    return operands[0] if getattr(given, "weak_type", False) == getattr(returned, "weak_type", False) else None
 
 
 def _key(eqn: Any) -> Hashable | None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ..graph import Annotation, Graph, Op, Site, line
-from ..spec import Axis, Spec, indivisible
+from ..spec import Axis, Dim, Spec, divisible, indivisible, occupied
 from .conflict_report import Conflict
 
 
@@ -95,6 +96,30 @@ class Assignment:
             for line in indivisible(self.specs[v], graph.shapes[v], self.sizes)
         )
 
+    @cached_property
+    def as_run(self) -> Assignment:
+        """The same with specs that no annotation asks for limited: no device is left without elements.
+
+        Arguments arrive sharded over axes that divide their dims. What is annotated is padded, inside the program. What
+        an unrolled loop slices or stacks is replicated along the dim of its iterations: JAX slices and concatenates.
+        """
+        graph, sizes, inputs = self.graph, self.sizes, {*self.graph.inputs}
+
+        @functools.cache
+        def limited(spec: Spec, shape: tuple[int, ...], is_input: bool) -> Spec:
+            return divisible(spec, shape, sizes) if is_input else occupied(spec, shape, sizes)
+
+        pairs = enumerate(zip(self.specs, graph.shapes, strict=True))
+        specs = [s if v in graph.annotations else limited(s, shape, v in inputs) for v, (s, shape) in pairs]
+        for group in graph.groups:
+            if len({specs[v].axes for v in group.members}) > 1:
+                specs = [self.specs[v] if v in group.members else s for v, s in enumerate(specs)]
+        for v in _unrolled_stacks(graph):
+            if specs[v].axes[0]:
+                specs[v] = Spec(dims=(Dim(), *specs[v].dims[1:]))
+        specs = tuple(specs)
+        return replace(self, specs=specs) if any(a is not b for a, b in zip(specs, self.specs, strict=True)) else self
+
     def chain(self, value: int, dim: int, axis: Axis) -> list[tuple[int, int, Reason]]:
         """Returns the steps by which an axis reached a dim, back to its annotation, as (value, dim, reason)."""
         steps: list[tuple[int, int, Reason]] = []
@@ -120,6 +145,13 @@ class Assignment:
         """Returns the origin of the annotation that an axis came from."""
         steps = self.chain(value, dim, axis)
         return steps[-1][2].source if steps else "unknown"
+
+
+def _unrolled_stacks(graph: Graph) -> Iterator[int]:
+    """The arrays that unrolled loops slice, and those that they stack."""
+    for op in graph.ops:
+        if op.name in ("scan xs", "scan ys") and op.site[0].params["unroll"] not in (1, False):
+            yield op.operands[0] if op.name == "scan xs" else op.results[0]
 
 
 def _word(op: Op) -> str:

@@ -33,9 +33,9 @@ def shard_map_argument(emitter: ConstraintEmitter, var: Any, eqn: Any) -> None:
         emitter.replaced[var] = emitter.reshard(emitter.emit(var, have, eqn), have, spec, eqn)
 
 
-def scan_slice(emitter: ConstraintEmitter, var: Any, stacked: Atom, eqn: Any) -> None:
-    """Reshards the slice that one iteration reads of a stacked array, from the array's spec to its own."""
-    have, spec = _row_spec(emitter, stacked), emitter.var_spec(var)
+def scan_slice(emitter: ConstraintEmitter, var: Any, have: Spec | None, eqn: Any) -> None:
+    """Reshards the slice that one iteration reads of a stacked array, from the spec it has there to its own."""
+    spec = emitter.var_spec(var)
     if have is not None and spec is not None and have.axes != spec.axes:
         emitter.replaced[var] = emitter.reshard(emitter.emit(var, have, eqn), have, spec, eqn)
 
@@ -74,6 +74,8 @@ def edge_operand(
     annotation = program.annotations.get(target) if annotated and target is not None else None
     if spec is None or (annotation is None and program.spec(emitter.atom(var)) == spec):
         return operand
+    if not compat.is_literal(var) and var in emitter.constants:
+        return emitter.emit(emitter.read(emitter.constants[var]), spec, eqn)
     asked, permutes = annotation.spec if annotation else None, target not in program.divergent
     return emitter.reshard(operand, emitter.var_spec(var), spec, eqn, asked=asked, permutes=permutes)
 

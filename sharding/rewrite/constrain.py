@@ -10,7 +10,7 @@ are left out.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -25,11 +25,11 @@ from ..propagation import Assignment
 from ..spec import Spec
 from . import body_boundary, xla_workarounds
 from .constraint_emitter import AssignedProgram, ConstraintEmitter
-from .halo_exchange import rotation, rotation_gradient, rotation_parts
 from .local_convolution import convolved, is_grouped, local_convolution
 from .op_strategy import HALO_KINDS, OpStrategies, OpStrategy
 from .redundant_constraints import redundant
-from .reshard import Step
+from .reshard import Step, chain
+from .rotation import rotated_specs, rotation, rotation_gradient, rotation_parts
 from .unread_gathers import without_unread_gathers
 from .update_as_scatter import scattered, scattered_dims
 
@@ -55,7 +55,11 @@ class _Rewriter:
         everywhere = (op for op in graph.ops if not graph.diverges(op))
         self.rotated = {v for op in everywhere for part in rotation_parts(op, graph.makers) for v in part.results}
         """Values inside rotations."""
+        self.rotated_as = rotated_specs(graph, assignment.specs)
+        """Slice of a rotated array -> the spec of the rotation, which the array needs, too."""
         self.strategies = OpStrategies(assignment)
+        self.carried = {a for scope in graph.scopes() if scope is not graph.scope for a in scope.exits if a is not None}
+        """Values that loops carry and branches return."""
         self.scans = {op.operands[0]: self.strategies.of(op) for op in graph.ops if op.name == "scan xs"}
         """Stacked array -> how it is sliced."""
         self.done: dict[Any, Any] = {}
@@ -65,6 +69,12 @@ class _Rewriter:
         if key not in self.done:  # a body called twice with equal shardings stays one body
             self.done[key] = _Body(self, jaxpr, scope).rewritten(inputs, is_remat)
         return self.done[key]
+
+    def sliced_spec(self, stacked: int) -> Spec:
+        """Returns the spec of an array that a `scan` slices, in the loop: what its slices need."""
+        (steps,) = self.scans[stacked].operand_steps
+        only_slices = all(step.kind == "slice" for step in steps)
+        return self.program.specs[stacked] if only_slices else steps[-1].spec
 
     def maker(self, scope: Scope, eqn: Any) -> Op | None:
         """Returns the op of an equation, if it has one with a rule."""
@@ -86,6 +96,7 @@ class _Body(ConstraintEmitter):
     def __init__(self, rewriter: _Rewriter, jaxpr: Any, scope: Scope):
         super().__init__(rewriter.program, scope)
         self.rewriter, self.original = rewriter, jaxpr
+        self.arguments = set(scope.jaxpr.invars)
         self.unconstrained: set[Any] = set()
         self.resharded: set[Any] = set()
         """Variables resharded before a use: constrained first, or XLA computes them with the resharded spec."""
@@ -106,6 +117,8 @@ class _Body(ConstraintEmitter):
         known = source.invars if is_program or inputs else ()
         makers = self.program.makers
         self.unconstrained = redundant(self.scope, makers, self.exact_spec, known=known, unknown_uses=unknown_uses)
+        annotations = (eqn for eqn in source.eqns if eqn.primitive is annotate.annotate_p)
+        self.constants = {e.outvars[0]: e.invars[0] for e in annotations if self.atom(e.invars[0]) is None}
         for eqn in source.eqns:
             op = self.rewriter.maker(self.scope, eqn)
             self.source_eqns.append(eqn if op is None or self.scope.divergent else self.as_rotation(op, eqn))
@@ -119,11 +132,21 @@ class _Body(ConstraintEmitter):
             if strategy is not None:
                 pairs = zip(eqn.invars, strategy.operand_steps, strict=True)
                 self.resharded.update(v for v, steps in pairs if steps)
+            elif op is not None and self.scope is not self.program.scope and len(op.operands) == len(eqn.invars):
+                self.resharded.update(self.arguments_read_otherwise(op, eqn))
             if eqn.primitive.name in xla_workarounds.WORKAROUNDS:
                 found = self.eqn_specs(eqn)
                 pairs = zip(eqn.invars, found, self.workaround_specs(eqn, found), strict=False)
                 self.resharded.update(v for v, have, need in pairs if have != need)
         self.unconstrained -= self.resharded
+
+    def arguments_read_otherwise(self, op: Op, eqn: Any) -> Iterator[Any]:
+        """Yields the arguments of the jaxpr that an equation reads, if XLA may shard them differently for it."""
+        strategy = self.rewriter.strategies.of(op)
+        for var, v, spec in zip(eqn.invars, op.operands, strategy.needed, strict=True):
+            is_argument = not compat.is_literal(var) and var in self.arguments
+            if is_argument and (self.program.specs[v].axes != spec.axes or any(strategy.result_steps)):
+                yield var
 
     def is_returned_as_is(self, var: Any, target: Atom) -> bool:
         """Whether a result of the program is returned with its own spec."""
@@ -141,17 +164,18 @@ class _Body(ConstraintEmitter):
         source = self.scope.jaxpr
         self.plan(inputs)
         first, last = (source.eqns[0], source.eqns[-1]) if source.eqns else (None, None)
-        if inputs:
-            for var in source.invars:
+        for var in source.invars if self.scope is self.program.scope else ():
+            if inputs or not self.program.arrives_as_inferred(self.atom(var)):
                 body_boundary.argument(self, var, first)
         for var in source.invars if self.scope is not self.program.scope else ():
-            is_carried = self.scope.env[var] in self.scope.exits
+            is_carried = self.scope.env[var] in self.rewriter.carried
             if var in self.resharded and (is_carried or is_remat):  # Shardy gives other uses the resharded spec, too
                 body_boundary.argument(self, var, first)
         for var in source.invars if self.scope.manual else ():
             body_boundary.shard_map_argument(self, var, first)
         for var, stacked in zip(source.invars, self.scope.stacked_inputs, strict=False):
-            body_boundary.scan_slice(self, var, stacked, first)
+            row = None if stacked is None else self.rewriter.sliced_spec(stacked).row
+            body_boundary.scan_slice(self, var, row, first)
         for i, eqn in enumerate(self.source_eqns):
             self.equation(i, eqn)
         outvars = [self.read(v) for v in source.outvars]
@@ -191,15 +215,19 @@ class _Body(ConstraintEmitter):
             invars = [body_boundary.edge_operand(self, new, old, target, eqn) for new, old, target in pairs]
         if (child := self.scope.children.get((i, "jaxpr", 0))) is not None and child.stacked_inputs:
             invars = [self.scanned(*row, eqn) for row in zip(invars, eqn.invars, child.stacked_inputs, strict=True)]
-        results: list[Spec | None] = [None] * len(eqn.outvars)
+        results = self.stacked(eqn, child)
+        if (spec := self.rotated_spec(eqn)) is not None:
+            invars[0] = self.reshard_once(eqn.invars[0], spec, eqn)
         strategy, is_affected = self.strategies[i], eqn.primitive.name in xla_workarounds.AFFECTED
         if strategy is not None or is_affected:
             found = self.eqn_specs(eqn)
-            if strategy is not None:
-                invars, results = self.apply_strategy(eqn, strategy, invars, found)
-            if is_affected:
-                invars, overrides = self.apply_workaround(eqn, invars, found)
-                results = [b if b is not None else a for a, b in zip(results, overrides, strict=True)]
+            planned = found if strategy is None else strategy.planned(found)
+            safe = self.workaround_specs(eqn, planned) if is_affected else planned
+            invars = self.resharded_operands(eqn, strategy, invars, found, planned, safe)
+            n, constrained = len(invars), strategy.constrained if strategy is not None else [False] * len(eqn.outvars)
+            for k, (one, other, is_constrained) in enumerate(zip(planned[n:], safe[n:], constrained, strict=True)):
+                if one != other or (is_constrained and one is not None):
+                    results[k] = None if compat.is_drop(eqn.outvars[k]) else other
         fixed_layout = eqn.primitive.name in xla_workarounds.FIXED_LAYOUT
         if fixed_layout:
             invars = [self.with_layout(v, eqn) for v in invars]
@@ -219,17 +247,40 @@ class _Body(ConstraintEmitter):
             if spec is not None:
                 self.replaced[var] = self.reshard(self.read(var), have, spec, eqn)
 
+    def rotated_spec(self, eqn: Any) -> Spec | None:
+        """The spec of the rotation that an equation slices an array for, if any."""
+        atoms = [] if self.scope.divergent else [self.scope.env[v] for v in eqn.outvars if not compat.is_drop(v)]
+        return next((self.rewriter.rotated_as[a] for a in atoms if a in self.rewriter.rotated_as), None)
+
+    def reshard_once(self, var: Any, spec: Spec, eqn: Any) -> Any:
+        """Reshards an operand to a spec, step by step; uses with a common prefix of steps share its variables."""
+        have, itemsize = self.var_spec(var), getattr(var.aval.dtype, "itemsize", 0)
+        if have is None or have.axes == spec.axes or not itemsize:
+            return self.read(var)
+        steps = chain(have, spec, var.aval.shape, itemsize, self.program.sizes)
+        return self.apply_steps(self.read(var), var, steps, eqn)
+
     def scanned(self, operand: Any, var: Any, stacked: Atom, eqn: Any) -> Any:
         """Reshards an array that a `scan` slices to what its slices need; XLA:GPU would in every iteration."""
         have = self.var_spec(var)
         if stacked is None or have is None:
             return operand
         (steps,) = self.rewriter.scans[stacked].operand_steps
-        if all(step.kind == "slice" for step in steps):
-            return operand
-        if have.axes != self.program.specs[stacked].axes:
-            return self.reshard(operand, have, steps[-1].spec, eqn)
-        return self.apply_steps(operand, var, steps, eqn)
+        inside, sliced = self.program.specs[stacked], self.rewriter.sliced_spec(stacked)
+        if have.axes != inside.axes:
+            return self.reshard(operand, have, sliced, eqn)
+        return operand if sliced is inside else self.apply_steps(operand, var, steps, eqn)
+
+    def stacked(self, eqn: Any, child: Scope | None) -> list[Spec | None]:
+        """The specs of a `scan`'s results in the loop, where they differ from those behind it."""
+        stacks = child.stacked_outputs if child is not None else []
+        if not stacks:
+            return [None] * len(eqn.outvars)
+        specs = [
+            (self.program.spec(a), None if compat.is_drop(v) else self.var_spec(v))
+            for a, v in zip(stacks, eqn.outvars, strict=True)
+        ]
+        return [s if s is not None and behind is not None and s.axes != behind.axes else None for s, behind in specs]
 
     def instead(self, eqn: Any, strategy: OpStrategy | None) -> Callable[..., jax.Array] | None:
         """A function of an equation's operands that computes the same, where XLA would gather them."""
@@ -267,6 +318,8 @@ class _Body(ConstraintEmitter):
         asked = eqn.params.get("asked", annotation.spec if annotation else None)
         have, name = self.var_spec(eqn.invars[0]), eqn.params.get("name")
         self.replaced[var] = self.reshard(operand, have, spec, eqn, asked=asked, name=name)
+        if self.atom(var) is not None and self.atom(var) == self.atom(eqn.invars[0]):
+            self.replaced[eqn.invars[0]] = self.replaced[var]  # of one variable, one reshard is shared by all uses
 
     def eqn_specs(self, eqn: Any) -> list[Spec | None]:
         """Returns the specs to constrain an equation's operands and results to."""
@@ -282,28 +335,44 @@ class _Body(ConstraintEmitter):
         no_halo = self.scope.divergent and not HALO_KINDS.isdisjoint(op.rule.kinds)
         moves = any(step.kind != "slice" for step in strategy.steps)
         is_local = op.name == "conv_general_dilated" and is_grouped(eqn.params)
-        return strategy if slices_first or no_halo or moves or is_local or any(strategy.constrained) else None
+        pairs = zip(eqn.invars, strategy.operand_specs, strict=True)
+        elsewhere = any(self.is_constant_elsewhere(var, need) for var, need in pairs)
+        found = slices_first or no_halo or moves or is_local or elsewhere or any(strategy.constrained)
+        return strategy if found else None
 
-    def apply_strategy(
-        self, eqn: Any, strategy: OpStrategy, invars: list[Any], found: list[Spec | None]
-    ) -> tuple[list[Any], list[Spec | None]]:
-        """Reshards the operands and returns them, with the specs of results that are constrained before resharding.
+    def resharded_operands(
+        self,
+        eqn: Any,
+        strategy: OpStrategy | None,
+        invars: list[Any],
+        found: Sequence[Spec | None],
+        planned: Sequence[Spec | None],
+        safe: Sequence[Spec | None],
+    ) -> list[Any]:
+        """Reshards the operands as planned, or at once to the specs that XLA partitions correctly."""
+        operands = list(invars)
+        for k, (var, have, plan, need) in enumerate(zip(eqn.invars, found, planned, safe, strict=False)):
+            steps = strategy.operand_steps[k] if strategy is not None else ()
+            if need is not None and need != plan:
+                operands[k] = invars[k] if have == need else self.reshard(invars[k], have, need, eqn)
+            elif steps:
+                operands[k] = self.apply_steps(invars[k], var, steps, eqn)
+            elif strategy is None:
+                continue
+            elif self.atom(var) is None and (
+                plan is not None or (self.scope.divergent and var.aval.shape)
+            ):  # a constant
+                operands[k] = self.emit(invars[k], strategy.operand_specs[k], eqn)
+            elif self.is_constant_elsewhere(var, strategy.operand_specs[k]):
+                operands[k] = self.emit(self.read(self.constants[var]), strategy.operand_specs[k], eqn)
+        shapes = [v.aval.shape for v in (*eqn.invars, *eqn.outvars)]
+        for i, largest in xla_workarounds.starts(eqn.primitive.name, shapes, planned):
+            operands[i] = self.clamp(operands[i], largest, eqn)
+        return operands
 
-        Replaces specs in `found` by those of the strategy.
-        """
-        n = len(invars)
-        rows = zip(eqn.invars, strategy.operand_steps, strategy.operand_specs, strict=True)
-        for k, (var, steps, need) in enumerate(rows):
-            if steps:
-                invars[k] = self.apply_steps(invars[k], var, steps, eqn)
-            elif self.atom(var) is None and (any(need.axes) or (self.scope.divergent and need.dims)):  # a constant
-                invars[k] = self.emit(invars[k], need, eqn)
-            found[k] = need if found[k] is not None or any(need.axes) else None
-        results: list[Spec | None] = [None] * len(eqn.outvars)
-        for k, (spec, constrained) in enumerate(zip(strategy.result_specs, strategy.constrained, strict=True)):
-            if constrained and found[n + k] is not None:
-                found[n + k] = results[k] = spec
-        return invars, results
+    def is_constant_elsewhere(self, var: Any, need: Spec) -> bool:
+        """Whether a variable is a constant that is annotated with another spec than is needed."""
+        return not compat.is_literal(var) and var in self.constants and self.var_spec(var) != need
 
     def apply_steps(self, operand: Any, var: Any, steps: Sequence[Step], eqn: Any) -> Any:
         """Reshards an operand step by step; uses with a common prefix of steps share its variables."""
@@ -312,19 +381,6 @@ class _Body(ConstraintEmitter):
         for step in steps:
             operand = self.emit_once(operand, step.spec, eqn)
         return operand
-
-    def apply_workaround(
-        self, eqn: Any, invars: list[Any], found: list[Spec | None]
-    ) -> tuple[list[Any], list[Spec | None]]:
-        """Reshards the operands to specs that XLA partitions correctly; also returns the results' specs that change."""
-        shapes = [v.aval.shape for v in (*eqn.invars, *eqn.outvars)]
-        needed, n = self.workaround_specs(eqn, found), len(invars)
-        rows = zip(invars, found[:n], needed[:n], strict=True)
-        resharded = [v if have == need or need is None else self.reshard(v, have, need, eqn) for v, have, need in rows]
-        for i, largest in xla_workarounds.starts(eqn.primitive.name, shapes, found):
-            resharded[i] = self.clamp(resharded[i], largest, eqn)
-        rows = zip(eqn.outvars, found[n:], needed[n:], strict=True)
-        return resharded, [None if have == need or compat.is_drop(v) else need for v, have, need in rows]
 
     def workaround_specs(self, eqn: Any, found: Sequence[Spec | None]) -> list[Spec | None]:
         """Returns the specs under which XLA partitions an equation correctly."""

@@ -12,7 +12,7 @@ from .. import compat
 from ..annotations import annotate
 from ..graph import Atom, Scope
 from ..propagation import Assignment
-from ..spec import Spec, indivisible
+from ..spec import Spec, divisible, indivisible
 from .reshard import DimAxes, Step, chain
 from .sub_axes import refine
 
@@ -27,7 +27,7 @@ class AssignedProgram:
         graph = assignment.graph
         self.specs, self.sizes, self.mesh = assignment.specs, assignment.sizes, mesh
         self.annotations, self.makers, self.divergent = graph.annotations, graph.makers, graph.divergent
-        self.scope = graph.scope
+        self.scope, self.shapes = graph.scope, graph.shapes
 
     def mesh_in(self, scope: Scope) -> AbstractMesh:
         """Returns the mesh in a scope, where some of its axes may be manual."""
@@ -44,6 +44,10 @@ class AssignedProgram:
         is_key = compat.is_extended(aval.dtype)
         return None if spec.is_open or (is_key and not any(spec.axes)) else spec
 
+    def arrives_as_inferred(self, atom: Atom) -> bool:
+        """Whether an argument of the program can arrive with its spec: its axes divide its dims."""
+        return atom is None or divisible(self.specs[atom], self.shapes[atom], self.sizes).axes == self.specs[atom].axes
+
     def is_exact(self, spec: Spec, shape: tuple[int, ...]) -> bool:
         """Whether a sharding can express a spec exactly, also for arguments: no sub-axes, no padding."""
         return not spec.has_sub_axes and not indivisible(spec, shape, self.sizes)
@@ -59,6 +63,8 @@ class ConstraintEmitter:
         self.replaced: dict[Any, Any] = {}
         self.resharded_to: dict[tuple[Any, DimAxes], Any] = {}
         """Variable and axes -> its reshard."""
+        self.constants: dict[Any, Any] = {}
+        """Annotated constant -> the constant, which is sharded otherwise at no cost."""
 
     def read(self, atom: Any) -> Any:
         """Returns the variable that currently stands for an operand."""

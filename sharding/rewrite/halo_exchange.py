@@ -2,21 +2,20 @@
 
 Windows that begin on one shard and end on the next need its first rows: the halo. Each device receives its halo by a
 collective-permute from the left and one from the right, or several if it reaches beyond the next shard (GSPMD, Xu et
-al. 2021, section 3.3). In a rotation, the first and last device are neighbours too.
+al. 2021, section 3.3).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
 
-from .. import compat
 from ..graph import Op
-from ..spec import Axis, Spec, num_parts
-
-Params = Mapping[str, Any]
+from ..propagation.axis_atoms import AtomTable
+from ..spec import Axis, Spec, local_shape, num_parts
+from .sliding_windows import WINDOWS, Window
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,16 +30,15 @@ class Halo:
 
 
 @dataclass(frozen=True, slots=True)
-class _Window:
-    """Row i of a result's dim depends on rows i x step + first to i x step + last of the operand's dim."""
+class _Exchange:
+    """The halo exchange of one dim, in rows."""
 
-    dim: int
-    result_dim: int
-    step: int
-    first: int
-    last: int
-    dilation: int = 1
-    """Of the operand: gaps between its rows count, too."""
+    pieces: tuple[int, ...]
+    """What each device receives by each collective-permute."""
+    before: int
+    """Of a shard that are exchanged."""
+    after: int
+    """Of a shard with its halo."""
 
 
 def halos(op: Op, shapes: Sequence[Sequence[int]], specs: Sequence[Spec], sizes: Mapping[str, int]) -> Iterator[Halo]:
@@ -52,68 +50,146 @@ def halos(op: Op, shapes: Sequence[Sequence[int]], specs: Sequence[Spec], sizes:
         specs: their specs while it runs.
         sizes: the mesh axis sizes.
     """
-    n, grown = len(op.operands), Fraction(1)
+    n, found = len(op.operands), dict[int, _Exchange]()
+    if 0 in shapes[0]:
+        return
     for one in WINDOWS[op.name](op.site[0].params, shapes) if op.name in WINDOWS else ():
         axes = specs[0].dims[one.dim].axes
         if axes and axes == specs[n].dims[one.result_dim].axes:
-            parts = num_parts(axes, sizes)
-            pieces = _exchanged(one, shapes[0][one.dim], shapes[n][one.result_dim], parts) or ()
-            shares = [Fraction(piece, -(-shapes[0][one.dim] // parts)) for piece in pieces]
-            if shares:
-                yield Halo(dim=one.dim, axes=axes, shares=tuple(grown * share for share in shares))
-            grown += grown * sum(shares)  # the halo makes the rows of the next dim longer
-    for dim in op.site[0].params["dimensions"] if op.name == "rev" else ():
-        if axes := specs[0].dims[dim].axes:
-            yield Halo(dim=dim, axes=axes, shares=(Fraction(1),))
+            exchange = _exchanged(one, shapes[0][one.dim], num_parts(axes, sizes))
+            if exchange is not None:
+                found[one.dim] = exchange
+    lengths = local_shape(specs[0].axes, shapes[0], sizes)
+    rows = {dim: exchange.before for dim, exchange in found.items()}
+    for dim, exchange in sorted(found.items()):  # the halo makes the rows of the next dim longer
+        others = math.prod(Fraction(length, lengths[d]) for d, length in rows.items() if d != dim)
+        shares = tuple(others * Fraction(piece, lengths[dim]) for piece in exchange.pieces)
+        rows[dim] = exchange.after
+        if shares:
+            yield Halo(dim=dim, axes=specs[0].dims[dim].axes, shares=shares)
+    if op.name == "rev":
+        yield from _reversed(op.site[0].params["dimensions"], shapes[0], specs[0], sizes)
 
 
-def _exchanged(window: _Window, length: int, result_length: int, parts: int) -> list[int] | None:
-    """The rows that each device receives by each collective-permute along one dim; None if XLA gathers the dim instead.
+def _reversed(dims: Sequence[int], shape: Sequence[int], spec: Spec, sizes: Mapping[str, int]) -> Iterator[Halo]:
+    """Yields the exchange of all shards along reversed dims, and those that move padding of uneven ones in front."""
+    sharded = [dim for dim in dims if spec.dims[dim].axes]
+    if sharded:
+        axes = tuple(axis for dim in sharded for axis in spec.dims[dim].axes)
+        yield Halo(dim=sharded[0], axes=axes, shares=(Fraction(1),))
+    for dim in sharded:
+        parts = num_parts(spec.dims[dim].axes, sizes)
+        window = Window(dim=dim, result_dim=dim, low=-shape[dim] % parts)
+        exchange = _exchanged(window, shape[dim], parts)
+        if exchange is not None and exchange.pieces:
+            rows = -(-shape[dim] // parts)
+            shares = tuple(Fraction(piece, rows) for piece in exchange.pieces)
+            yield Halo(dim=dim, axes=spec.dims[dim].axes, shares=shares)
 
-    After `ExchangeHaloAndGetValidData` of openxla/xla, which takes no notice of where an uneven dim ends.
+
+def is_gathered(window: Window, length: int, parts: int) -> bool:
+    """Whether XLA gathers a sharded dim instead of exchanging halos, as they are too large.
+
+    Args:
+        window: that slides over the dim.
+        length: rows of the dim.
+        parts: shards of the dim.
     """
-    if not length or not result_length:
-        return []
-    rows, result_rows = -(-length // parts), -(-result_length // parts)
-    receivers = min(parts, result_length)  # the other devices have no row of the result
-    first = [(k * result_rows * window.step + window.first) for k in range(parts)]
-    size = (result_rows - 1) * window.step + window.last - window.first + 1
-    gap = window.dilation
-    needed = [((low + gap - 1) // gap, (low + size + gap - 1) // gap) for low in first]
-    before = [k * rows - low for k, (low, _) in enumerate(needed)]
-    after = [high - (k + 1) * rows for k, (_, high) in enumerate(needed)]
-    if gap == 1 and max(*before[:receivers], *after[:receivers]) > 2 * size:
-        if 2 * size >= parts * rows:
-            return None
-        return list(_far_pieces(needed[:receivers], length, rows))
-    left, right = max(before[1:receivers], default=0), max(after[: min(receivers, parts - 1)])
+    return _exchanged(window, length, parts) is None
+
+
+def _exchanged(window: Window, length: int, parts: int) -> _Exchange | None:
+    """The exchange along one dim; None if XLA gathers the dim instead.
+
+    After `ReshardAsWindowedInput` of openxla/xla: where the result has fewer rows than there are devices, devices that
+    hold nothing useful take no part.
+    """
+    rows, gap = -(-length // parts), window.gap
+    span = 1 + (window.size - 1) * window.spacing
+    full = 1 + (length - 1) * gap + window.low + window.high
+    count = (full - span) // window.step + 1
+    if window.is_trivial or count <= 0:
+        return _Exchange((), rows, rows)
+    left = window.low // gap if window.low >= 0 else -(-window.low // gap)
+    offset, result_rows = gap - 1 - (window.low - left * gap), -(-count // parts)
+    if count < parts and window.spacing == gap == 1:
+        useful = -(-(length + window.high) // rows)
+        if useful < parts:
+            parts = max(useful, count)
+            if window.high < 0 and length + window.high < rows:
+                rows = length + window.high
+            length = rows * parts
+        empty = max(-left, 0) // rows - count
+        if parts > 1 and empty > 0:
+            parts, left = parts - empty, left + empty * rows
+            skipped = max(-left - rows * (parts - 1), 0)
+            rows, left = rows - skipped, left + skipped * parts
+            if skipped and full < rows:
+                rows, left = full, left + (rows - full) * (parts - 1)
+            length = rows * parts
+    if parts == 1:
+        return _Exchange((), rows, rows)
+    if (window.step * result_rows) % gap and window.step > 1:
+        return None
+    size = window.step * (result_rows - 1) + span
+    starts = [(window.step * result_rows * k + offset) // gap for k in range(parts)]
+    ends = [(window.step * result_rows * k + size + offset) // gap for k in range(parts)]
+    needed = [(start - left, end - left) for start, end in zip(starts, ends, strict=True)]
+    pieces = _pieces(needed, length, rows, starts_at_padding=starts[0] == 0)
+    return None if pieces is None else _Exchange(tuple(pieces), rows, max(end - first for first, end in needed))
+
+
+def _pieces(needed: Sequence[tuple[int, int]], length: int, rows: int, *, starts_at_padding: bool) -> list[int] | None:
+    """The rows of each collective-permute; None if XLA gathers the dim instead (`ExchangeHaloAndGetValidData`).
+
+    Args:
+        needed: the first row that each device needs, and the one behind its last.
+        length: rows of the dim.
+        rows: of a shard.
+        starts_at_padding: whether the first device needs all of the padding.
+    """
+    parts, size = len(needed), max(end - first for first, end in needed)
+    before = [k * rows - first for k, (first, _) in enumerate(needed)]
+    after = [end - (k + 1) * rows for k, (_, end) in enumerate(needed)]
+    if starts_at_padding and max(*before, *after) > 2 * size:
+        return None if 2 * size >= parts * rows else list(_far_pieces(needed, length, rows))
+    left, right = max(before[1:]), max(after[:-1])
     if left + right + rows >= rows * parts and max(left, right) > rows:
         return None
     begin, end = -max(before), rows + max(after)
     if begin >= end:
         return None
     pieces = []
-    for i in reversed(range(-(-left // rows))):
+    for i in reversed(range(min(-(-left // rows), parts - 1))):
         if (-i - 1) * rows < end:
             pieces.append(min(left - rows * i, rows) - max(-i * rows - end, 0))
-    for i in range(min(max(begin - rows, 0), max(right, 0)) // rows, -(-right // rows)):
+    for i in range(min(max(begin - rows, 0), max(right, 0)) // rows, min(-(-right // rows), parts - 1)):
         pieces.append(min(right - rows * i, rows) - max(begin - (i + 1) * rows, 0))
     return pieces
 
 
 def realignments(have: Spec, want: Spec, shape: Sequence[int], sizes: Mapping[str, int]) -> Iterator[Halo]:
-    """Yields what devices exchange before the minor axes of a dim with uneven shards are gathered.
+    """Yields what devices exchange before a dim is sharded over fewer or more axes, where shards are uneven.
 
-    The shards of a group of devices then end where its gathered shard ends (`TileToPartialReplicateHaloExchange`).
+    The shards of a group of devices must begin where the shard of all of them begins
+    (`TileToPartialReplicateHaloExchange` and `PadFromPartialReplicateShape` of openxla/xla).
     """
-    for dim, (length, old, new) in enumerate(zip(shape, have.axes, want.axes, strict=True)):
-        parts, kept = num_parts(old, sizes), num_parts(new, sizes)
-        rows, factor = -(-length // parts), parts // kept
-        excess = rows * factor - -(-length // kept)
-        if new and old[: len(new)] == new and excess > 0:
-            first = [k * rows - excess * (k // factor) for k in range(parts)]
-            pieces = _far_pieces([(low, low + rows) for low in first], length, rows)
-            yield Halo(dim=dim, axes=old, shares=tuple(Fraction(piece, rows) for piece in pieces))
+    table = AtomTable.of(sizes)
+    for dim, (length, *axes) in enumerate(zip(shape, have.axes, want.axes, strict=True)):
+        old, new = map(table.atoms_of, axes)
+        parts, others = (num_parts(one, sizes) for one in axes)
+        rows, target = -(-length // parts), -(-length // others)
+        if not length:
+            continue
+        needed: list[tuple[int, int]] = []
+        if new and old[: len(new)] == new and rows * (factor := parts // others) > target:
+            first = [k * rows - (rows * factor - target) * (k // factor) for k in range(parts)]
+            needed = [(low, low + rows) for low in first]
+        elif old and new[: len(old)] == old and (wide := target * (others // parts)) > rows:
+            needed = [(k * wide, (k + 1) * wide) for k in range(parts)]
+        shares = tuple(Fraction(piece, rows) for piece in _far_pieces(needed, length, rows))
+        if shares:
+            yield Halo(dim=dim, axes=axes[0], shares=shares)
 
 
 def _far_pieces(needed: Sequence[tuple[int, int]], length: int, rows: int) -> Iterator[int]:
@@ -151,109 +227,3 @@ def _far_pieces(needed: Sequence[tuple[int, int]], length: int, rows: int) -> It
             begin, end = min(begin, start), max(end, stop)
             one.pop(0)
         yield end - begin
-
-
-def _convolution(params: Params, shapes: Sequence[Sequence[int]]) -> Iterator[_Window]:
-    numbers = params["dimension_numbers"]
-    dims = zip(numbers.lhs_spec[2:], numbers.rhs_spec[2:], numbers.out_spec[2:], strict=True)
-    keys = ("window_strides", "padding", "rhs_dilation", "lhs_dilation")
-    for (dim, kernel, result_dim), step, (low, _), spacing, gap in zip(
-        dims, *(params[key] for key in keys), strict=True
-    ):
-        yield _Window(dim, result_dim, step, -low, (shapes[1][kernel] - 1) * spacing - low, gap)
-
-
-def _pooling(params: Params, shapes: Sequence[Sequence[int]]) -> Iterator[_Window]:
-    del shapes
-    lengths, steps, padding = params["window_dimensions"], params["window_strides"], params["padding"]
-    dilation = params.get("window_dilation") or (1,) * len(lengths)
-    gaps = params.get("base_dilation") or (1,) * len(lengths)
-    for d, (length, step, (low, _), spacing, gap) in enumerate(
-        zip(lengths, steps, padding, dilation, gaps, strict=True)
-    ):
-        yield _Window(d, d, step, -low, (length - 1) * spacing - low, gap)
-
-
-def _slice(params: Params, shapes: Sequence[Sequence[int]]) -> Iterator[_Window]:
-    del shapes
-    steps = params["strides"] or (1,) * len(params["start_indices"])
-    yield from (
-        _Window(d, d, step, start, start)
-        for d, (start, step) in enumerate(zip(params["start_indices"], steps, strict=True))
-    )
-
-
-def _pad(params: Params, shapes: Sequence[Sequence[int]]) -> Iterator[_Window]:
-    del shapes
-    yield from (_Window(d, d, 1, -low, -low, gap + 1) for d, (low, _, gap) in enumerate(params["padding_config"]))
-
-
-WINDOWS: dict[str, Callable[[Params, Sequence[Sequence[int]]], Iterator[_Window]]] = {
-    "conv_general_dilated": _convolution,
-    "pad": _pad,
-    "slice": _slice,
-    **dict.fromkeys(("reduce_window", "reduce_window_max", "reduce_window_min", "reduce_window_sum"), _pooling),
-}
-"""Primitive -> the window of each dim that it slides over; the other dims are sharded identically."""
-
-
-def rotation(op: Op, makers: Mapping[int, Op]) -> int | None:
-    """Returns the shift of a concatenation that rotates an array, whose two slices are its operands; else None."""
-    parts = [makers.get(v) for v in op.operands] if op.name == "concatenate" else []
-    if len(parts) != 2 or None in parts:
-        return None
-    last, first = parts
-    assert last is not None and first is not None
-    if last.name != "slice" or first.name != "slice" or last.operands != first.operands:
-        return None
-    d, (p, q) = op.site[0].params["dimension"], (part.site[0].params for part in (last, first))
-    starts, ends = p["start_indices"], q["limit_indices"]
-    others = [k for k in range(len(starts)) if k != d]
-    same = all(p[key][k] == q[key][k] for key in ("start_indices", "limit_indices") for k in others)
-    steps = {*(p["strides"] or ()), *(q["strides"] or ())}
-    if not same or steps - {1} or q["start_indices"][d] or ends[d] != starts[d]:
-        return None
-    return (p["limit_indices"][d] - starts[d]) % p["limit_indices"][d]
-
-
-def rotation_gradient(op: Op, makers: Mapping[int, Op]) -> tuple[int, int] | None:
-    """Returns (dim, shift) of a sum that rotates an array, whose two parts are its padded operands; else None.
-
-    The gradient of a rotation is such a sum.
-    """
-    pads = [makers[v] for v in op.operands if v in makers] if op.name in ("add", "add_any") else []
-    if len(pads) != 2 or any(pad.name != "pad" or not _is_zero(pad.site[0].invars[1]) for pad in pads):
-        return None
-    cuts = [makers.get(pad.operands[0]) for pad in pads]
-    if (
-        any(cut is None or cut.name not in ("slice", "split") for cut in cuts)
-        or len({_source(c) for c in cuts if c}) > 1
-    ):
-        return None
-    first, last = ([tuple(map(int, widths)) for widths in pad.site[0].params["padding_config"]] for pad in pads)
-    rotated = [d for d, pair in enumerate(zip(first, last, strict=True)) if pair != ((0, 0, 0), (0, 0, 0))]
-    if len(rotated) != 1:
-        return None
-    (d,) = rotated
-    (low, high, inside), (other_low, other_high, other_inside) = first[d], last[d]
-    length = op.site[0].outvars[0].aval.shape[d]
-    one_sided = not inside and not other_inside and low * high == other_low * other_high == 0
-    fit = one_sided and low + high + other_low + other_high == length and bool(low) != bool(other_low)
-    return (d, max(low, other_low)) if fit else None
-
-
-def _is_zero(atom: Any) -> bool:
-    return compat.is_literal(atom) and not atom.val
-
-
-def _source(op: Op) -> int:
-    return op.operands[0]
-
-
-def rotation_parts(op: Op, makers: Mapping[int, Op]) -> Iterator[Op]:
-    """Yields the ops inside a rotation; XLA recognises the rotation if their results are unconstrained."""
-    if rotation(op, makers) is not None:
-        yield from (makers[v] for v in op.operands)
-    elif rotation_gradient(op, makers) is not None:
-        for pad in (makers[v] for v in op.operands):
-            yield from (pad, makers[pad.operands[0]])

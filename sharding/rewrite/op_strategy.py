@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from .. import cost
@@ -22,8 +22,9 @@ from ..propagation.factor_propagation import project
 from ..propagation.interned_shardings import ValueSharding
 from ..propagation.propagation_graph import OpForm
 from ..rules import Kind, Rule
-from ..spec import Dim, Spec, num_parts
+from ..spec import Dim, Spec, num_parts, occupied
 from .reshard import STEP_BYTES, Step, chain, local_bytes
+from .sliding_windows import WINDOWS
 
 BYTES_PER_MULTIPLY_ADD = 2**-12
 """Bytes that a link sends during one multiply-add of a matrix product on the device (90 GB/s, 460 TFLOP/s)."""
@@ -39,19 +40,20 @@ sliced."""
 LONG_RANGE = frozenset({"cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum", "split"})
 """Ops that send data beyond the next device along a permuted dim, which is therefore replicated while they run."""
 
-SHIFTING = LONG_RANGE | {"concatenate", "sort", "stack"}
-"""Ops that XLA runs as their result is sharded, so that it exchanges shards even of replicated operands."""
-
 PER_ITERATION = frozenset({"scan xs", "scan ys"})
 """Reads and writes of one row: what the stack is resharded to saves nothing that an iteration must undo."""
+
+PADDED_FIRST = WINDOWS.keys() - {"conv_general_dilated"}
+"""Ops with windows that XLA runs on replicated operands as their result is sharded."""
 
 OPAQUE = frozenset({"top_k"})
 """Ops that XLA's partitioner runs on replicated arrays."""
 
 REGROUPING = frozenset({"reshape"})
-"""Ops whose results lack factors of which operands keep every element: those are replicated while they run."""
+"""Ops that keep every element: factors that only their operands or only their results have are replicated while they
+run."""
 
-SPECIAL = SHIFTING | PER_ITERATION | OPAQUE | REGROUPING | {REDUCE_SCATTERED}
+SPECIAL = LONG_RANGE | PER_ITERATION | OPAQUE | REGROUPING | {REDUCE_SCATTERED}
 """Ops whose strategy depends on more than their rule."""
 
 HALO_KINDS = frozenset({Kind.PERMUTE, Kind.REPLICATE})
@@ -77,6 +79,22 @@ class OpStrategy:
     """Whether each result needs a constraint to `result_specs`; otherwise XLA takes these steps by itself."""
     cost: float = 0.0
     """The bytes that a device sends, plus its computation in bytes that it could send meanwhile."""
+
+    needed: tuple[Spec, ...]
+    """The spec of each operand that agrees with how the op runs, which XLA reads shards of other operands by."""
+
+    def planned(self, found: Sequence[Spec | None]) -> list[Spec | None]:
+        """Returns the specs of the operands and results while the op runs, given those that they have.
+
+        None for an array that needs no constraint.
+        """
+        needed = [*self.operand_specs, *self.result_specs]
+        n, planned = len(self.operand_specs), list(found)
+        for k, need in enumerate(needed[:n]):
+            planned[k] = need if found[k] is not None or any(need.axes) else None
+        for k, (need, constrained) in enumerate(zip(needed[n:], self.constrained, strict=True), start=n):
+            planned[k] = need if constrained and found[k] is not None else found[k]
+        return planned
 
     @property
     def steps(self) -> Iterator[Step]:
@@ -104,6 +122,10 @@ class OpStrategies:
         free = [v not in self._values for v in op.operands]
         # By identity: the graph keeps its rules, and hashing one is slow.
         kind = op.name if op.name in SPECIAL else ""
+        if op.name == "rev":
+            kind = op.site[0].params["dimensions"]
+        elif op.name in PADDED_FIRST:
+            kind = tuple(WINDOWS[op.name](op.site[0].params, shapes))
         permutes, manual = not self.graph.diverges(op), self.graph.manual.get(op.results[0], frozenset())
         key = (id(op.rule), kind, permutes, manual, tuple(s.axes for s in specs), *shapes, *itemsizes, *free)
         found = self._cache.get(key)
@@ -182,7 +204,9 @@ class _StrategySearch:
         displaced = dict.fromkeys(a for one in projected.values() for a in sorted(one.overflow))
         kept = {f for dims in rule.results for factors in dims for f in factors}
         lost = {f for f, kind in enumerate(rule.kinds) if kind is Kind.PASS and f not in kept}
-        dropped = lost if self.op.name in REGROUPING else {f for f in lost if rule.sizes[f] == 1}
+        dropped = {f for f in lost if rule.sizes[f] == 1}
+        if self.op.name in REGROUPING:
+            dropped = lost | (kept - {f for dims in rule.operands for factors in dims for f in factors})
         options: list[list[Atoms]] = []
         for f in range(len(rule.sizes)):
             seen = dict.fromkeys(one.factors[f] for one in projected.values() if f in one.factors)
@@ -199,33 +223,57 @@ class _StrategySearch:
             if not seen or (disputed and () not in seen):
                 seen.append(())
         if self.op.name not in PER_ITERATION:
-            self.add_moved(tuple(displaced), options)
+            self.add_moved(tuple(displaced), dropped, options)
         return options
 
-    def add_moved(self, atoms: Atoms, options: list[list[Atoms]]) -> None:
+    def add_moved(self, atoms: Atoms, dropped: Collection[int], options: list[list[Atoms]]) -> None:
         """Adds options that move axes, which their own factors cannot keep, to other factors while the op runs."""
         rule, sizes = self.form.rule, self.strategies.table.sizes
-        passing = [f for f, kind in enumerate(rule.kinds) if kind is Kind.PASS and f not in rule.blocked]
+        fixed = rule.blocked | {*dropped}
+        passing = [f for f, kind in enumerate(rule.kinds) if kind is Kind.PASS and f not in fixed]
         for f in sorted(passing, key=lambda f: -rule.sizes[f])[:MAX_MOVED_TO] if atoms else ():
             more = (*options[f][0], *(a for a in atoms if a not in options[f][0]))
             if rule.sizes[f] % math.prod(sizes[a] for a in more) == 0 and more not in options[f]:
                 options[f].append(more)
 
     def strategy(self, factors: Factors) -> OpStrategy | None:
-        """Returns the strategy with the given factor shardings; None if an array cannot be sharded accordingly."""
+        """Returns the strategy with the given factor shardings; None if an array cannot be sharded accordingly.
+
+        Or if an operand would be moved to a spec that leaves devices without elements.
+        """
         found = [_spec(self.form, i, factors, self.strategies.table) for i in range(len(self.specs))]
         if None in found:
             return None
         n, specs = self.form.num_operands, [s for s in found if s is not None]
+        moved = (i for i in range(n) if not self.free[i] and specs[i].axes != self.specs[i].axes)
+        if any(occupied(specs[i], self.shapes[i], self.strategies.sizes) is not specs[i] for i in moved):
+            return None
         results = [self.result(i, specs[i], factors) for i in range(n, len(specs))]
+        needed = tuple(specs[:n])
+        steps = [() if self.free[i] else self.chain(i, self.specs[i], specs[i]) for i in range(n)]
+        if n and steps[0] and all(step.kind == "slice" for step in steps[0]) and self.is_replicated_along_windows():
+            steps[0], specs[0] = (), self.specs[0]
         found = OpStrategy(
-            operand_steps=tuple(() if self.free[i] else self.chain(i, self.specs[i], specs[i]) for i in range(n)),
+            operand_steps=tuple(steps),
             operand_specs=tuple(specs[:n]),
             result_specs=tuple(specs[n:]),
             result_steps=tuple(steps for steps, _ in results),
             constrained=tuple(constrained for _, constrained in results),
+            needed=needed,
         )
         return dataclasses.replace(found, cost=self.cost(factors, found))
+
+    def is_replicated_along_windows(self) -> bool:
+        """Whether the operand is replicated along all dims that a pad, slice or pooling slides over, or a `rev` turns.
+
+        XLA then pads and slices it on each device, where it would exchange halos after slicing it.
+        """
+        if self.op.name == "rev":
+            return not any(self.specs[0].dims[d].axes for d in self.op.site[0].params["dimensions"])
+        if self.op.name not in PADDED_FIRST:
+            return False
+        sliding = (w for w in WINDOWS[self.op.name](self.op.site[0].params, self.shapes) if not w.is_trivial)
+        return not any(self.specs[0].dims[w.dim].axes for w in sliding)
 
     def result(self, i: int, spec: Spec, factors: Factors) -> tuple[tuple[Step, ...], bool]:
         """Returns the steps that reduce a result and reshard it to its spec, and whether it needs a constraint first.
@@ -234,6 +282,8 @@ class _StrategySearch:
         reduce-scattered over these, and all-reduced over all others at once. If as many devices, or a multiple, run
         redundantly, XLA all-reduces the shards and then collective-permutes them; if permutes are not allowed, it
         all-reduces the full result.
+
+        XLA runs an op as its result is sharded, so that it would exchange shards even of replicated operands.
         """
         rule, table = self.form.rule, self.strategies.table
         sums = [factors[f] for f, kind in enumerate(rule.kinds) if kind is Kind.REDUCE and factors[f]]
@@ -244,7 +294,8 @@ class _StrategySearch:
         if not (self.op.name == REDUCE_SCATTERED and slices_only and set(summed).issuperset(sliced)):
             steps = [self.step("all-reduce", atoms, spec, self.shard_bytes(i, spec)) for atoms in reversed(sums)]
             no_halo = not self.permutes and not HALO_KINDS.isdisjoint(rule.kinds)
-            shifts = self.op.name in SHIFTING and any(
+            regroups = self.op.name in REGROUPING and bool(after)
+            shifts = regroups or any(
                 old != new and any(rule.kinds[f] in HALO_KINDS for f in factors_of)
                 for old, new, factors_of in zip(spec.axes, self.specs[i].axes, self.form.arrays[i], strict=True)
             )
@@ -270,7 +321,8 @@ class _StrategySearch:
     def step(self, kind: cost.Kind, atoms: Atoms, spec: Spec, num_bytes: int) -> Step:
         axes = self.strategies.table.axes_of(atoms)
         sent = cost.wire_bytes(kind, num_bytes, num_parts(axes, self.strategies.sizes))
-        return Step(kind=kind, axes=axes, spec=spec, num_bytes=num_bytes, wire_bytes=sent)
+        is_sum = kind in cost.SUMS
+        return Step(kind=kind, axes=axes, spec=spec, num_bytes=num_bytes, wire_bytes=sent, is_sum=is_sum)
 
     def chain(self, i: int, have: Spec, want: Spec) -> tuple[Step, ...]:
         if have.axes == want.axes:

@@ -52,6 +52,8 @@ class Step:
     """Bytes per device after the step; for a reduce-scatter, before it."""
     wire_bytes: int
     """Bytes that each device sends."""
+    is_sum: bool = False
+    """Whether it adds up partial sums; other all-reduces replicate a short dim."""
 
 
 def chain(

@@ -23,6 +23,7 @@ ROTATED_BY = frozenset({"pad", "slice"})
 
 def without_unread_gathers(assignment: Assignment) -> Assignment:
     """The assignment by which the program runs: without all-gathers of which every use slices what it had."""
+    assignment = assignment.as_run
     graph, strategies = assignment.graph, OpStrategies(assignment)
     kept = {*graph.outputs, *graph.manual, *graph.divergent}.union(*(group.members for group in graph.groups))
     live = graph.live_values()

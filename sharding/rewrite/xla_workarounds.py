@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..spec import CLOSED, Axis, Spec, num_parts
+from .halo_exchange import is_gathered
 from .local_convolution import is_depthwise, is_grouped, local_convolution
+from .sliding_windows import WINDOWS
 
 Shape = tuple[int, ...]
 DimAxes = tuple[tuple[Axis, ...], ...]
@@ -26,6 +28,7 @@ ReplicatedDims = set[tuple[int, int]]
 class ShardedOp:
     """One equation, and the shapes and shardings of its arrays."""
 
+    name: str
     params: Mapping[str, Any]
     shapes: Sequence[Shape]
     axes: Sequence[DimAxes]
@@ -57,7 +60,7 @@ def specs(
     if workaround is None:
         return list(found)
     axes = [((),) * len(shape) if s is None else s.axes for s, shape in zip(found, shapes, strict=True)]
-    replicated = workaround(ShardedOp(params, shapes, axes, sizes, is_manual))
+    replicated = workaround(ShardedOp(name, params, shapes, axes, sizes, is_manual))
     return [_replicate(s, [d for t, d in replicated if t == i], shapes[i]) for i, s in enumerate(found)]
 
 
@@ -93,13 +96,25 @@ def _replicate(spec: Spec | None, dims: Sequence[int], shape: Shape) -> Spec | N
 def _strided_slice(op: ShardedOp) -> ReplicatedDims:
     """Strides above 1: wrong numbers if a shard has no element of the result."""
     steps = op.params["strides"] or ()
-    return {(t, d) for d, step in enumerate(steps) if step > 1 for t in (0, 1)}
+    return {(t, d) for d, step in enumerate(steps) if step > 1 for t in (0, 1)} | _window(op)
 
 
 def _pad(op: ShardedOp) -> ReplicatedDims:
     """Negative or interior padding: wrong numbers, or a failed check that aborts the process."""
     widths = enumerate(op.params["padding_config"])
-    return {(t, d) for d, (low, high, inside) in widths if min(low, high) < 0 or inside for t in (0, 2)}
+    return {(t, d) for d, (low, high, inside) in widths if min(low, high) < 0 or inside for t in (0, 2)} | _window(op)
+
+
+def _window(op: ShardedOp) -> ReplicatedDims:
+    """Halos that XLA does not exchange: it would gather all dims that windows slide over."""
+    found: ReplicatedDims = set()
+    result = len(op.shapes) - 1
+    for one in WINDOWS[op.name](op.params, op.shapes):
+        axes = op.axes[0][one.dim]
+        if axes and axes == op.axes[result][one.result_dim]:
+            if is_gathered(one, op.shapes[0][one.dim], num_parts(axes, op.sizes)):
+                found |= {(0, one.dim), (result, one.result_dim)}
+    return found
 
 
 def _reduce(op: ShardedOp) -> ReplicatedDims:
@@ -143,14 +158,22 @@ def _convolution(op: ShardedOp) -> ReplicatedDims:
     for d, o, dilation in zip(space, out_space, op.params["lhs_dilation"], strict=True):
         if not (consistent and unsharded_out and dilation == 1 and axes(0, d) == axes(2, o)):
             replicated |= {(0, d), (2, o)}
-    return replicated
+    return replicated | _window(op)
 
 
 def _pooling_gradient(op: ShardedOp) -> ReplicatedDims:
-    """Gradient of pooling with overlapping or spaced windows: wrong numbers along their dims."""
-    dims = zip(op.params["window_dimensions"], op.params["window_strides"], op.params["padding"], strict=True)
-    sliding = [d for d, (window, step, pad) in enumerate(dims) if window != step or tuple(pad) != (0, 0)]
-    return {(t, d) for t in range(3) for d in sliding}
+    """Gradient of pooling with overlapping or spaced windows: wrong numbers along their dims.
+
+    Where windows cross the boundaries of shards, XLA exchanges more halos than it needs.
+    """
+    keys = ("window_dimensions", "window_strides", "padding")
+    found: ReplicatedDims = set()
+    for d, (window, step, pad) in enumerate(zip(*(op.params[key] for key in keys), strict=True)):
+        parts = max(num_parts(axes[d], op.sizes) for axes in op.axes[:3])
+        rows, windows = (-(-op.shapes[t][d] // parts) for t in (1, 0))
+        if window != step or tuple(pad) != (0, 0) or (window > 1 and parts > 1 and windows * step != rows):
+            found |= {(t, d) for t in range(3)}
+    return found
 
 
 def _pooling_tangent(op: ShardedOp) -> ReplicatedDims:
@@ -198,6 +221,9 @@ def _gather(op: ShardedOp) -> ReplicatedDims:
     return indices | {(2, d) for d in range(len(op.shapes[2])) if d not in numbers.offset_dims}
 
 
+SCATTERS = frozenset({"scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul", "scatter-sub"})
+
+
 WORKAROUNDS: dict[str, Callable[[ShardedOp], ReplicatedDims]] = {
     "conv_general_dilated": _convolution,
     "dot_general": _dot,
@@ -206,18 +232,20 @@ WORKAROUNDS: dict[str, Callable[[ShardedOp], ReplicatedDims]] = {
     "pad": _pad,
     "reduce": _reduce,
     "reduce_xor": _reduce,
-    **dict.fromkeys(("scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul", "scatter-sub"), _scatter),
+    **dict.fromkeys(SCATTERS, _scatter),
     "select_and_gather_add": _pooling_tangent,
     "select_and_scatter_add": _pooling_gradient,
     "slice": _strided_slice,
+    **dict.fromkeys(("reduce_window", "reduce_window_max", "reduce_window_min", "reduce_window_sum"), _window),
 }
 """Primitive -> the dims to replicate."""
 
 AFFECTED = WORKAROUNDS.keys() | FIRST_START_INDEX.keys()
 """Primitives with a workaround."""
 
-OPERAND_FIRST = frozenset({"gather"})
-"""Primitives whose operand must already be sharded as the result; slicing the result is an error."""
+OPERAND_FIRST = SCATTERS | {"gather"}
+"""Primitives whose operand must already be sharded as the result: slicing the result of a gather is an error, and XLA
+gathers the updates of a scatter into a replicated operand."""
 
 FIXED_LAYOUT = frozenset({"fft"})
 """Primitives that XLA:CPU runs in one layout only: near collectives it may choose another and fail."""

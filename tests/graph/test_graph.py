@@ -220,3 +220,17 @@ def test_every_variable_has_a_value():
     for eqn in g.scope.jaxpr.eqns:
         for var in eqn.outvars:
             assert compat.is_drop(var) or g.shapes[g.scope.env[var]] == var.aval.shape
+
+
+def test_a_loop_depends_on_a_scalar_only_where_its_body_does():
+    def fn(x, w):
+        total = jnp.broadcast_to(jnp.sum(x), (4,))
+        _, ys = jax.lax.scan(lambda carry, row: (carry + total, row), w, x)
+        carry, _ = jax.lax.scan(lambda carry, row: (carry + total, row), w, x)
+        return ys, carry
+
+    g = build(fn, (8, 4), (4,))
+    (total,) = (op for op in g.ops if op.name == "reduce_sum")
+    assert total.results[0] in g.live_values()
+    g.outputs = g.outputs[:1]
+    assert total.results[0] not in g.live_values()

@@ -78,3 +78,27 @@ def test_cross_entropy_over_a_sharded_vocabulary(backend, described):
         cross_entropy, args, backend, described, {"data": 2, "model": 4}, in_shardings=specs
     )
     assert predicted == compiled
+
+
+@pytest.mark.parametrize("vmapped", [False, True], ids=["one", "vmapped"])
+def test_an_index_that_can_only_be_zero_is_not_computed(vmapped):
+    def row(x, i):
+        return jax.vmap(lambda x, i: x[i % 1])(x, i) if vmapped else x[i[0] % 1]
+
+    args = (jax.ShapeDtypeStruct((8, 1, 4), "float32"), jax.ShapeDtypeStruct((8,), "int32"))
+    if not vmapped:
+        args = (jax.ShapeDtypeStruct((1, 4), "float32"), args[1])
+    with sharding.mesh({"a": 8}):
+        step = sharding.jit(row, in_shardings=(P(), P("a")), out_shardings=P())
+        predicted = step.complete(*args).communication().lowered("cpu").by_kind()
+        compiled = sharding.cost.read_compiled(step.lower(*args).compile()).by_kind()
+    assert compiled == predicted == {}
+
+
+def test_remainders_are_the_same():
+    def fn(i):
+        return i % 1, i % 3, -i % 1, i.astype(jnp.float32) % 1
+
+    with sharding.mesh({"a": 8}):
+        for ours, plain in zip(sharding.jit(fn)(jnp.arange(8)), fn(jnp.arange(8)), strict=True):
+            np.testing.assert_array_equal(ours, plain)

@@ -186,3 +186,21 @@ def test_a_vmapped_while_has_one_condition():
         found = step.complete(x).verify(step.lower(x).compile())
         assert found.agrees and len(found.predicted) == 1  # two sums over tensor an iteration, one `any` over data
         np.testing.assert_array_equal(step(x), jax.jit(fn)(x))
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [lambda c, x: jnp.where(c, x, x), lambda c, x: jnp.maximum(x, x) + 1, lambda c, x: jax.lax.select(c, x, x)],
+    ids=["where", "maximum", "select"],
+)
+def test_a_choice_between_a_value_and_itself_is_the_value(fn):
+    args = (jax.ShapeDtypeStruct((8, 8), "bool"), jax.ShapeDtypeStruct((8, 8), "float32"))
+    simple = simplify(jax.make_jaxpr(fn)(*args))
+    assert not any(count(simple, name) for name in ("select_n", "max"))
+    with sharding.mesh(data=2, tensor=4):
+        jitted = sharding.jit(fn, in_shardings=(P("data"), P("tensor")), out_shardings=P("tensor"))
+        predicted = jitted.complete(*args).communication().lowered("cpu").by_kind()
+        compiled = sharding.cost.read_compiled(jitted.lower(*args).compile()).by_kind()
+        c, x = np.arange(64).reshape(8, 8) % 3 == 0, np.arange(64, dtype=np.float32).reshape(8, 8)
+        np.testing.assert_array_equal(jitted(c, x), fn(c, x))
+    assert compiled == predicted == {}

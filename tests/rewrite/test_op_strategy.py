@@ -13,8 +13,8 @@ from sharding import P, cost
 from sharding.explain.predicted_collectives import communication
 from sharding.graph import Graph, Op
 from sharding.propagation import Assignment
-from sharding.rewrite.halo_exchange import rotation
 from sharding.rewrite.op_strategy import OpStrategies
+from sharding.rewrite.rotation import rotation
 from sharding.rules import identity
 from sharding.spec import Dim, Spec
 

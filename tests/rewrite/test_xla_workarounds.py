@@ -164,9 +164,10 @@ def spec(*dims):
 
 def test_only_the_affected_dims_are_replicated():
     found = [spec("a", "b"), spec("a", "b")]
-    params = {"strides": (1, 2)}
+    params = {"strides": (1, 2), "start_indices": (0, 0), "limit_indices": (8, 8)}
     assert xla_workarounds.specs("slice", params, [(8, 8), (8, 4)], found, SIZES) == [spec("a", None)] * 2
-    assert xla_workarounds.specs("slice", {"strides": None}, [(8, 8), (8, 4)], found, SIZES) == found
+    half = {"strides": None, "start_indices": (0, 0), "limit_indices": (8, 4)}
+    assert xla_workarounds.specs("slice", half, [(8, 8), (8, 4)], found, SIZES) == found
 
 
 def test_a_convolution_stays_sharded_in_batch_and_height():

@@ -1,0 +1,84 @@
+"""Rotations: concatenations of two slices of an array, and their gradients, which XLA recognises.
+
+Only the rows that end on another device are sent, by at most two collective-permutes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from .. import compat
+from ..graph import Graph, Op
+from ..spec import Spec
+
+
+def rotation(op: Op, makers: Mapping[int, Op]) -> int | None:
+    """Returns the shift of a concatenation that rotates an array, whose two slices are its operands; else None."""
+    parts = [makers.get(v) for v in op.operands] if op.name == "concatenate" else []
+    if len(parts) != 2 or None in parts:
+        return None
+    last, first = parts
+    assert last is not None and first is not None
+    if last.name != "slice" or first.name != "slice" or last.operands != first.operands:
+        return None
+    d, (p, q) = op.site[0].params["dimension"], (part.site[0].params for part in (last, first))
+    starts, ends = p["start_indices"], q["limit_indices"]
+    others = [k for k in range(len(starts)) if k != d]
+    same = all(p[key][k] == q[key][k] for key in ("start_indices", "limit_indices") for k in others)
+    steps = {*(p["strides"] or ()), *(q["strides"] or ())}
+    if not same or steps - {1} or q["start_indices"][d] or ends[d] != starts[d]:
+        return None
+    return (p["limit_indices"][d] - starts[d]) % p["limit_indices"][d]
+
+
+def rotation_gradient(op: Op, makers: Mapping[int, Op]) -> tuple[int, int] | None:
+    """Returns (dim, shift) of a sum that rotates an array, whose two parts are its padded operands; else None.
+
+    The gradient of a rotation is such a sum.
+    """
+    pads = [makers[v] for v in op.operands if v in makers] if op.name in ("add", "add_any") else []
+    if len(pads) != 2 or any(pad.name != "pad" or not _is_zero(pad.site[0].invars[1]) for pad in pads):
+        return None
+    cuts = [makers.get(pad.operands[0]) for pad in pads]
+    if (
+        any(cut is None or cut.name not in ("slice", "split") for cut in cuts)
+        or len({_source(c) for c in cuts if c}) > 1
+    ):
+        return None
+    first, last = ([tuple(map(int, widths)) for widths in pad.site[0].params["padding_config"]] for pad in pads)
+    rotated = [d for d, pair in enumerate(zip(first, last, strict=True)) if pair != ((0, 0, 0), (0, 0, 0))]
+    if len(rotated) != 1:
+        return None
+    (d,) = rotated
+    (low, high, inside), (other_low, other_high, other_inside) = first[d], last[d]
+    length = op.site[0].outvars[0].aval.shape[d]
+    one_sided = not inside and not other_inside and low * high == other_low * other_high == 0
+    fit = one_sided and low + high + other_low + other_high == length and bool(low) != bool(other_low)
+    return (d, max(low, other_low)) if fit else None
+
+
+def _is_zero(atom: Any) -> bool:
+    return compat.is_literal(atom) and not atom.val
+
+
+def _source(op: Op) -> int:
+    return op.operands[0]
+
+
+def rotation_parts(op: Op, makers: Mapping[int, Op]) -> Iterator[Op]:
+    """Yields the ops inside a rotation; XLA recognises the rotation if their results are unconstrained."""
+    if rotation(op, makers) is not None:
+        yield from (makers[v] for v in op.operands)
+    elif rotation_gradient(op, makers) is not None:
+        for pad in (makers[v] for v in op.operands):
+            yield from (pad, makers[pad.operands[0]])
+
+
+def rotated_specs(graph: Graph, specs: Sequence[Spec]) -> dict[int, Spec]:
+    """Returns slice of a rotated array -> the spec of the rotation, in which XLA needs the array, too."""
+    uniform = (op for op in graph.ops if not graph.diverges(op))
+    parts = (
+        (op, part) for op in uniform for part in rotation_parts(op, graph.makers) if part.name in ("slice", "split")
+    )
+    return {v: specs[op.results[0]] for op, part in parts for v in part.results}
