@@ -5,7 +5,8 @@ are over the same axes and used only there (`AllReduceReassociate` of openxla/xl
 products read, such as the input of q, k and v, is the usual case. XLA:GPU first folds an all-reduce of an all-reduce
 into one over the axes of both (`AllReduceFolder`). Both reduce all dims that one reduction after another sums, and
 all-reduce the result once over the axes of both: `x.sum(1).sum(0)` of a matrix sends one number. XLA:TPU narrows
-float32 sums that are only read in bfloat16 before it all-reduces them.
+float32 sums that are only read in bfloat16 before it all-reduces them. Products of sums with one factor are added
+before they are multiplied (`AlgebraicSimplifier`), on GPUs if that is a power of 2.
 """
 
 from __future__ import annotations
@@ -129,12 +130,16 @@ def reassociate(
             v = operand
         return False
 
+    scaled: dict[int, float] = {}
     for op in graph.ops:
         if op.name not in ADDS or len(op.operands) != 2 or len(set(op.operands)) == 1 or moves(op):
             continue
-        first, second = map(reduced, op.operands)
-        (result,) = op.results
-        if first is None or second is None or any(axes(v) != axes(result) for v in op.operands):
+        (result,), operands = op.results, op.operands
+        (one, x), (other, y) = (_scaled(graph, v, scaled, moves, platform) for v in operands)
+        if one == other != 1:
+            scaled[result], operands = one, (x, y)
+        first, second = map(reduced, operands)
+        if first is None or second is None or any(axes(v) != axes(result) for v in operands):
             continue
         converts = any(map(is_converted, op.operands, (first, second)))
         common = _common_end(left[first], left[second], scatters=not (platform == "gpu" and converts))
@@ -143,6 +148,28 @@ def reassociate(
                 left[v] = left[v][: -len(common)]
             left[result] = common
     return Reassociation(left, sums_behind_loops(graph, left, reduced, moves, shard_bytes))
+
+
+def _scaled(
+    graph: Graph, v: int, scaled: Mapping[int, float], moves: Callable[[Op], bool], platform: Platform
+) -> tuple[float, int]:
+    """(factor, the value that it multiplies): compilers add two such products before they multiply; else (1, v)."""
+    op = graph.makers.get(v)
+    while op is not None and op.name in ADDS and v not in scaled and graph.num_uses[v] == 1:
+        operand = _only_operand(graph, op, ())  # what is added to zero
+        if operand is None or moves(op):
+            return 1, v
+        v, op = operand, graph.makers.get(operand)
+    if v in scaled:
+        return scaled[v], v
+    if op is None or op.name not in ("div", "mul") or graph.num_uses[v] != 1 or moves(op):
+        return 1, v
+    literals = [float(a.val) for a in op.site[0].invars if compat.is_literal(a) and not a.aval.shape]
+    arrays = [x for x in op.operands if graph.shapes[x] == graph.shapes[v] and (x in graph.makers or x in graph.inputs)]
+    is_product = len(literals) == len(arrays) == 1 and (op.name == "mul" or op.operands[0] == arrays[0])
+    if not is_product or (platform == "gpu" and abs(math.frexp(literals[0])[0]) != 0.5):
+        return 1, v
+    return (literals[0] if op.name == "mul" else 1 / literals[0]), arrays[0]
 
 
 def _negates(graph: Graph, op: Op) -> bool:

@@ -56,6 +56,14 @@ def negated(x, a, b, c):
     return jnp.sum(-jnp.sin(a), 0) + jnp.sum(-jnp.sin(b), 0) + jnp.sum(c, 0)
 
 
+def weight_decay(x, a, b, c):
+    return sum(-0.5 * jnp.sum(w**2, 0) for w in (a, b, c))
+
+
+def other_weights(x, a, b, c):
+    return sum(0.3 * jnp.sum(w**2, 0) for w in (a, b, c))
+
+
 def a_norm(x, a, b, c):
     return jnp.sqrt(sum(jnp.sum(w * w) for w in (a, b, c)))
 
@@ -86,6 +94,8 @@ PROGRAMS = {
     "other axes": (other_axes, 3),
     "maxima": (maxima, 3),
     "negated": (negated, 3),
+    "weight decay": (weight_decay, 1),
+    "other weights": (other_weights, 3),
     "a norm": (a_norm, 1),
     "a loop": (a_loop, 1),
     "a small stack": (a_small_stack, 1),
