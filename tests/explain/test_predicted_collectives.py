@@ -205,7 +205,9 @@ PROGRAMS = {
         options={"in_shardings": P(None, "a"), "out_shardings": P()},
     ),
     "integers minus themselves": Program(
-        run=lambda x: (x - x) + 1, args=(ints(8, 4),), options={"in_shardings": P("a"), "out_shardings": P()}
+        run=lambda x: ((x - x) + 1, x > x, x == x),
+        args=(ints(8, 4),),
+        options={"in_shardings": P("a"), "out_shardings": P()},
     ),
     "a carry that an annotation in the loop differs from": Program(
         run=lambda x: lax.fori_loop(0, 2, lambda i, c: annotate(jnp.sin(c), P("a")) * 2, x),
