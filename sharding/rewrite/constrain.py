@@ -47,6 +47,10 @@ def constrain(closed_jaxpr: Any, assignment: Assignment, mesh: AbstractMesh, *, 
     return rewriter.jaxpr(closed_jaxpr, assignment.graph.scope, inputs=inputs)
 
 
+BOUNDARIES = frozenset({"edge", "scan xs", "scan ys"})
+"""Ops of values that enter or leave loops and branches, which are no equations."""
+
+
 class _Rewriter:
     def __init__(self, assignment: Assignment, mesh: AbstractMesh):
         self.program = AssignedProgram(assignment, mesh)
@@ -79,7 +83,9 @@ class _Rewriter:
         """Returns the op of an equation, if it has one with a rule."""
         atoms = [scope.env[v] for v in eqn.outvars if not compat.is_drop(v)]
         op = self.program.makers.get(atoms[0]) if atoms and atoms[0] is not None else None
-        return op if op is not None and op.rule is not None and op.site and op.site[0] is eqn else None
+        if op is None or op.rule is None or op.name in BOUNDARIES:
+            return None
+        return op if op.site and op.site[0] is eqn else None
 
     def signature(self, scope: Scope) -> tuple:
         spec = self.program.spec
@@ -220,12 +226,12 @@ class _Body(ConstraintEmitter):
         strategy, is_affected = self.strategies[i], eqn.primitive.name in xla_workarounds.AFFECTED
         if strategy is not None or is_affected:
             found = self.eqn_specs(eqn)
-            planned = found if strategy is None else self.planned_specs(strategy, found)
+            planned = found if strategy is None else strategy.planned(found)
             safe = self.workaround_specs(eqn, planned) if is_affected else planned
             invars = self.resharded_operands(eqn, strategy, invars, found, planned, safe)
-            n, constrained = len(invars), strategy.constrained if strategy is not None else [False] * len(eqn.outvars)
-            for k, (one, other, is_constrained) in enumerate(zip(planned[n:], safe[n:], constrained, strict=True)):
-                if one != other or (is_constrained and one is not None):
+            n, constrained = len(invars), strategy.constrained if strategy is not None else ()
+            for k, (one, other) in enumerate(zip(planned[n:], safe[n:], strict=True)):
+                if one != other or (one is not None and k < len(constrained) and constrained[k]):
                     results[k] = None if compat.is_drop(eqn.outvars[k]) else other
         fixed_layout = eqn.primitive.name in xla_workarounds.FIXED_LAYOUT
         if fixed_layout:
@@ -328,16 +334,6 @@ class _Body(ConstraintEmitter):
         elsewhere = any(self.is_constant_elsewhere(var, need) for var, need in pairs)
         found = slices_first or no_halo or moves or is_local or elsewhere or any(strategy.constrained)
         return strategy if found else None
-
-    def planned_specs(self, strategy: OpStrategy, found: Sequence[Spec | None]) -> list[Spec | None]:
-        """Returns the specs of an equation's operands and results while it runs, by its strategy."""
-        needed = [*strategy.operand_specs, *strategy.result_specs]
-        n, planned = len(strategy.operand_specs), list(found)
-        for k, need in enumerate(needed[:n]):
-            planned[k] = need if found[k] is not None or any(need.axes) else None
-        for k, (need, constrained) in enumerate(zip(needed[n:], strategy.constrained, strict=True), start=n):
-            planned[k] = need if constrained and found[k] is not None else found[k]
-        return planned
 
     def resharded_operands(
         self,
