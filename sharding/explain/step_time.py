@@ -1,8 +1,9 @@
 """Step time estimates: ops and collectives timed by a chip's rates, with compute and communication overlapped.
 
-Every op is one task on the device's stream and every collective one on its links, in program order, each after its
-dependencies (`cost.simulate`). A loop's tasks are multiplied by its trip count. Elementwise ops fuse into their
-consumers, so arrays between them are never stored; devices that share a host's cores do not overlap. At a chip's peak
+Every op is one task on the device's stream, in program order, each after its dependencies (`cost.simulate`). A
+collective that the platform's compiler starts asynchronously (`ASYNCHRONOUS`: a start and a done in the compiled
+schedule) is a task on the links, beside compute; any other one is on the device's stream. A loop's tasks are multiplied
+by its trip count. Elementwise ops fuse into their consumers, so arrays between them are never stored. At a chip's peak
 rates the estimate is a lower bound; at measured rates (`sharding calibrate`) it is close.
 """
 
@@ -10,14 +11,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
 
-from ..cost import Task, Timeline, Topology, Work, collective_seconds, op_seconds, simulate, work
+from ..cost import KINDS, Kind, Task, Timeline, Topology, Work, collective_seconds, op_seconds, simulate, work
 from ..cost.op_time import is_compute_bound
 from ..graph import Graph, Op
+from ..hardware import Platform
 from ..propagation import Assignment
 from ..rules.rule_table import ELEMENTWISE
 from ..spec import Spec, axis_name, local_shape
@@ -30,6 +32,14 @@ FUSED = ELEMENTWISE | {"broadcast_in_dim", "iota", "reshape", "squeeze"}
 NO_WORK = frozenset({"annotate", "barrier", "edge", "same", "scan xs", "scan ys", "shard_map"})
 """Ops that only constrain shardings; a slice of a scan's stacked input is read where it is used."""
 DEVICE, LINKS = "device", "links"
+ASYNCHRONOUS: Mapping[Platform, Collection[Kind]] = {
+    "cpu": (),
+    "tpu": ("collective-permute", "reduce-scatter"),
+    "gpu": KINDS,
+}
+"""The kinds of collectives that run beside compute, as compiled schedules have them. XLA:CPU waits for each. XLA:TPU
+(libtpu 0.0.50.1, v5p) starts only collective-permutes, of which it also makes the reduce-scatters of large products.
+XLA:GPU (JAX 0.12.0.1, H100) starts all, and leaves those synchronous that have nothing to overlap with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,7 +177,7 @@ class _Tasks:
         self.assignment, self.graph, self.on = assignment.as_run, assignment.graph, on
         self.program = ProgramCollectives(assignment, platform=on.chip.platform)
         self.fused = _fused(self.graph)
-        self.links = LINKS if on.chip.sends_while_computing else DEVICE
+        self.asynchronous = ASYNCHRONOUS[on.chip.platform] if on.chip.sends_while_computing else ()
         self.ready: dict[int, tuple[str, ...]] = {}  # value -> the tasks that it depends on
         self.number = 0
 
@@ -202,7 +212,8 @@ class _Tasks:
         levels = self.on.levels(c.axes)
         link = levels[-1][0].link if levels else "link"
         limit = f"{link} over {', '.join(map(axis_name, c.axes))}"
-        return self.task(c.kind, self.links, seconds, after, c.source, limit=limit, is_collective=True)
+        stream = LINKS if c.kind in self.asynchronous else DEVICE
+        return self.task(c.kind, stream, seconds, after, c.source, limit=limit, is_collective=True)
 
     def task(
         self, name: str, stream: str, seconds: float, after: Sequence[str], source: str, *, limit: str,

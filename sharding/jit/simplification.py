@@ -38,6 +38,9 @@ REDUCTIONS = {"pmax": jax.lax.reduce_max, "pmin": jax.lax.reduce_min, "psum": ja
 IDEMPOTENT = frozenset({"and", "max", "min", "or", "select_n"})
 """Primitives that return what two equal operands are."""
 
+OF_EQUALS = {"eq": 1, "ge": 1, "gt": 0, "le": 1, "lt": 0, "ne": 0, "sub": 0, "xor": 0}
+"""Primitive -> its result for two equal integers."""
+
 SIMPLIFIED_INSIDE = CALLS | {"cond", "scan", "shard_map", "while"}
 """Primitives whose bodies are simplified, too."""
 
@@ -95,9 +98,11 @@ class _Simplifier:
                 eqn, is_changed = product, True
             if eqn.primitive.name == "reshape" and len(eqn.outvars[0].aval.shape) == 1 and len(eqn.invars) == 1:
                 flattened[eqn.outvars[0]] = eqn.invars[0]
-            if _is_zero(eqn):
-                (zeros,) = compat.open_jaxpr(jax.make_jaxpr(partial(jnp.zeros_like, eqn.invars[0].aval))()).eqns
-                eqn, is_changed = compat.new_eqn(eqn, zeros.invars, eqn.outvars, zeros.primitive, zeros.params), True
+            if (value := _of_equals(eqn)) is not None:
+                like = partial(jnp.full_like, eqn.invars[0].aval, value, dtype=eqn.outvars[0].aval.dtype)
+                (constant,) = compat.open_jaxpr(jax.make_jaxpr(like)()).eqns
+                eqn = compat.new_eqn(eqn, constant.invars, eqn.outvars, constant.primitive, constant.params)
+                is_changed = True
             if _is_only_padding(eqn):
                 (x,) = eqn.outvars
                 fill = jax.make_jaxpr(partial(jax.lax.broadcast, sizes=x.aval.shape))(eqn.invars[1].aval)
@@ -224,12 +229,12 @@ def _transposed_first(eqn: Any) -> list[Any]:
     ]
 
 
-def _is_zero(eqn: Any) -> bool:
-    """Whether an equation subtracts an array of integers from itself."""
-    if eqn.primitive.name not in ("sub", "xor") or eqn.invars[0] is not eqn.invars[1]:
-        return False
-    aval = eqn.outvars[0].aval
-    return bool(aval.shape) and jnp.issubdtype(aval.dtype, jnp.integer)
+def _of_equals(eqn: Any) -> int | None:
+    """What an equation makes of each element, if it subtracts or compares an array of integers and itself."""
+    if eqn.primitive.name not in OF_EQUALS or eqn.invars[0] is not eqn.invars[1]:
+        return None
+    aval = eqn.invars[0].aval
+    return OF_EQUALS[eqn.primitive.name] if aval.shape and jnp.issubdtype(aval.dtype, jnp.integer) else None
 
 
 def _is_only_padding(eqn: Any) -> bool:

@@ -48,6 +48,10 @@ def constrain(closed_jaxpr: Any, assignment: Assignment, mesh: AbstractMesh, *, 
     return rewriter.jaxpr(closed_jaxpr, assignment.graph.scope, inputs=inputs)
 
 
+BOUNDARIES = frozenset({"edge", "scan xs", "scan ys"})
+"""Ops of values that enter or leave loops and branches, which are no equations."""
+
+
 class _Rewriter:
     def __init__(self, assignment: Assignment, mesh: AbstractMesh):
         self.program = AssignedProgram(assignment, mesh)
@@ -80,7 +84,9 @@ class _Rewriter:
         """Returns the op of an equation, if it has one with a rule."""
         atoms = [scope.env[v] for v in eqn.outvars if not compat.is_drop(v)]
         op = self.program.makers.get(atoms[0]) if atoms and atoms[0] is not None else None
-        return op if op is not None and op.rule is not None and op.site and op.site[0] is eqn else None
+        if op is None or op.rule is None or op.name in BOUNDARIES:
+            return None
+        return op if op.site and op.site[0] is eqn else None
 
     def signature(self, scope: Scope) -> tuple:
         spec = self.program.spec
@@ -224,9 +230,9 @@ class _Body(ConstraintEmitter):
             planned = found if strategy is None else strategy.planned(found)
             safe = self.workaround_specs(eqn, planned) if is_affected else planned
             invars = self.resharded_operands(eqn, strategy, invars, found, planned, safe)
-            n, constrained = len(invars), strategy.constrained if strategy is not None else [False] * len(eqn.outvars)
-            for k, (one, other, is_constrained) in enumerate(zip(planned[n:], safe[n:], constrained, strict=True)):
-                if one != other or (is_constrained and one is not None):
+            n, constrained = len(invars), strategy.constrained if strategy is not None else ()
+            for k, (one, other) in enumerate(zip(planned[n:], safe[n:], strict=True)):
+                if one != other or (one is not None and k < len(constrained) and constrained[k]):
                     results[k] = None if compat.is_drop(eqn.outvars[k]) else other
         fixed_layout = eqn.primitive.name in xla_workarounds.FIXED_LAYOUT
         if fixed_layout:

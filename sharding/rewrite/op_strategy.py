@@ -101,6 +101,15 @@ class OpStrategy:
         """All steps."""
         return itertools.chain.from_iterable((*self.operand_steps, *self.result_steps))
 
+    def planned(self, found: Sequence[Spec | None]) -> list[Spec | None]:
+        """Returns the specs of operands and results while the op runs, instead of those found; None is left to XLA."""
+        n, planned = len(self.operand_specs), list(found)
+        for k, need in enumerate(self.operand_specs):
+            planned[k] = need if found[k] is not None or any(need.axes) else None
+        for k, (need, constrained) in enumerate(zip(self.result_specs, self.constrained, strict=True), start=n):
+            planned[k] = need if constrained and found[k] is not None else found[k]
+        return planned
+
 
 class OpStrategies:
     """The strategies of a program's ops, each computed once for all ops with equal rules, shapes and specs."""

@@ -204,8 +204,14 @@ PROGRAMS = {
         args=(floats(1, 8),),
         options={"in_shardings": P(None, "a"), "out_shardings": P()},
     ),
+    "a loop whose carry changes its sharding": Program(
+        run=lambda x, rows: lax.scan(lambda c, r: (annotate(c * 2, P(None, "a")), r + 1), annotate(x, P("a")), rows),
+        args=(floats(8, 8), floats(3, 8)),
+    ),
     "integers minus themselves": Program(
-        run=lambda x: (x - x) + 1, args=(ints(8, 4),), options={"in_shardings": P("a"), "out_shardings": P()}
+        run=lambda x: ((x - x) + 1, x > x, x == x),
+        args=(ints(8, 4),),
+        options={"in_shardings": P("a"), "out_shardings": P()},
     ),
     "a carry that an annotation in the loop differs from": Program(
         run=lambda x: lax.fori_loop(0, 2, lambda i, c: annotate(jnp.sin(c), P("a")) * 2, x),
