@@ -336,10 +336,11 @@ class ProgramCollectives:
         self, op: Op, v: int, have: Spec, steps: Sequence[Step], times: int, what: str, advise: Callable[[], str]
     ) -> Iterator[Collective]:
         """The collectives of a reshard; what a branch, a recomputation or the rest reshards twice moves once."""
-        inside = self.loop_bodies if op.name in ("scan xs", "scan ys") else self.regions
-        region = inside.get(id(op.site[0])) if op.site else None
         entered = self.graph.makers.get(v) if op.name == "scan xs" else None
-        source = v if entered is None or self.specs[entered.operands[0]].axes != have.axes else entered.operands[0]
+        is_stack = entered is not None and self.specs[entered.operands[0]].axes == have.axes
+        source = entered.operands[0] if entered is not None and is_stack else v
+        is_row = op.name in ("scan xs", "scan ys") and not is_stack  # a stack is resharded before its loop
+        region = (self.loop_bodies if is_row else self.regions).get(id(op.site[0])) if op.site else None
         body = tuple(map(id, op.site[1:]))
         for i, step in enumerate(steps):
             own = body if i or step.kind in MOVES_SHARDS else None  # another body reshards a copy of its own

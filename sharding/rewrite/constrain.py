@@ -304,13 +304,6 @@ class _Body(ConstraintEmitter):
         plan = local_convolution(eqn.params, shapes, axes, self.program.sizes)
         return None if plan is None else functools.partial(convolved, plan, eqn.params, self.mesh, axes)
 
-    def is_plain_constraint(self, eqn: Any) -> bool:
-        """Whether an equation is a `with_sharding_constraint` to a spec alone, without layout or kind of memory."""
-        if eqn.primitive.name != "sharding_constraint" or self.scope.manual or eqn.params.get("layout") is not None:
-            return False
-        sharding = eqn.params["sharding"]
-        return isinstance(sharding, jax.sharding.NamedSharding) and sharding.memory_kind in (None, "device")
-
     def annotation(self, eqn: Any, operand: Any) -> None:
         """Keeps an annotation in place, with the inferred spec instead of the user's."""
         (var,) = eqn.outvars

@@ -143,3 +143,10 @@ class ConstraintEmitter:
         ends = [compat.new_literal(n, index.aval) for n in (0, largest)]
         self.eqns.append(compat.new_eqn(eqn, [ends[0], index, ends[1]], [new], jax.lax.clamp_p, {}))
         return new
+
+    def is_plain_constraint(self, eqn: Any) -> bool:
+        """Whether an equation is a `with_sharding_constraint` to a spec alone, without layout or kind of memory."""
+        if eqn.primitive.name != "sharding_constraint" or self.scope.manual or eqn.params.get("layout") is not None:
+            return False
+        sharding = eqn.params["sharding"]
+        return isinstance(sharding, jax.sharding.NamedSharding) and sharding.memory_kind in (None, "device")

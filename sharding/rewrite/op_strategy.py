@@ -83,19 +83,6 @@ class OpStrategy:
     needed: tuple[Spec, ...]
     """The spec of each operand that agrees with how the op runs, which XLA reads shards of other operands by."""
 
-    def planned(self, found: Sequence[Spec | None]) -> list[Spec | None]:
-        """Returns the specs of the operands and results while the op runs, given those that they have.
-
-        None for an array that needs no constraint.
-        """
-        needed = [*self.operand_specs, *self.result_specs]
-        n, planned = len(self.operand_specs), list(found)
-        for k, need in enumerate(needed[:n]):
-            planned[k] = need if found[k] is not None or any(need.axes) else None
-        for k, (need, constrained) in enumerate(zip(needed[n:], self.constrained, strict=True), start=n):
-            planned[k] = need if constrained and found[k] is not None else found[k]
-        return planned
-
     @property
     def steps(self) -> Iterator[Step]:
         """All steps."""
