@@ -24,27 +24,6 @@ def aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
-def fit_into(intervals: Sequence[Interval], allocations: Sequence[Interval]) -> set[int]:
-    """Which buffers fit into existing allocations while those are unused, such as those of results.
-
-    Args:
-        intervals: buffers over time.
-        allocations: bytes of each allocation, and the first and last instant at which it is in use.
-
-    As in XLA's buffer assignment, large buffers first, each into the smallest allocation that holds it.
-    """
-    occupied = [[allocation] for allocation in sorted(allocations)]
-    found = set()
-    for k in sorted(range(len(intervals)), key=lambda k: (-intervals[k][0], intervals[k][1])):
-        num_bytes, first, last = intervals[k]
-        for allocation in occupied:
-            if allocation[0][0] >= num_bytes and all(b < first or a > last for _, a, b in allocation):
-                allocation.append(intervals[k])
-                found.add(k)
-                break
-    return found
-
-
 def block_bytes(intervals: Sequence[Interval]) -> int:
     """Bytes of the heap that holds buffers over time.
 

@@ -30,10 +30,8 @@ class Instruction:
     elementwise: bool = False
     expensive: bool = False
     """Whether fusion must not duplicate it."""
-    reuses_operand: bool = False
-    """Whether it reads elements of its first operand several times."""
     is_library_reduction: bool = False
-    """Whether it is a reduction that XLA:CPU hands to its library, together with its neighbours."""
+    """Whether a library runs it, a reduction, together with its neighbours."""
     in_place: tuple[tuple[int, int], ...] = ()
     """(operand, result) pairs that share a buffer; result 0 is the instruction itself unless it has tuple elements."""
     bodies: tuple[Body, ...] = ()

@@ -9,7 +9,6 @@ from typing import Any
 
 from ..rules import ELEMENTWISE
 from .compiler_traits import CompilerTraits
-from .instruction import Instruction
 
 RESHAPES = frozenset("expand_dims reshape squeeze".split())
 """Primitives that only change the shape."""
@@ -27,10 +26,10 @@ REDUCTIONS = frozenset("reduce_and reduce_max reduce_min reduce_or reduce_prod r
 BARRIER = "optimization_barrier"
 """Its results are its operands, none available before all are."""
 
-IDENTITIES = frozenset("barrier copy_p device_put pbroadcast pvary reshard same".split())
+IDENTITIES = frozenset(
+    "annotate barrier copy_p device_put optimization_barrier pbroadcast pvary reshard same sharding_constraint".split()
+)
 """Primitives whose results are their operands."""
-
-REUSES_OPERAND = frozenset("broadcast_in_dim conv_general_dilated dot_general gather pad stack tile".split())
 
 COLLECTIVES = {
     "all_gather": "all-gather", "all_gather_invariant": "all-gather", "all_to_all": "all-to-all", "pmax": "all-reduce",
@@ -41,9 +40,6 @@ COLLECTIVES = {
 
 CONVERSIONS = frozenset({"bitcast_convert_type", "convert_element_type"})
 
-TREE_REDUCTION_WINDOW = 32
-"""Longer dims are reduced in two rounds (`tree_reduction_rewriter.cc`), the first of which reads stored values."""
-
 
 def is_elementwise(name: str) -> bool:
     """Whether each element of the result depends only on the operands' elements at the same index."""
@@ -53,11 +49,6 @@ def is_elementwise(name: str) -> bool:
 def is_fusible(name: str) -> bool:
     """Whether a consumer may compute it inside its own kernel."""
     return is_elementwise(name) or name in DATA_MOVEMENT or name in REDUCTIONS or name in RESHAPES
-
-
-def is_transposed(x: Instruction) -> bool:
-    """Whether an array is a transpose of the program's own, so that it keeps its operand's layout."""
-    return x.eqn is not None and x.name == x.eqn.primitive.name == "transpose"
 
 
 def stores_constant(name: str, shape: tuple[int, ...]) -> bool:

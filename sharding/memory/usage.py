@@ -9,18 +9,12 @@ from functools import cached_property
 
 from ..hardware import Platform
 from ..propagation import Assignment
-from .compiler_traits import TRAITS, Schedule
+from .compiler_traits import TRAITS
 from .device_program import DeviceProgram, lower
 from .heap_simulator import block_bytes
-from .kernel_order import Order, program_order, xla_cpu_order
-from .latency_hiding import xla_gpu_order
+from .kernel_order import ORDERS
 from .liveness import Lifetimes, program_lifetimes
 
-ORDERS: Mapping[Schedule, Order] = {
-    "program order": program_order,
-    "breadth first": xla_cpu_order,
-    "latency hiding": xla_gpu_order,
-}
 POINTER_BYTES = 8
 """Per result of a program with several: XLA:CPU returns a table of pointers."""
 

@@ -26,11 +26,6 @@ def summed_over_devices(x, w):
     return ((x @ w) @ jnp.ones((N, N), "bfloat16")).astype("float32").sum()
 
 
-def a_used_twice(x, w):
-    a = jnp.exp(x @ w)
-    return (a @ w) * jnp.sum(a)
-
-
 def scattered(x, w):
     return sharding.annotate(x @ w, P("data"))
 
@@ -41,13 +36,6 @@ def test_sums_of_16_bits(platform):
     options = {"sizes": {"data": 8}, "in_shardings": (P(None, "data"), P("data"))}
     found = temporaries(summed_over_devices, HALF, HALF, platform=platform, **options)
     assert found <= 3 * N * N * 2 < temporaries(summed_over_devices, HALF, HALF, platform="cpu", **options)
-
-
-@pytest.mark.parametrize("platform", ["gpu", "tpu"])
-def test_functions_are_computed_in_each_consumer(platform):
-    """The product is stored, and its exponential as operand of the next one; the sum computes its own."""
-    found = temporaries(a_used_twice, FULL, FULL, platform=platform)
-    assert found <= temporaries(a_used_twice, FULL, FULL, platform="cpu")
 
 
 @pytest.mark.parametrize(("platform", "share"), [("cpu", 1), ("gpu", 1 / 8), ("tpu", 1 / 8)])
