@@ -13,40 +13,27 @@ from .equation_lowering import Env, Lowering
 from .instruction import Body, Instruction
 
 
-def loop_operands(lowering: Lowering, i: int, eqn: Any, scope: Scope | None, env: Env, emitter: Emitter) -> tuple:
-    """The operands of a loop, stored and resharded to the specs of its inputs, and the graph's numbers of these."""
+def loop_operands(
+    lowering: Lowering, i: int, eqn: Any, scope: Scope | None, env: Env, emitter: Emitter
+) -> tuple[list[Instruction], Sequence[int | None]]:
+    """The operands of a loop, and the graph's numbers of the loop's inputs."""
     entries = scope.entries[i] if scope is not None and i in scope.entries else [None] * len(eqn.invars)
     pairs = zip(eqn.invars, entries, strict=True)
-    return [loop_operand(lowering, atom, target, scope, env, emitter) for atom, target in pairs], entries
-
-
-def loop_operand(
-    lowering: Lowering, atom: Any, target: int | None, scope: Scope | None, env: Env, emitter: Emitter
-) -> Instruction:
-    """An operand of a loop, stored and resharded to the spec of the loop's input."""
-    x, have = lowering.read(atom, env), lowering.spec_of(atom, scope)
-    if x is not None and x.name == "transpose" and x.role == "bitcast":  # a loop has its operands in row-major layout
-        x = emitter.emit(x.name, "fusible", x.operands, x.shape, x.itemsize, key=id(x), value=x.value, eqn=x.eqn)
-    return stored(lowering, atom, x, have, have if target is None else lowering.specs[target], emitter)
+    return [stored(lowering, atom, env, scope, target, emitter) for atom, target in pairs], entries
 
 
 def stored(
-    lowering: Lowering, atom: Any, x: Instruction | None, have: Spec, need: Spec, emitter: Emitter
+    lowering: Lowering, atom: Any, env: Env, scope: Scope | None, need: int | Spec | None, emitter: Emitter
 ) -> Instruction:
-    """An operand or result of a body, resharded; a constant in memory where it is a constant expression."""
+    """An operand or result of a body, in memory, resharded to a spec or to that of a value."""
     shape, itemsize = atom.aval.shape, lowering.itemsize(atom.aval)
-    if x is None:
-        return emitter.constant(emitter.local_shape(shape, need), itemsize)
-    return emitter.reshard(x, shape, itemsize, have, need)
-
-
-def result(
-    lowering: Lowering, atom: Any, env: Env, child: Scope | None, need: int | Spec | None, emitter: Emitter
-) -> Instruction:
-    """A result of a body, with a spec or that of a value."""
-    have = lowering.spec_of(atom, child)
+    x, have = lowering.read(atom, env), lowering.spec_of(atom, scope)
     spec = lowering.specs[need] if isinstance(need, int) else need or have
-    return stored(lowering, atom, lowering.read(atom, env), have, spec, emitter)
+    if x is None:
+        return emitter.constant(emitter.local_shape(shape, spec), itemsize)
+    if x.name == "transpose" and x.role == "bitcast":  # loops and branches have arrays in row-major layout
+        x = emitter.emit(x.name, "fusible", x.operands, x.shape, itemsize, key=id(x), value=x.value, eqn=x.eqn)
+    return emitter.reshard(x, shape, itemsize, have, spec)
 
 
 def body_emitter(lowering: Lowering, child: Scope | None) -> Emitter:
@@ -123,7 +110,7 @@ def scan(lowering: Lowering, i: int, eqn: Any, scope: Scope | None, env: Env, em
     stacks: list[Instruction] = []
     outputs: list[tuple[int, Any]] = [(k, eqn) for k in range(n_carry)]
     results = [
-        result(lowering, body.outvars[k], inner_env, child, entries[n_consts + k], inner) for k in range(n_carry)
+        stored(lowering, body.outvars[k], inner_env, child, entries[n_consts + k], inner) for k in range(n_carry)
     ]
     for k, (atom, var) in enumerate(zip(body.outvars, eqn.outvars, strict=True)):
         if k < n_carry or compat.is_drop(var):
@@ -133,7 +120,7 @@ def scan(lowering: Lowering, i: int, eqn: Any, scope: Scope | None, env: Env, em
         stacks.append(emitter.constant(shape, itemsize))
         x = lowering.read(atom, inner_env)
         outputs.append((k, x.eqn if x is not None and x.eqn is not None else eqn))
-        row = [] if x is None else [result(lowering, atom, inner_env, child, want.row, inner)]
+        row = [] if x is None else [stored(lowering, atom, inner_env, child, want.row, inner)]
         carry = inner.argument(shape, itemsize, value)
         facts: dict[str, Any] = {"value": value, "eqn": eqn, "in_place": ((0, 0),)}
         results.append(inner.emit("dynamic_update_slice", "fusible", [carry, *row], shape, itemsize, **facts))
@@ -156,14 +143,14 @@ def while_(lowering: Lowering, i: int, eqn: Any, scope: Scope | None, env: Env, 
     inputs, entries = loop_operands(lowering, i, eqn, scope, env, emitter)
     inner, inner_env = lower_body(lowering, body, child, inputs[n_cond:])
     pairs = zip(body.outvars, entries[first:], strict=True)
-    inner.body.results = [result(lowering, atom, inner_env, child, target, inner) for atom, target in pairs]
+    inner.body.results = [stored(lowering, atom, inner_env, child, target, inner) for atom, target in pairs]
     carried, outputs = range(first, len(inputs)), [(k, eqn) for k in range(len(eqn.outvars))]
     lowering.bind(*emit_loop(lowering, eqn, inputs, carried, outputs, scope, inner.body, emitter), env)
 
 
 def cond(lowering: Lowering, i: int, eqn: Any, scope: Scope | None, env: Env, emitter: Emitter) -> None:
     """Lower a conditional, one body per branch."""
-    inputs = [result(lowering, atom, env, scope, None, emitter) for atom in eqn.invars]
+    inputs = [stored(lowering, atom, env, scope, None, emitter) for atom in eqn.invars]
     wants = [lowering.spec_of(v, scope) for v in eqn.outvars]
     bodies = []
     for k, branch in enumerate(eqn.params["branches"]):
@@ -171,17 +158,12 @@ def cond(lowering: Lowering, i: int, eqn: Any, scope: Scope | None, env: Env, em
         child = scope.children.get((i, "branches", k)) if scope is not None else None
         inner, inner_env = lower_body(lowering, jaxpr, child, inputs[1:])
         pairs = zip(jaxpr.outvars, wants, strict=True)
-        inner.body.results = [result(lowering, atom, inner_env, child, want, inner) for atom, want in pairs]
+        inner.body.results = [stored(lowering, atom, inner_env, child, want, inner) for atom, want in pairs]
         bodies.append(inner.body)
     conditional = emitter.emit("cond", "unfusible", inputs, (0,), 1, eqn=eqn, bodies=tuple(bodies))
     elements = [
-        (
-            emitter.local_shape(v.aval.shape, want),
-            lowering.itemsize(v.aval),
-            None if compat.is_drop(v) else lowering.graph_value(v, scope),
-            eqn,
-        )
-        for v, want in zip(eqn.outvars, wants, strict=True)
+        (x.shape, x.itemsize, lowering.graph_value(v, scope), eqn)
+        for v, x in zip(eqn.outvars, bodies[0].results, strict=True)
     ]
     lowering.bind(eqn.outvars, emitter.tuple_elements(conditional, elements), env)
 
@@ -197,7 +179,7 @@ def shard_map(lowering: Lowering, i: int, eqn: Any, scope: Scope | None, env: En
     for atom, target, var in zip(eqn.invars, scope.entries[i], body.invars, strict=True):
         x = lowering.read(atom, env)
         if x is not None:
-            x = loop_operand(lowering, atom, target, scope, env, emitter)
+            x = stored(lowering, atom, env, scope, target, emitter)
             have = lowering.spec_of(var, child)
             shape = emitter.local_shape(var.aval.shape, have)
             if x.shape != shape:

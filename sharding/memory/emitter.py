@@ -106,16 +106,17 @@ class Emitter:
         on XLA:CPU; an all-reduce to a smaller local shape slices first.
         """
         key, facts = step.spec.axes, {"value": x.value, "eqn": x.eqn}
+        sent = {**facts, "axes": step.axes}
         if step.kind == "all-gather":
-            return self.emit(step.kind, "unfusible", [x], shape, itemsize, key=key, group=self.group(step), **facts)
+            return self.emit(step.kind, "unfusible", [x], shape, itemsize, key=key, group=self.group(step), **sent)
         if step.kind == "collective-permute":
-            return self.emit(step.kind, "unfusible", [x], shape, itemsize, key=key, **facts)
+            return self.emit(step.kind, "unfusible", [x], shape, itemsize, key=key, **sent)
         if step.kind == "all-to-all":
             pieces = self.emit("slice", "fusible", [x], shape, itemsize, key=key, **facts)
-            sent = self.emit(step.kind, "unfusible", [pieces], shape, itemsize, key=key, **facts)
-            return self.emit("concatenate", "unfusible", [sent], shape, itemsize, key=key, **facts)
+            received = self.emit(step.kind, "unfusible", [pieces], shape, itemsize, key=key, **sent)
+            return self.emit("concatenate", "unfusible", [received], shape, itemsize, key=key, **facts)
         if step.kind == "reduce-scatter" and self.traits.reduce_scatters:
-            return self.emit(step.kind, "unfusible", [x], shape, itemsize, group=self.group(step, itemsize), **facts)
+            return self.emit(step.kind, "unfusible", [x], shape, itemsize, group=self.group(step, itemsize), **sent)
         if step.kind == "reduce-scatter":
             x = self.all_reduce(x, itemsize, step.axes)
         if x.shape != shape:
@@ -129,10 +130,9 @@ class Emitter:
     def all_reduce(self, x: Instruction, itemsize: int, axes: tuple[Axis, ...]) -> Instruction:
         """An all-reduce of partial sums; 16-bit floats are reduced in 32 bits."""
         facts: Mapping[str, Any] = {"value": x.value, "eqn": x.eqn}
-        group = (axes, itemsize)
         if itemsize != 2 or not self.traits.widens_16_bits:
-            return self.emit("all-reduce", "unfusible", [x], x.shape, itemsize, group=group, **facts)
-        group = (group[0], 4)
+            group = (axes, itemsize)
+            return self.emit("all-reduce", "unfusible", [x], x.shape, itemsize, group=group, axes=axes, **facts)
         x = self.emit("convert", "fusible", [x], x.shape, 4, elementwise=True, **facts)
-        x = self.emit("all-reduce", "unfusible", [x], x.shape, 4, group=group, **facts)
+        x = self.emit("all-reduce", "unfusible", [x], x.shape, 4, group=(axes, 4), axes=axes, **facts)
         return self.emit("convert", "fusible", [x], x.shape, itemsize, elementwise=True, expensive=True, **facts)

@@ -30,7 +30,6 @@ Env = dict[Any, Instruction | None]
 MIN_LIBRARY_ELEMENTS = 4096
 """A library runs reductions of at least as many elements (openxla/xla, `backends/cpu/ynn_support.cc`)."""
 
-
 Handler = Callable[["Lowering", int, Any, "Scope | None", Env, Emitter], None]
 """(lowering, index of the equation, equation, its scope, environment, emitter) -> None."""
 
@@ -119,7 +118,8 @@ class Lowering:
             value = None if compat.is_drop(var) else self.graph_value(var, scope)
             if value is not None:
                 op = self.graph.makers.get(value)
-                return op if op is not None and op.site and op.site[0] is eqn and _has_all_arrays(op, eqn) else None
+                has_all = op is not None and len(op.operands) == len(eqn.invars) and len(op.results) == len(eqn.outvars)
+                return op if op is not None and has_all and op.site and op.site[0] is eqn else None
         return None
 
     def lower_equation(self, eqn: Any, scope: Scope | None, env: Env, emitter: Emitter) -> None:
@@ -146,44 +146,31 @@ class Lowering:
                 for x, a, path in zip(operands, eqn.invars, strategy.operand_steps, strict=True)
             ]
             operand_specs, result_specs = strategy.operand_specs, strategy.result_specs
-        elif op is not None:  # no rule: XLA runs it on replicated arrays
-            needs = [closed_spec(len(a.aval.shape)) for a in eqn.invars]
-            operands = self.reshard_operands(eqn.invars, operands, operand_specs, needs, emitter)
-            operand_specs, result_specs = needs, [closed_spec(len(v.aval.shape)) for v in eqn.outvars]
+        needs, gives = operand_specs, result_specs
+        if op is not None and op.rule is None:  # XLA runs it on replicated arrays
+            needs, gives = ([closed_spec(len(v.aval.shape)) for v in vs] for vs in (eqn.invars, eqn.outvars))
         if name in xla_workarounds.AFFECTED:
-            needs, gives = self.workaround_specs(eqn, scope, operand_specs, result_specs)
-            operands = self.reshard_operands(eqn.invars, operands, operand_specs, needs, emitter)
+            needs, gives = self.workaround_specs(eqn, scope, needs, gives)
             steps = [() if a.axes != b.axes else path for a, b, path in zip(result_specs, gives, steps, strict=True)]
-            operand_specs, result_specs = needs, gives
+        operands = [
+            x if x is None or have is need else emitter.reshard(x, a.aval.shape, self.itemsize(a.aval), have, need)
+            for a, x, have, need in zip(eqn.invars, operands, operand_specs, needs, strict=True)
+        ]
         for k, (atom, x) in enumerate(zip(eqn.invars, operands, strict=True)):
             if x is None and primitive_traits.stores_constant(name, atom.aval.shape):
-                shape = emitter.local_shape(atom.aval.shape, operand_specs[k])
+                shape = emitter.local_shape(atom.aval.shape, needs[k])
                 operands[k] = emitter.constant(shape, self.itemsize(atom.aval))
-        shapes = [emitter.local_shape(v.aval.shape, spec) for v, spec in zip(eqn.outvars, result_specs, strict=True)]
+        shapes = [emitter.local_shape(v.aval.shape, spec) for v, spec in zip(eqn.outvars, gives, strict=True)]
         results = self.emit_op(eqn, operands, shapes, scope, emitter)
         for k, (var, x) in enumerate(zip(eqn.outvars, results, strict=True)):
-            if steps[k] or result_specs[k] is not final_specs[k]:
+            if steps[k] or gives[k] is not final_specs[k]:
                 shape, itemsize = var.aval.shape, self.itemsize(var.aval)
                 x = emitter.apply_steps(x, shape, itemsize, steps[k])
                 path = steps[k]
-                have = path[-1].spec if path else result_specs[k]
+                have = path[-1].spec if path else gives[k]
                 x = emitter.reshard(x, shape, itemsize, have, final_specs[k])
             if not compat.is_drop(var):
                 env[var] = x
-
-    def reshard_operands(
-        self,
-        atoms: Sequence[Any],
-        operands: Sequence[Instruction | None],
-        haves: Sequence[Spec],
-        needs: Sequence[Spec],
-        emitter: Emitter,
-    ) -> list[Instruction | None]:
-        """Operands resharded from the specs they have to those the op needs."""
-        return [
-            x if x is None or have is need else emitter.reshard(x, a.aval.shape, self.itemsize(a.aval), have, need)
-            for a, x, have, need in zip(atoms, operands, haves, needs, strict=True)
-        ]
 
     def workaround_specs(
         self, eqn: Any, scope: Scope | None, operand_specs: Sequence[Spec], result_specs: Sequence[Spec]
@@ -259,7 +246,7 @@ class Lowering:
         facts |= {
             "elementwise": primitive_traits.is_elementwise(name),
             "expensive": primitive_traits.is_expensive(name, eqn, traits),
-            "in_place": _in_place(name, operands),
+            "in_place": ((0, 0),) if primitive_traits.updates(name) and operands[0] is not None else (),
         }
         if traits.stores_around_reductions and name in primitive_traits.REDUCTIONS:
             facts["is_library_reduction"] = present[0].num_elements >= MIN_LIBRARY_ELEMENTS
@@ -284,7 +271,11 @@ class Lowering:
         """A dot or a convolution, its operands transposed for the library."""
         name = eqn.primitive.name
         if name == "conv_general_dilated":
-            stored, order = operand_layouts.conv_operands(eqn, operands, emitter), operand_layouts.conv_order(eqn)
+            stored, out = (
+                operand_layouts.conv_operands(eqn, operands, emitter),
+                eqn.params["dimension_numbers"].out_spec,
+            )
+            order = [out[0], *out[2:], out[1]]
             made = emitter.emit(name, "unfusible", stored, [shape[d] for d in order], itemsize, **facts)
             return operand_layouts.transposed(made, [order.index(d) for d in range(len(order))], emitter)
         wide = widening.is_computed_in_f32(eqn, self.traits)
@@ -328,13 +319,3 @@ def phase(eqn: Any, outer: Phase) -> Phase:
     if outer == "backward" or "transpose(" in stack:
         return "backward"
     return "forward" if "jvp(" in stack else outer
-
-
-def _has_all_arrays(op: Op, eqn: Any) -> bool:
-    return len(op.operands) == len(eqn.invars) and len(op.results) == len(eqn.outvars)
-
-
-def _in_place(name: str, operands: Sequence[Instruction | None]) -> tuple[tuple[int, int], ...]:
-    if name == "dynamic_update_slice" or name.startswith("scatter"):
-        return ((0, 0),) if operands[0] is not None else ()
-    return ()

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from ..spec import Axis
+
 Phase = Literal["", "forward", "backward"]
 """The pass of a gradient that an op belongs to: what is differentiated, its transpose, or neither."""
 
@@ -40,6 +42,8 @@ class Instruction:
     eqn: Any = None
     group: Any = None
     """Collectives with an equal group may be combined."""
+    axes: tuple[Axis, ...] = ()
+    """The mesh axes of a collective's device groups; not of those that manual code writes."""
     phase: Phase = ""
 
     def __repr__(self) -> str:

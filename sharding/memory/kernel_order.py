@@ -17,7 +17,7 @@ from ..cost.collective_combining import combined_collectives
 from ..cost.latency_hiding import Part, Work, latency_hiding_order
 from .compiler_traits import Schedule
 from .fusion import Kernel
-from .instruction import Body, Instruction, all_instructions
+from .instruction import Instruction, all_instructions
 from .sibling_fusion import fuse_siblings
 
 COMBINED_BYTES = 30 * 2**20
@@ -116,13 +116,9 @@ def _work(unit: Sequence[Kernel], after: tuple[int, ...]) -> Work:
     return Work(
         microseconds=sum(map(_kernel_us, unit)),
         after=after,
-        communicates=any(map(_communicates, root.bodies)),
+        communicates=any(x.name in gpu_latencies.COLLECTIVES for body in root.bodies for x in all_instructions(body)),
         is_fill=not unit[0].operands and root.num_bytes >= FILL_BYTES,
     )
-
-
-def _communicates(body: Body) -> bool:
-    return any(one.name in gpu_latencies.COLLECTIVES for one in all_instructions(body))
 
 
 def _kernel_us(kernel: Kernel) -> float:

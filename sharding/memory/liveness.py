@@ -7,10 +7,10 @@ that is the operand's last reader.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from .device_program import DeviceProgram
 from .fusion import Kernel, fuse
 from .heap_simulator import Interval, aligned
 from .instruction import Body, Instruction
@@ -82,18 +82,6 @@ class Lifetimes:
         return found + [(b.num_bytes, begun[b.born], ended[b.dies]) for b in own], now
 
 
-def program_lifetimes(program: DeviceProgram, donated: Mapping[int, int], order: Order) -> Lifetimes:
-    """The buffers of a program; those of arguments and results are not temporaries.
-
-    Args:
-        program: the per-device program.
-        donated: result -> the argument it aliases.
-        order: of the kernels.
-    """
-    pairs = [(program.inputs[a], k) for k, a in donated.items()]
-    return lifetimes(program.body, pairs, {*program.outputs}, order, are_donated=True)
-
-
 def lifetimes(
     body: Body,
     carried: Sequence[tuple[Instruction, int]],
@@ -142,7 +130,13 @@ class _BufferAssignment:
         self.end = len(steps) - 1
         self.buffer_of: dict[Instruction, Buffer] = {}
         self.buffers: list[Buffer] = []
-        self._tuple_elements: dict[Instruction, list[Instruction]] = {}
+        self.numbers: dict[Instruction, int] = {}
+        """Tuple element -> its index among those of its operand."""
+        counts: Counter[Instruction] = Counter()
+        for one in body.instructions:
+            if one.role == "tuple-element":
+                self.numbers[one] = counts[one.operands[0]]
+                counts[one.operands[0]] += 1
 
     def lifetimes(self, *, are_donated: bool) -> Lifetimes:
         nested: dict[int, list[Lifetimes]] = {}
@@ -196,7 +190,7 @@ class _BufferAssignment:
             return self.buffer_of.get(root.operands[0])
         if root.role == "tuple-element":
             source = root.operands[0]
-            number = self.tuple_elements(source).index(root)
+            number = self.numbers[root]
             for at, element in source.in_place:
                 if element == number and source.name == BARRIER:
                     return self.buffer_of.get(source.operands[at])
@@ -220,13 +214,6 @@ class _BufferAssignment:
                     return found
         return None
 
-    def tuple_elements(self, source: Instruction) -> list[Instruction]:
-        if source not in self._tuple_elements:
-            self._tuple_elements[source] = [
-                x for x in self.body.instructions if x.role == "tuple-element" and x.operands[0] is source
-            ]
-        return self._tuple_elements[source]
-
     def freed_buffer(self, operand: Instruction, step: int) -> Buffer | None:
         """The buffer of an operand that is not read after a step."""
         buffer = self.buffer_of.get(operand)
@@ -240,7 +227,7 @@ class _BufferAssignment:
         """Whether every path in a kernel from an operand to the result is elementwise."""
         reached = {operand}
         for m in kernel.members:
-            if any(x in reached for x in m.operands):
+            if not reached.isdisjoint(m.operands):
                 if not m.elementwise:
                     return False
                 reached.add(m)

@@ -42,9 +42,3 @@ def conv_operands(eqn: Any, operands: Sequence[Instruction], emitter: Emitter) -
     lhs, rhs = numbers.lhs_spec, numbers.rhs_spec
     orders = [[lhs[0], *lhs[2:], lhs[1]], [*rhs[2:], rhs[1], rhs[0]]]
     return [transposed(x, order, emitter) for x, order in zip(operands, orders, strict=True)]
-
-
-def conv_order(eqn: Any) -> list[int]:
-    """The dims of a convolution's result in the order in which the library writes them."""
-    out = eqn.params["dimension_numbers"].out_spec
-    return [out[0], *out[2:], out[1]]

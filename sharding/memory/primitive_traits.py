@@ -51,6 +51,11 @@ def is_fusible(name: str) -> bool:
     return is_elementwise(name) or name in DATA_MOVEMENT or name in REDUCTIONS or name in RESHAPES
 
 
+def updates(name: str) -> bool:
+    """Whether it writes into its first operand."""
+    return name == "dynamic_update_slice" or name.startswith("scatter")
+
+
 def stores_constant(name: str, shape: tuple[int, ...]) -> bool:
     """Whether a constant operand of this shape is stored in memory; otherwise the op's kernel computes it."""
     one_array = name in REDUCTIONS or name in RESHAPES

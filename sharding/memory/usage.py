@@ -13,7 +13,7 @@ from .compiler_traits import TRAITS
 from .device_program import DeviceProgram, lower
 from .heap_simulator import block_bytes
 from .kernel_order import ORDERS
-from .liveness import Lifetimes, program_lifetimes
+from .liveness import Lifetimes, lifetimes
 
 POINTER_BYTES = 8
 """Per result of a program with several: XLA:CPU returns a table of pointers."""
@@ -61,7 +61,9 @@ def usage(assignment: Assignment, donated: Collection[int] = (), *, platform: Pl
     traits = TRAITS[platform]
     program = lower(assignment, traits)
     aliases = donations(assignment, program, donated)
-    return Usage(program, program_lifetimes(program, aliases, ORDERS[traits.schedule]), aliases)
+    pairs = [(program.inputs[a], k) for k, a in aliases.items()]
+    order, outputs = ORDERS[traits.schedule], {*program.outputs}
+    return Usage(program, lifetimes(program.body, pairs, outputs, order, are_donated=True), aliases)
 
 
 def donations(assignment: Assignment, program: DeviceProgram, donated: Collection[int]) -> dict[int, int]:
