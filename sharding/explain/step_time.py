@@ -1,9 +1,10 @@
 """Step time estimates: ops and collectives timed by a chip's rates, with compute and communication overlapped.
 
-Every op is one task on the device's stream and every collective one on its links, in program order, each after its
-dependencies (`cost.simulate`). A loop's tasks are multiplied by its trip count. Elementwise ops fuse into their
-consumers, so arrays between them are never stored; devices that share a host's cores do not overlap. At a chip's peak
-rates the estimate is a lower bound; at measured rates (`sharding calibrate`) it is close.
+Every op is one task on the device's stream and every collective one on its links, each after its dependencies
+(`cost.simulate`), in program order, or on GPUs in that of XLA's scheduler (`cost/latency_hiding.py`). A loop's tasks
+are multiplied by its trip count. Elementwise ops fuse into their consumers, so arrays between them are never stored;
+devices that share a host's cores do not overlap. At a chip's peak rates the estimate is a lower bound; at measured
+rates (`sharding calibrate`) it is close.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 
 import jax
 
-from ..cost import Task, Timeline, Topology, Work, collective_seconds, op_seconds, simulate, work
+from ..cost import Task, Timeline, Topology, Work, collective_seconds, latency_hiding, op_seconds, simulate, work
 from ..cost.op_time import is_compute_bound
 from ..graph import Graph, Op
 from ..propagation import Assignment
@@ -145,8 +146,28 @@ def estimate(assignment: Assignment, on: Topology, *, name: str = "") -> Estimat
         chip=str(on.devices),
         peak_flops_per_second=on.chip.rates.bfloat16_flops_per_second,
         parts=tuple(parts),
-        timeline=simulate(tasks),
+        timeline=simulate(_as_scheduled(tasks, parts) if on.chip.platform == "gpu" else tasks),
     )
+
+
+def _as_scheduled(tasks: Sequence[Task], parts: Sequence[TimedOp]) -> list[Task]:
+    """The tasks in the order of XLA:GPU's latency-hiding scheduler, each behind those that it places before it."""
+    numbers = {task.name: k for k, task in enumerate(tasks)}
+    works = [
+        latency_hiding.Work(
+            microseconds=1e6 * task.seconds,
+            after=tuple(numbers[name] for name in task.after),
+            is_collective=part.is_collective,
+        )
+        for task, part in zip(tasks, parts, strict=True)
+    ]
+    found, before = [], ()
+    for k, part in latency_hiding.latency_hiding_order(works):
+        if part != "end":
+            found.append(dataclasses.replace(tasks[k], after=tuple(dict.fromkeys([*tasks[k].after, *before]))))
+        if part == "kernel":
+            before = (tasks[k].name,)
+    return found
 
 
 class _Tasks:
