@@ -252,8 +252,7 @@ class Lowering:
             facts["is_library_reduction"] = present[0].num_elements >= MIN_LIBRARY_ELEMENTS
         if facts["elementwise"] and widening.is_computed_in_f32(eqn, traits):
             return [widening.rounded(emitter.emit(name, "fusible", present, shape, 4, **facts), emitter)]
-        role = "fusible" if is_fusible else "unfusible"
-        made = []
+        role, made = "fusible" if is_fusible else "unfusible", []
         for k, (shape, itemsize, value) in enumerate(outputs):
             facts |= {"value": value, "key": key and (key, k)}
             made.append(emitter.emit(name, role, present, shape, itemsize, **facts))

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from ..graph.garbage_collection import no_collection
 from ..hardware import Platform
 from ..propagation import Assignment
 from .compiler_traits import TRAITS
@@ -42,7 +43,7 @@ class Usage:
     @cached_property
     def temporary_bytes(self) -> int:
         """The heap of temporaries, without those placed in the buffers of results."""
-        return block_bytes(self.lifetimes.intervals())
+        return block_bytes(self.lifetimes.intervals(), self.lifetimes.peak_bytes())
 
     @property
     def peak_bytes(self) -> int:
@@ -50,6 +51,7 @@ class Usage:
         return self.argument_bytes + self.result_bytes + self.temporary_bytes
 
 
+@no_collection()
 def usage(assignment: Assignment, donated: Collection[int] = (), *, platform: Platform = "cpu") -> Usage:
     """The memory of a completed program on one device.
 

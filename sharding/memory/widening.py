@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax.numpy as jnp
+
 from .compiler_traits import CompilerTraits
 from .emitter import Emitter
 from .instruction import Instruction
@@ -16,8 +18,8 @@ from .primitive_traits import CONVERSIONS
 
 def is_computed_in_f32(eqn: Any, traits: CompilerTraits) -> bool:
     """Whether an equation of bfloat16 arithmetic runs in float32."""
-    converts = eqn.primitive.name in CONVERSIONS
-    return traits.widens_16_bits and not converts and str(eqn.outvars[0].aval.dtype) == "bfloat16"
+    is_half = traits.widens_16_bits and eqn.outvars[0].aval.dtype == jnp.bfloat16
+    return is_half and eqn.primitive.name not in CONVERSIONS
 
 
 def rounded(wide: Instruction, emitter: Emitter) -> Instruction:
