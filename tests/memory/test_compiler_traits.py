@@ -10,6 +10,7 @@ from support.train_steps.small_models import gpt_step
 import sharding
 from sharding import P, cost
 from sharding.memory import usage
+from sharding.memory.compiler_traits import PEAK_ERRORS, TRAITS
 
 N = 256
 HALF = jax.ShapeDtypeStruct((N, N), "bfloat16")
@@ -51,6 +52,12 @@ def test_a_reduce_scatter_stores_its_shard(platform, share):
     assert found >= N * N * 4
     if share < 1:
         assert found < temporaries(then_squared, *args, platform="cpu", sizes=sizes, in_shardings=specs)
+
+
+@pytest.mark.parametrize("platform", TRAITS)
+def test_every_platform_has_a_stored_error(platform):
+    error = PEAK_ERRORS[platform]
+    assert 0 < error.median <= error.large and error.low <= 1 <= error.high and error.num_programs > 0
 
 
 @pytest.mark.slow
