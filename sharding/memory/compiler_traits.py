@@ -22,7 +22,7 @@ class PeakError:
     `tests/benchmarks/prediction.py --corpus --fit` measures it and writes `peak_errors.json`.
     """
 
-    num_programs: int
+    num_programs: int | None
     median: float
     """Half of the programs stay within it, relative to the compiled peak."""
     large: float
@@ -44,7 +44,7 @@ class CompilerTraits:
     """How one compiler's buffers differ from the program's arrays."""
 
     widens_16_bits: bool
-    """Whether arithmetic and collectives on 16-bit floats, and some dots, run in 32 bits."""
+    """Whether arithmetic, dots and collectives of 16-bit floats run in 32 bits."""
     transposes_operands: bool
     """Whether transposes are stored, and operands of dots and convolutions transposed to the order of a library; others
     choose layouts so that none is needed."""

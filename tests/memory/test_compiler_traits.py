@@ -57,7 +57,7 @@ def test_a_reduce_scatter_stores_its_shard(platform, share):
 @pytest.mark.parametrize("platform", TRAITS)
 def test_every_platform_has_a_stored_error(platform):
     error = PEAK_ERRORS[platform]
-    assert 0 < error.median <= error.large and error.low <= 1 <= error.high and error.num_programs > 0
+    assert 0 < error.median <= error.large and error.low <= 1 <= error.high
 
 
 @pytest.mark.slow
