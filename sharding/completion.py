@@ -297,8 +297,7 @@ class Completion:
         """Predicts peak memory per device during one call, in bytes, before anything compiles.
 
         Args:
-            platform: the compiler to model, `"cpu"`, `"gpu"` or `"tpu"`; the latter two are assumed to keep the
-                program's order. Default: that of the mesh.
+            platform: the compiler to model, `"cpu"`, `"gpu"` or `"tpu"`. Default: that of the mesh.
         """
         donated = self._donated_leaves
         return memory(self.assignment, name=self.name, donated=donated, platform=platform or self._platform)

@@ -19,11 +19,11 @@ FLOORS = [
     ["hardware", "paths", "rules", "spec"],
     ["mesh"],
     ["annotations"],
-    ["distributed", "expert", "graph", "sequence", "tensor", "xla", "zero"],
+    ["distributed", "expert", "graph", "pipeline", "sequence", "tensor", "xla", "zero"],
     ["checkpoint", "cost", "models", "propagation"],
     ["rewrite"],
     ["memory"],
-    ["explain", "pipeline"],
+    ["explain"],
     ["completion"],
     ["comparison", "jit"],
     ["sharding"],  # the face, sharding/__init__.py

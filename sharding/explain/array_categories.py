@@ -79,8 +79,8 @@ def of_array(
 
 def _state(graph: Graph, donated: Collection[int]) -> set[int]:
     """The arguments that a result replaces."""
-    ends = {name.partition("/")[2].partition("/")[2]: v for name, v in graph.names.items() if v in set(graph.outputs)}
     outputs = set(graph.outputs)
+    ends = {name.partition("/")[2].partition("/")[2]: v for name, v in graph.names.items() if v in outputs}
     found = {*donated}
     for k, v in enumerate(graph.inputs):
         rest = graph.label(v).partition("/")[2]

@@ -15,7 +15,7 @@ from .. import compat
 from ..graph import Graph
 from ..hardware import Platform
 from ..memory import POINTER_BYTES, Usage, usage
-from ..memory.compiler_traits import TRAITS, PeakError
+from ..memory.compiler_traits import PEAK_ERRORS, PeakError
 from ..memory.instruction import Instruction
 from ..memory.liveness import Buffer, Lifetimes
 from ..propagation import Assignment
@@ -23,12 +23,15 @@ from ..spec import axis_name, sizes_text
 from ..text_table import aligned
 from . import array_categories
 from .array_categories import Category
+from .collective_buffers import collective_buffer_bytes
 from .memory_fit import Fit, fit
 from .units import bytes_text
 
 ARGUMENTS = "(arguments)"
 GAPS = "(gaps)"
 """Fragmentation: freed space that the next array does not fit into."""
+WIDE = 0.2
+"""A predicted peak that is farther from some compiled ones is shown as a range."""
 
 
 class Moment(NamedTuple):
@@ -99,6 +102,8 @@ class MemoryReport:
     """Results that are not aliased to donated arguments."""
     temporary_bytes: int
     """The temporary buffer for everything else, including gaps."""
+    collective_buffer_bytes: int = 0
+    """What NCCL keeps for the collectives on GPUs, outside XLA's memory and not in `peak_bytes`."""
     arrays: tuple[Array, ...]
     """Arrays live at the peak, largest first."""
     timeline: tuple[Moment, ...]
@@ -112,7 +117,12 @@ class MemoryReport:
     @property
     def peak_error(self) -> PeakError:
         """How far such predictions are from compiled peaks, over programs that other people wrote."""
-        return TRAITS[self.platform].peak_error
+        return PEAK_ERRORS[self.platform]
+
+    @property
+    def range_bytes(self) -> tuple[int, int]:
+        """Where the compiled peak lies for nine of ten programs with this predicted peak."""
+        return int(self.peak_bytes * self.peak_error.low), int(self.peak_bytes * self.peak_error.high)
 
     @property
     def gap_bytes(self) -> int:
@@ -152,7 +162,7 @@ class MemoryReport:
         return self.arrays[:count]
 
     def fits(self, chip: str, *, usable: float | None = None) -> Fit:
-        """Whether the peak fits the memory that a chip offers, with the numbers; truthy if it does.
+        """Whether the peak fits the memory that a chip offers beside NCCL's buffers; truthy if it does.
 
         Args:
             chip: such as `"h100"` or `"v5p"`; see `sharding.hardware`.
@@ -162,7 +172,8 @@ class MemoryReport:
         Raises:
             ShardingError: an unknown chip, one that uses the host's memory, or a share that is none.
         """
-        return fit(self.peak_bytes, chip, usable=usable)
+        outside = self.collective_buffer_bytes
+        return fit(self.peak_bytes, chip, usable=usable, range_bytes=self.range_bytes, outside_bytes=outside)
 
     def __str__(self) -> str:
         return "\n".join(_lines(self))
@@ -193,6 +204,7 @@ def report(assignment: Assignment, found: Usage, *, name: str = "program", platf
         argument_bytes=found.argument_bytes,
         result_bytes=found.result_bytes,
         temporary_bytes=found.temporary_bytes,
+        collective_buffer_bytes=collective_buffer_bytes(found, assignment.sizes, platform),
         arrays=LiveArrays(assignment, found).arrays(),
         timeline=tuple(_timeline(found, assignment.graph)),
     )
@@ -338,11 +350,15 @@ def _summed(rows: list) -> dict:
 def _lines(report: MemoryReport) -> Iterator[str]:
     peak = f"{bytes_text(report.peak_bytes)} per device ({report.peak_bytes:,} bytes)"
     yield f"{report.name} on mesh {sizes_text(dict(report.mesh))}: peak memory {peak}"
-    error = report.peak_error
+    error, (low, high) = report.peak_error, report.range_bytes
     yield (
         f"predicted for XLA:{report.platform.upper()}; of other people's programs half were within {error.median:.0%}, "
         f"nine of ten within {error.large:.0%}"
     )
+    if max(1 - error.low, error.high - 1) > WIDE:
+        yield f"compiled, nine of ten such programs take {bytes_text(low)} to {bytes_text(high)}"
+    if report.collective_buffer_bytes:
+        yield f"outside XLA's memory: {bytes_text(report.collective_buffer_bytes)} for NCCL's buffers"
     rows = [(k, n, n / report.peak_bytes) for k, n in report.by_class.items()]
     yield from _table(("category", "bytes", "share"), rows)
     rows = [(axis, share.split_bytes, share.whole_bytes, share.saved_bytes) for axis, share in report.by_axis.items()]

@@ -1,10 +1,11 @@
 """Step time estimates: ops and collectives timed by a chip's rates, with compute and communication overlapped.
 
-Every op is one task on the device's stream, in program order, each after its dependencies (`cost.simulate`). A
-collective that the platform's compiler starts asynchronously (`ASYNCHRONOUS`: a start and a done in the compiled
-schedule) is a task on the links, beside compute; any other one is on the device's stream. A loop's tasks are multiplied
-by its trip count. Elementwise ops fuse into their consumers, so arrays between them are never stored. At a chip's peak
-rates the estimate is a lower bound; at measured rates (`sharding calibrate`) it is close.
+Every op is one task on the device's stream, each after its dependencies (`cost.simulate`), in program order, or on GPUs
+in that of XLA's scheduler (`cost/latency_hiding.py`). A collective that the platform's compiler starts asynchronously
+(`ASYNCHRONOUS`: a start and a done in the compiled schedule) is a task on the links, beside compute; any other one is
+on the device's stream. A loop's tasks are multiplied by its trip count. Elementwise ops fuse into their consumers, so
+arrays between them are never stored. At a chip's peak rates the estimate is a lower bound; at measured rates
+(`sharding calibrate`) it is close.
 """
 
 from __future__ import annotations
@@ -16,7 +17,19 @@ from dataclasses import dataclass
 
 import jax
 
-from ..cost import KINDS, Kind, Task, Timeline, Topology, Work, collective_seconds, op_seconds, simulate, work
+from ..cost import (
+    KINDS,
+    Kind,
+    Task,
+    Timeline,
+    Topology,
+    Work,
+    collective_seconds,
+    latency_hiding,
+    op_seconds,
+    simulate,
+    work,
+)
 from ..cost.op_time import is_compute_bound
 from ..graph import Graph, Op
 from ..hardware import Platform
@@ -166,8 +179,28 @@ def estimate(assignment: Assignment, on: Topology, *, name: str = "") -> Estimat
         chip=str(on.devices),
         peak_flops_per_second=on.chip.rates.bfloat16_flops_per_second,
         parts=tuple(parts),
-        timeline=simulate(tasks),
+        timeline=simulate(_as_scheduled(tasks, parts) if on.chip.platform == "gpu" else tasks),
     )
+
+
+def _as_scheduled(tasks: Sequence[Task], parts: Sequence[TimedOp]) -> list[Task]:
+    """The tasks in the order of XLA:GPU's latency-hiding scheduler, each behind those that it places before it."""
+    numbers = {task.name: k for k, task in enumerate(tasks)}
+    works = [
+        latency_hiding.Work(
+            microseconds=1e6 * task.seconds,
+            after=tuple(numbers[name] for name in task.after),
+            is_collective=part.is_collective,
+        )
+        for task, part in zip(tasks, parts, strict=True)
+    ]
+    found, before = [], ()
+    for k, part in latency_hiding.latency_hiding_order(works):
+        if part != "end":
+            found.append(dataclasses.replace(tasks[k], after=tuple(dict.fromkeys([*tasks[k].after, *before]))))
+        if part == "kernel":
+            before = (tasks[k].name,)
+    return found
 
 
 class _Tasks:

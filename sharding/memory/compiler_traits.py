@@ -2,36 +2,41 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 from ..hardware import Platform
-
-TRANSCENDENTAL = frozenset(
-    """
-    acos acosh asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt cosh digamma div erf erf_inv erfc exp exp2 expm1
-    gather igamma igammac lgamma log log1p log2 logistic pow random_gamma regularized_incomplete_beta rem rsqrt sinh
-    sqrt tanh threefry2x32 threefry4x32
-    """.split()
-)
-"""Primitives that take many instructions per element."""
+from ..rules.rule_table import TRANSCENDENTAL
 
 Schedule = Literal["program order", "breadth first", "latency hiding"]
-"""See `kernel_order` and `latency_hiding`."""
+"""See `kernel_order`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeakError:
-    """How far predicted peaks are from compiled ones, relative to these, over other people's programs.
+    """How far predicted peaks are from compiled ones, over programs that others wrote.
 
-    Fitted by `tests/benchmarks/prediction.py --corpus`, which prints both figures.
+    `tests/benchmarks/prediction.py --corpus --fit` measures it and writes `peak_errors.json`.
     """
 
+    num_programs: int | None
     median: float
-    """Half of the programs stay within it."""
+    """Half of the programs stay within it, relative to the compiled peak."""
     large: float
     """Nine of ten do."""
+    low: float
+    """Compiled over predicted peak: one program of twenty is below."""
+    high: float
+    """One of twenty is above."""
+
+
+PEAK_ERRORS_FILE = Path(__file__).with_name("peak_errors.json")
+PEAK_ERRORS: Mapping[Platform, PeakError] = {
+    platform: PeakError(**error) for platform, error in json.loads(PEAK_ERRORS_FILE.read_text()).items()
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,53 +44,42 @@ class CompilerTraits:
     """How one compiler's buffers differ from the program's arrays."""
 
     widens_16_bits: bool
-    """Whether arithmetic and collectives on 16-bit floats, and some dots, run in 32 bits."""
+    """Whether arithmetic, dots and collectives of 16-bit floats run in 32 bits."""
     transposes_operands: bool
-    """Whether transposes are stored, operands of dots and convolutions transposed to the order of a library, and arrays
-    that are gathered along an inner dim transposed around the gather; others choose layouts so that none is needed."""
-    reduces_vector_products: bool
-    """Whether a product with a vector becomes a reduction."""
-    reduces_in_rounds: bool
-    """Whether reductions over long dims store the results of a first round, or run in a library."""
+    """Whether transposes are stored, and operands of dots and convolutions transposed to the order of a library; others
+    choose layouts so that none is needed."""
+    stores_around_reductions: bool
+    """Whether a library runs large reductions with the elementwise ops around them, and stores what they share."""
     reduce_scatters: bool
     """Whether a reduce-scatter stores only its result; otherwise it is an all-reduce and a slice."""
     stored_once: frozenset[str]
     """Primitives that are stored rather than computed in each of several consumers."""
-    loops_over_threefry_rounds: bool
-    """Whether random bits are made in a loop, see `threefry`; otherwise in the kernel that reads them."""
     adds_before_reducing: bool
     """Whether partial sums over the same devices are added before one reduction."""
     schedule: Schedule
     """The order of the kernels."""
-    peak_error: PeakError
 
 
 ACCELERATOR = CompilerTraits(
     widens_16_bits=False,
     transposes_operands=False,
-    reduces_vector_products=True,
-    reduces_in_rounds=False,
+    stores_around_reductions=False,
     reduce_scatters=True,
     stored_once=frozenset({"gather", "threefry2x32", "threefry4x32"}),
-    loops_over_threefry_rounds=False,
     adds_before_reducing=True,
     schedule="program order",
-    peak_error=PeakError(median=0.20, large=0.63),
 )
 
 TRAITS: Mapping[Platform, CompilerTraits] = {
     "cpu": CompilerTraits(
         widens_16_bits=True,
         transposes_operands=True,
-        reduces_vector_products=False,
-        reduces_in_rounds=True,
+        stores_around_reductions=True,
         reduce_scatters=False,
         stored_once=TRANSCENDENTAL,
-        loops_over_threefry_rounds=True,
         adds_before_reducing=False,
         schedule="breadth first",
-        peak_error=PeakError(median=0.09, large=0.45),
     ),
     "tpu": ACCELERATOR,
-    "gpu": replace(ACCELERATOR, schedule="latency hiding", peak_error=PeakError(median=0.07, large=0.31)),
+    "gpu": replace(ACCELERATOR, schedule="latency hiding"),
 }

@@ -7,22 +7,33 @@ from typing import Any
 
 from .. import compat
 from ..graph import Scope
+from ..spec import Spec
 from .emitter import Emitter
 from .equation_lowering import Env, Lowering
-from .instruction import Instruction
+from .instruction import Body, Instruction
 
 
-def loop_operand(
-    lowering: Lowering, atom: Any, x: Instruction | None, target: int | None, scope: Scope | None, emitter: Emitter
+def loop_operands(
+    lowering: Lowering, i: int, eqn: Any, scope: Scope | None, env: Env, emitter: Emitter
+) -> tuple[list[Instruction], Sequence[int | None]]:
+    """The operands of a loop, and the graph's numbers of the loop's inputs."""
+    entries = scope.entries[i] if scope is not None and i in scope.entries else [None] * len(eqn.invars)
+    pairs = zip(eqn.invars, entries, strict=True)
+    return [stored(lowering, atom, env, scope, target, emitter) for atom, target in pairs], entries
+
+
+def stored(
+    lowering: Lowering, atom: Any, env: Env, scope: Scope | None, need: int | Spec | None, emitter: Emitter
 ) -> Instruction:
-    """An operand of a loop, stored and resharded to the spec of the loop's input."""
+    """An operand or result of a body, in memory, resharded to a spec or to that of a value."""
     shape, itemsize = atom.aval.shape, lowering.itemsize(atom.aval)
-    spec = lowering.specs[target] if target is not None else lowering.spec_of(atom, scope)
+    x, have = lowering.read(atom, env), lowering.spec_of(atom, scope)
+    spec = lowering.specs[need] if isinstance(need, int) else need or have
     if x is None:
         return emitter.constant(emitter.local_shape(shape, spec), itemsize)
-    if x.name == "transpose" and x.role == "bitcast":  # a loop has its operands in row-major layout
+    if x.name == "transpose" and x.role == "bitcast":  # loops and branches have arrays in row-major layout
         x = emitter.emit(x.name, "fusible", x.operands, x.shape, itemsize, key=id(x), value=x.value, eqn=x.eqn)
-    return emitter.reshard(x, shape, itemsize, lowering.spec_of(atom, scope), spec)
+    return emitter.reshard(x, shape, itemsize, have, spec)
 
 
 def body_emitter(lowering: Lowering, child: Scope | None) -> Emitter:
@@ -30,170 +41,129 @@ def body_emitter(lowering: Lowering, child: Scope | None) -> Emitter:
     return Emitter(lowering.sizes, lowering.cursor, lowering.traits, permutes=child is None or not child.divergent)
 
 
-def copy_carried(operands: Sequence[Instruction], carried: Sequence[int], emitter: Emitter) -> list[Instruction]:
-    """The operands of a loop, with a copy of each carry that is an argument or already carried."""
+def lower_body(
+    lowering: Lowering, jaxpr: Any, child: Scope | None, inputs: Sequence[Instruction]
+) -> tuple[Emitter, Env]:
+    """The emitter and environment of a body whose arguments are as its inputs."""
+    inner, env = body_emitter(lowering, child), dict.fromkeys(jaxpr.constvars)
+    for var, x in zip(jaxpr.invars, inputs, strict=True):
+        env[var] = inner.argument(x.shape, lowering.itemsize(var.aval), x.value)
+    lowering.lower_equations(jaxpr, child, env, inner)
+    return inner, env
+
+
+def emit_loop(
+    lowering: Lowering,
+    eqn: Any,
+    operands: Sequence[Instruction],
+    carried: Sequence[int],
+    outputs: Sequence[tuple[int, Any]],
+    scope: Scope | None,
+    body: Body,
+    emitter: Emitter,
+) -> tuple[list[Any], list[Instruction]]:
+    """The variables and results of a loop that updates some of its operands in place.
+
+    Args:
+        carried: indices of those operands; a copy is carried where one is an argument or already carried.
+        outputs: per carried operand the index of the equation's result, and the equation that makes it.
+    """
     seen: set[Instruction] = set()
-    found = list(operands)
+    inputs = list(operands)
     for k in carried:
-        x = found[k]
+        x = inputs[k]
         if x.role == "argument" or x in seen or x in emitter.carried:
-            found[k] = emitter.emit("copy", "unfusible", [x], x.shape, x.itemsize, value=x.value, eqn=x.eqn)
+            inputs[k] = emitter.emit("copy", "unfusible", [x], x.shape, x.itemsize, value=x.value, eqn=x.eqn)
         seen.add(x)
     emitter.carried |= seen
-    return found
+    loop = emitter.emit(eqn.primitive.name, "unfusible", inputs, (0,), 1, eqn=eqn, bodies=(body,))
+    loop.in_place = tuple((at, k) for k, at in enumerate(carried))
+    variables = [eqn.outvars[k] for k, _ in outputs]
+    return variables, emitter.tuple_elements(
+        loop,
+        [
+            (inputs[at].shape, lowering.itemsize(var.aval), lowering.graph_value(var, scope), made)
+            for at, var, (_, made) in zip(carried, variables, outputs, strict=True)
+        ],
+    )
 
 
 def scan(lowering: Lowering, i: int, eqn: Any, scope: Scope | None, env: Env, emitter: Emitter) -> None:
     """Lower a scan: stacked inputs are read by dynamic slices, stacked outputs written by in-place updates."""
     n_consts, n_carry = compat.scan_parts(eqn.params)
+    first_stacked = n_consts + n_carry
     body = compat.open_jaxpr(eqn.params["jaxpr"])
     child = scope.children.get((i, "jaxpr", 0)) if scope is not None else None
-    entries = scope.entries[i] if scope is not None and i in scope.entries else [None] * len(eqn.invars)
-    inputs = [
-        loop_operand(lowering, atom, lowering.read(atom, env), target, scope, emitter)
-        for atom, target in zip(eqn.invars, entries, strict=True)
-    ]
+    inputs, entries = loop_operands(lowering, i, eqn, scope, env, emitter)
     inner = body_emitter(lowering, child)
     inner_env: Env = dict.fromkeys(body.constvars)
     for k, (var, x) in enumerate(zip(body.invars, inputs, strict=True)):
         itemsize = lowering.itemsize(var.aval)
         element = inner.argument(x.shape, itemsize, x.value)
-        if k >= n_consts + n_carry:
-            sliced = inner.emit(
-                "dynamic_slice",
-                "fusible",
-                [element],
-                x.shape[1:],
-                itemsize,
-                value=lowering.graph_value(var, child),
-                eqn=eqn,
-            )
+        if k >= first_stacked:
+            value = lowering.graph_value(var, child)
+            element = inner.emit("dynamic_slice", "fusible", [element], x.shape[1:], itemsize, value=value, eqn=eqn)
             have = lowering.spec_of(eqn.invars[k], scope).row
-            element = inner.reshard(sliced, var.aval.shape, itemsize, have, lowering.spec_of(var, child))
+            element = inner.reshard(element, var.aval.shape, itemsize, have, lowering.spec_of(var, child))
         inner_env[var] = element
     lowering.lower_equations(body, child, inner_env, inner)
-    results, stacks, made = [], [], [eqn] * len(eqn.outvars)
+    stacks: list[Instruction] = []
+    outputs: list[tuple[int, Any]] = [(k, eqn) for k in range(n_carry)]
+    results = [
+        stored(lowering, body.outvars[k], inner_env, child, entries[n_consts + k], inner) for k in range(n_carry)
+    ]
     for k, (atom, var) in enumerate(zip(body.outvars, eqn.outvars, strict=True)):
-        itemsize = lowering.itemsize(atom.aval)
+        if k < n_carry or compat.is_drop(var):
+            continue
+        want, itemsize = lowering.spec_of(var, scope), lowering.itemsize(atom.aval)
+        shape, value = emitter.local_shape(var.aval.shape, want), lowering.graph_value(var, scope)
+        stacks.append(emitter.constant(shape, itemsize))
         x = lowering.read(atom, inner_env)
-        if k < n_carry:
-            entry = entries[n_consts + k]
-            target = lowering.specs[entry] if entry is not None else lowering.spec_of(atom, child)
-            x = inner.constant(inner.local_shape(atom.aval.shape, target), itemsize) if x is None else inner.reshard(
-                x, atom.aval.shape, itemsize, lowering.spec_of(atom, child), target)  # fmt: skip
-            results.append(x)
-            continue
-        if compat.is_drop(var):
-            continue
-        want = lowering.spec_of(var, scope)
-        shape = emitter.local_shape(var.aval.shape, want)
-        stack = emitter.constant(shape, itemsize)
-        stacks.append((k, stack))
-        value = lowering.graph_value(var, scope)
+        outputs.append((k, x.eqn if x is not None and x.eqn is not None else eqn))
+        row = [] if x is None else [stored(lowering, atom, inner_env, child, want.row, inner)]
         carry = inner.argument(shape, itemsize, value)
-        made[k] = x.eqn if x is not None and x.eqn is not None else eqn
-        row = (
-            [] if x is None else [inner.reshard(x, atom.aval.shape, itemsize, lowering.spec_of(atom, child), want.row)]
-        )
-        results.append(
-            inner.emit("dynamic_update_slice", "fusible", [carry, *row], shape, itemsize, value=value, eqn=eqn,
-                       in_place=((0, 0),))
-        )  # fmt: skip
+        facts: dict[str, Any] = {"value": value, "eqn": eqn, "in_place": ((0, 0),)}
+        results.append(inner.emit("dynamic_update_slice", "fusible", [carry, *row], shape, itemsize, **facts))
     inner.body.results = results
     read = {x for one in inner.body.live_instructions() for x in (one, *one.operands)}
-    uncarried = [k for k in range(len(inputs)) if not n_consts <= k < n_consts + n_carry]
-    dead = {k for k in uncarried if inner.body.arguments[k] not in read}
-    alive = [k for k in range(len(inputs)) if k not in dead]
-    inner.body.arguments = [inner.body.arguments[k] for k in alive] + inner.body.arguments[len(inputs) :]
-    operands = [*(inputs[k] for k in alive), *(stack for _, stack in stacks)]
-    carried = [k for k, number in enumerate(alive) if number not in uncarried] + list(range(len(alive), len(operands)))
-    operands = copy_carried(operands, carried, emitter)
-    loop = emitter.emit("scan", "unfusible", operands, (0,), 1, eqn=eqn, bodies=(inner.body,))
-    loop.in_place = tuple((at, k) for k, at in enumerate(carried))
-    outputs = [*range(n_carry), *(k for k, _ in stacks)]
-    elements = [
-        (
-            operands[at].shape,
-            lowering.itemsize(eqn.outvars[k].aval),
-            lowering.graph_value(eqn.outvars[k], scope),
-            made[k],
-        )
-        for at, k in zip(carried, outputs, strict=True)
-    ]
-    lowering.bind([eqn.outvars[k] for k in outputs], emitter.tuple_elements(loop, elements), env)
+    arguments = inner.body.arguments
+    alive = [k for k in range(len(inputs)) if n_consts <= k < first_stacked or arguments[k] in read]
+    inner.body.arguments = [arguments[k] for k in alive] + arguments[len(inputs) :]
+    carried = [at for at, k in enumerate(alive) if n_consts <= k < first_stacked]
+    operands = [*(inputs[k] for k in alive), *stacks]
+    carried += range(len(alive), len(operands))
+    lowering.bind(*emit_loop(lowering, eqn, operands, carried, outputs, scope, inner.body, emitter), env)
 
 
 def while_(lowering: Lowering, i: int, eqn: Any, scope: Scope | None, env: Env, emitter: Emitter) -> None:
     """Lower a while loop; the condition is left out."""
-    p = eqn.params
-    n_cond, n_body = p["cond_nconsts"], p["body_nconsts"]
-    entries = scope.entries[i] if scope is not None and i in scope.entries else [None] * len(eqn.invars)
-    inputs = [
-        loop_operand(lowering, atom, lowering.read(atom, env), target, scope, emitter)
-        for atom, target in zip(eqn.invars, entries, strict=True)
-    ]
-    body = compat.open_jaxpr(p["body_jaxpr"])
+    n_cond, first = eqn.params["cond_nconsts"], eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
+    body = compat.open_jaxpr(eqn.params["body_jaxpr"])
     child = scope.children.get((i, "body_jaxpr", 0)) if scope is not None else None
-    inner = body_emitter(lowering, child)
-    inner_env: Env = dict.fromkeys(body.constvars)
-    for var, x in zip(body.invars, inputs[n_cond:], strict=True):
-        inner_env[var] = inner.argument(x.shape, lowering.itemsize(var.aval), x.value)
-    lowering.lower_equations(body, child, inner_env, inner)
-    first = n_cond + n_body
-    for k, atom in enumerate(body.outvars):
-        x, target = lowering.read(atom, inner_env), entries[first + k]
-        spec = lowering.specs[target] if target is not None else lowering.spec_of(atom, child)
-        shape, itemsize = atom.aval.shape, lowering.itemsize(atom.aval)
-        inner.body.results.append(
-            inner.constant(inner.local_shape(shape, spec), itemsize) if x is None
-            else inner.reshard(x, shape, itemsize, lowering.spec_of(atom, child), spec)
-        )  # fmt: skip
-    inputs = copy_carried(inputs, range(first, len(inputs)), emitter)
-    loop = emitter.emit("while", "unfusible", inputs, (0,), 1, eqn=eqn, bodies=(inner.body,))
-    loop.in_place = tuple((first + k, k) for k in range(len(eqn.outvars)))
-    elements = [
-        (inputs[first + k].shape, lowering.itemsize(v.aval), lowering.graph_value(v, scope), eqn)
-        for k, v in enumerate(eqn.outvars)
-    ]
-    lowering.bind(eqn.outvars, emitter.tuple_elements(loop, elements), env)
+    inputs, entries = loop_operands(lowering, i, eqn, scope, env, emitter)
+    inner, inner_env = lower_body(lowering, body, child, inputs[n_cond:])
+    pairs = zip(body.outvars, entries[first:], strict=True)
+    inner.body.results = [stored(lowering, atom, inner_env, child, target, inner) for atom, target in pairs]
+    carried, outputs = range(first, len(inputs)), [(k, eqn) for k in range(len(eqn.outvars))]
+    lowering.bind(*emit_loop(lowering, eqn, inputs, carried, outputs, scope, inner.body, emitter), env)
 
 
 def cond(lowering: Lowering, i: int, eqn: Any, scope: Scope | None, env: Env, emitter: Emitter) -> None:
     """Lower a conditional, one body per branch."""
-    inputs = [
-        x
-        if (x := lowering.read(atom, env)) is not None
-        else emitter.constant(
-            emitter.local_shape(atom.aval.shape, lowering.spec_of(atom, scope)), lowering.itemsize(atom.aval)
-        )
-        for atom in eqn.invars
-    ]
-    bodies = []
+    inputs = [stored(lowering, atom, env, scope, None, emitter) for atom in eqn.invars]
     wants = [lowering.spec_of(v, scope) for v in eqn.outvars]
+    bodies = []
     for k, branch in enumerate(eqn.params["branches"]):
         jaxpr = compat.open_jaxpr(branch)
         child = scope.children.get((i, "branches", k)) if scope is not None else None
-        inner = body_emitter(lowering, child)
-        inner_env: Env = dict.fromkeys(jaxpr.constvars)
-        for var, x in zip(jaxpr.invars, inputs[1:], strict=True):
-            inner_env[var] = inner.argument(x.shape, lowering.itemsize(var.aval), x.value)
-        lowering.lower_equations(jaxpr, child, inner_env, inner)
-        for atom, want in zip(jaxpr.outvars, wants, strict=True):
-            x, shape, itemsize = lowering.read(atom, inner_env), atom.aval.shape, lowering.itemsize(atom.aval)
-            inner.body.results.append(
-                inner.constant(inner.local_shape(shape, want), itemsize) if x is None
-                else inner.reshard(x, shape, itemsize, lowering.spec_of(atom, child), want)
-            )  # fmt: skip
+        inner, inner_env = lower_body(lowering, jaxpr, child, inputs[1:])
+        pairs = zip(jaxpr.outvars, wants, strict=True)
+        inner.body.results = [stored(lowering, atom, inner_env, child, want, inner) for atom, want in pairs]
         bodies.append(inner.body)
     conditional = emitter.emit("cond", "unfusible", inputs, (0,), 1, eqn=eqn, bodies=tuple(bodies))
     elements = [
-        (
-            emitter.local_shape(v.aval.shape, want),
-            lowering.itemsize(v.aval),
-            None if compat.is_drop(v) else lowering.graph_value(v, scope),
-            eqn,
-        )
-        for v, want in zip(eqn.outvars, wants, strict=True)
+        (x.shape, x.itemsize, lowering.graph_value(v, scope), eqn)
+        for v, x in zip(eqn.outvars, bodies[0].results, strict=True)
     ]
     lowering.bind(eqn.outvars, emitter.tuple_elements(conditional, elements), env)
 
@@ -209,7 +179,7 @@ def shard_map(lowering: Lowering, i: int, eqn: Any, scope: Scope | None, env: En
     for atom, target, var in zip(eqn.invars, scope.entries[i], body.invars, strict=True):
         x = lowering.read(atom, env)
         if x is not None:
-            x = loop_operand(lowering, atom, x, target, scope, emitter)
+            x = stored(lowering, atom, env, scope, target, emitter)
             have = lowering.spec_of(var, child)
             shape = emitter.local_shape(var.aval.shape, have)
             if x.shape != shape:

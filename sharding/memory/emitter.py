@@ -28,6 +28,8 @@ class Emitter:
         self.permutes = permutes
         self.cursor = cursor
         self._made: dict[Any, Instruction] = {}
+        self._local_shapes: dict[tuple[int, tuple[int, ...]], tuple[Spec, tuple[int, ...]]] = {}
+        """By the identity of a spec, which is kept, and shape."""
         self.carried: set[Instruction] = set()
         """Operands that a loop updates in place."""
 
@@ -76,19 +78,22 @@ class Emitter:
             for shape, itemsize, value, eqn in elements
         ]
 
-    def local_shape(self, shape: Sequence[int], spec: Spec) -> tuple[int, ...]:
+    def local_shape(self, shape: tuple[int, ...], spec: Spec) -> tuple[int, ...]:
         """The local shape, padded as XLA pads."""
-        return local_shape(spec.axes, shape, self.sizes)
+        found = self._local_shapes.get((id(spec), shape))
+        if found is None:
+            found = self._local_shapes[id(spec), shape] = spec, local_shape(spec.axes, shape, self.sizes)
+        return found[1]
 
-    def reshard(self, x: Instruction, shape: Sequence[int], itemsize: int, have: Spec, need: Spec) -> Instruction:
+    def reshard(self, x: Instruction, shape: tuple[int, ...], itemsize: int, have: Spec, need: Spec) -> Instruction:
         """The array resharded by the cheapest chain of steps."""
         if have.axes == need.axes:
             return x
         return self.apply_steps(
-            x, shape, itemsize, chain(have, need, tuple(shape), itemsize, self.sizes, permutes=self.permutes)
+            x, shape, itemsize, chain(have, need, shape, itemsize, self.sizes, permutes=self.permutes)
         )
 
-    def apply_steps(self, x: Instruction, shape: Sequence[int], itemsize: int, steps: Sequence[Step]) -> Instruction:
+    def apply_steps(self, x: Instruction, shape: tuple[int, ...], itemsize: int, steps: Sequence[Step]) -> Instruction:
         """The array after some reshard steps."""
         for step in steps:
             x = self.apply_step(x, self.local_shape(shape, step.spec), itemsize, step)
@@ -101,17 +106,17 @@ class Emitter:
         on XLA:CPU; an all-reduce to a smaller local shape slices first.
         """
         key, facts = step.spec.axes, {"value": x.value, "eqn": x.eqn}
+        sent = {**facts, "axes": step.axes}
         if step.kind == "all-gather":
-            grown = [d for d, (n, m) in enumerate(zip(x.shape, shape, strict=True)) if n != m]
-            return self.all_gather(x, shape, itemsize, grown[0] if grown else 0, self.group(step))
+            return self.emit(step.kind, "unfusible", [x], shape, itemsize, key=key, group=self.group(step), **sent)
         if step.kind == "collective-permute":
-            return self.emit(step.kind, "unfusible", [x], shape, itemsize, key=key, **facts)
+            return self.emit(step.kind, "unfusible", [x], shape, itemsize, key=key, **sent)
         if step.kind == "all-to-all":
             pieces = self.emit("slice", "fusible", [x], shape, itemsize, key=key, **facts)
-            sent = self.emit(step.kind, "unfusible", [pieces], shape, itemsize, key=key, **facts)
-            return self.emit("concatenate", "unfusible", [sent], shape, itemsize, key=key, **facts)
+            received = self.emit(step.kind, "unfusible", [pieces], shape, itemsize, key=key, **sent)
+            return self.emit("concatenate", "unfusible", [received], shape, itemsize, key=key, **facts)
         if step.kind == "reduce-scatter" and self.traits.reduce_scatters:
-            return self.emit(step.kind, "unfusible", [x], shape, itemsize, group=self.group(step, itemsize), **facts)
+            return self.emit(step.kind, "unfusible", [x], shape, itemsize, group=self.group(step, itemsize), **sent)
         if step.kind == "reduce-scatter":
             x = self.all_reduce(x, itemsize, step.axes)
         if x.shape != shape:
@@ -122,22 +127,12 @@ class Emitter:
         """The group of an all-gather or reduce-scatter, see `Instruction.group`."""
         return (step.kind, step.axes, *key) if self.traits.reduce_scatters else None
 
-    def all_gather(self, x: Instruction, shape: tuple[int, ...], itemsize: int, d: int, group: object) -> Instruction:
-        """An all-gather along one dim; XLA:CPU gathers along the outermost dim and otherwise transposes around it."""
-        facts: Mapping[str, Any] = {"value": x.value, "eqn": x.eqn}
-        inner = self.traits.transposes_operands and math.prod(x.shape[:d]) > 1
-        if inner:
-            x = self.emit("transpose", "fusible", [x], x.shape, itemsize, key=("to", d), **facts)
-        x = self.emit("all-gather", "unfusible", [x], shape, itemsize, key=d, group=group, **facts)
-        return self.emit("transpose", "fusible", [x], shape, itemsize, key=("from", d), **facts) if inner else x
-
     def all_reduce(self, x: Instruction, itemsize: int, axes: tuple[Axis, ...]) -> Instruction:
         """An all-reduce of partial sums; 16-bit floats are reduced in 32 bits."""
         facts: Mapping[str, Any] = {"value": x.value, "eqn": x.eqn}
-        group = (axes, itemsize)
         if itemsize != 2 or not self.traits.widens_16_bits:
-            return self.emit("all-reduce", "unfusible", [x], x.shape, itemsize, group=group, **facts)
-        group = (group[0], 4)
+            group = (axes, itemsize)
+            return self.emit("all-reduce", "unfusible", [x], x.shape, itemsize, group=group, axes=axes, **facts)
         x = self.emit("convert", "fusible", [x], x.shape, 4, elementwise=True, **facts)
-        x = self.emit("all-reduce", "unfusible", [x], x.shape, 4, group=group, **facts)
+        x = self.emit("all-reduce", "unfusible", [x], x.shape, 4, group=(axes, 4), axes=axes, **facts)
         return self.emit("convert", "fusible", [x], x.shape, itemsize, elementwise=True, expensive=True, **facts)

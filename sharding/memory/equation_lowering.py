@@ -2,7 +2,6 @@
 
 Equations are lowered in order, calls inlined. Arrays have their local shapes, padded as XLA pads them. The reshards
 before an op and the reductions of partial sums after it become instructions, as the op's strategy (`rewrite`) has them.
-Operands of dots and convolutions are transposed to the dim order that XLA:CPU's libraries take.
 """
 
 from __future__ import annotations
@@ -18,8 +17,9 @@ from ..graph import CALLS, Graph, Op, Scope
 from ..propagation import Assignment
 from ..rewrite import xla_workarounds
 from ..rewrite.op_strategy import OpStrategies
+from ..rewrite.reshard import Step
 from ..spec import Spec, closed_spec
-from . import cpu_arithmetic, cpu_dot_layouts, cpu_library_reductions, primitive_traits, simplified_algebra, threefry
+from . import operand_layouts, primitive_traits, widening
 from .compiler_traits import CompilerTraits
 from .emitter import Cursor, Emitter
 from .instruction import Instruction, Phase
@@ -27,6 +27,8 @@ from .instruction import Instruction, Phase
 Env = dict[Any, Instruction | None]
 """Variable -> the instruction that produces it; None for a constant expression, which each user recomputes."""
 
+MIN_LIBRARY_ELEMENTS = 4096
+"""A library runs reductions of at least as many elements (openxla/xla, `backends/cpu/ynn_support.cc`)."""
 
 Handler = Callable[["Lowering", int, Any, "Scope | None", Env, Emitter], None]
 """(lowering, index of the equation, equation, its scope, environment, emitter) -> None."""
@@ -42,6 +44,7 @@ class Lowering:
         self.specs = assignment.specs
         self.strategies = OpStrategies(assignment)
         self.cursor = Cursor()
+        self._itemsizes: dict[Any, int] = {}
 
     def spec_of(self, var: Any, scope: Scope | None) -> Spec:
         """The spec of a variable; in manual code its shape is already local, so nothing is sharded."""
@@ -50,9 +53,11 @@ class Lowering:
 
     def itemsize(self, aval: Any) -> int:
         """Bytes per element; a PRNG key is two words of 32 bits."""
-        if compat.is_extended(aval.dtype):
-            return 8
-        return int(np.dtype(aval.dtype).itemsize)
+        found = self._itemsizes.get(aval.dtype)
+        if found is None:
+            found = 8 if compat.is_extended(aval.dtype) else int(np.dtype(aval.dtype).itemsize)
+            self._itemsizes[aval.dtype] = found
+        return found
 
     def read(self, atom: Any, env: Env) -> Instruction | None:
         """The instruction that produces an atom; None for constants."""
@@ -113,14 +118,15 @@ class Lowering:
             value = None if compat.is_drop(var) else self.graph_value(var, scope)
             if value is not None:
                 op = self.graph.makers.get(value)
-                return op if op is not None and op.site and op.site[0] is eqn and _has_all_arrays(op, eqn) else None
+                has_all = op is not None and len(op.operands) == len(eqn.invars) and len(op.results) == len(eqn.outvars)
+                return op if op is not None and has_all and op.site and op.site[0] is eqn else None
         return None
 
     def lower_equation(self, eqn: Any, scope: Scope | None, env: Env, emitter: Emitter) -> None:
         """Lower an equation without a body."""
         name = eqn.primitive.name
         operands = [self.read(a, env) for a in eqn.invars]
-        if name in primitive_traits.IDENTITIES or name in ("annotate", "sharding_constraint", primitive_traits.BARRIER):
+        if name in primitive_traits.IDENTITIES:
             if name == primitive_traits.BARRIER:
                 operands = self.optimization_barrier(eqn, operands, emitter)
             self.identity(eqn, operands, scope, env, emitter)
@@ -129,56 +135,42 @@ class Lowering:
             self.bind(eqn.outvars, [None] * len(eqn.outvars), env)
             return
         operand_specs = [self.spec_of(a, scope) for a in eqn.invars]
-        result_specs = [self.spec_of(v, scope) for v in eqn.outvars]
-        final_specs, steps = result_specs, [()] * len(result_specs)
+        final_specs = result_specs = [self.spec_of(v, scope) for v in eqn.outvars]
+        steps: list[Sequence[Step]] = [()] * len(result_specs)
         op = self.op_of(eqn, scope)
         if op is not None and op.rule is not None:
             strategy = self.strategies.of(op)
-            steps = strategy.result_steps
-            pairs = zip(operands, eqn.invars, strategy.operand_steps, strict=True)
+            steps = list(strategy.result_steps)
             operands = [
-                None if x is None else emitter.apply_steps(x, a.aval.shape, self.itemsize(a.aval), path)
-                for x, a, path in pairs
+                emitter.apply_steps(x, a.aval.shape, self.itemsize(a.aval), path) if path and x is not None else x
+                for x, a, path in zip(operands, eqn.invars, strategy.operand_steps, strict=True)
             ]
-            operand_specs, result_specs = list(strategy.operand_specs), list(strategy.result_specs)
-        elif op is not None:  # no rule: XLA runs it on replicated arrays
-            replicated = [closed_spec(len(v.aval.shape)) for v in (*eqn.invars, *eqn.outvars)]
-            operands = self.reshard_operands(
-                eqn.invars, operands, operand_specs, replicated[: len(operand_specs)], emitter
-            )
-            operand_specs, result_specs = replicated[: len(operand_specs)], replicated[len(operand_specs) :]
+            operand_specs, result_specs = strategy.operand_specs, strategy.result_specs
+        needs, gives = operand_specs, result_specs
+        if op is not None and op.rule is None:  # XLA runs it on replicated arrays
+            needs, gives = ([closed_spec(len(v.aval.shape)) for v in vs] for vs in (eqn.invars, eqn.outvars))
         if name in xla_workarounds.AFFECTED:
-            new_operand_specs, new_result_specs = self.workaround_specs(eqn, scope, operand_specs, result_specs)
-            operands = self.reshard_operands(eqn.invars, operands, operand_specs, new_operand_specs, emitter)
-            steps = [
-                () if a.axes != b.axes else path
-                for a, b, path in zip(result_specs, new_result_specs, steps, strict=True)
-            ]
-            operand_specs, result_specs = new_operand_specs, new_result_specs
-        for k, (atom, x, need) in enumerate(zip(eqn.invars, operands, operand_specs, strict=True)):
-            if x is None and primitive_traits.stores_constant(name, atom.aval.shape):
-                operands[k] = emitter.constant(emitter.local_shape(atom.aval.shape, need), self.itemsize(atom.aval))
-        shapes = [emitter.local_shape(v.aval.shape, spec) for v, spec in zip(eqn.outvars, result_specs, strict=True)]
-        results = self.emit_op(eqn, operands, shapes, scope, emitter)
-        for var, x, spec, path, final in zip(eqn.outvars, results, result_specs, steps, final_specs, strict=True):
-            shape, itemsize = var.aval.shape, self.itemsize(var.aval)
-            x = emitter.apply_steps(x, shape, itemsize, path)
-            if not compat.is_drop(var):
-                env[var] = emitter.reshard(x, shape, itemsize, path[-1].spec if path else spec, final)
-
-    def reshard_operands(
-        self,
-        atoms: Sequence[Any],
-        operands: Sequence[Instruction | None],
-        haves: Sequence[Spec],
-        needs: Sequence[Spec],
-        emitter: Emitter,
-    ) -> list[Instruction | None]:
-        """Operands resharded from the specs they have to those the op needs."""
-        return [
-            None if x is None else emitter.reshard(x, a.aval.shape, self.itemsize(a.aval), have, need)
-            for a, x, have, need in zip(atoms, operands, haves, needs, strict=True)
+            needs, gives = self.workaround_specs(eqn, scope, needs, gives)
+            steps = [() if a.axes != b.axes else path for a, b, path in zip(result_specs, gives, steps, strict=True)]
+        operands = [
+            x if x is None or have is need else emitter.reshard(x, a.aval.shape, self.itemsize(a.aval), have, need)
+            for a, x, have, need in zip(eqn.invars, operands, operand_specs, needs, strict=True)
         ]
+        for k, (atom, x) in enumerate(zip(eqn.invars, operands, strict=True)):
+            if x is None and primitive_traits.stores_constant(name, atom.aval.shape):
+                shape = emitter.local_shape(atom.aval.shape, needs[k])
+                operands[k] = emitter.constant(shape, self.itemsize(atom.aval))
+        shapes = [emitter.local_shape(v.aval.shape, spec) for v, spec in zip(eqn.outvars, gives, strict=True)]
+        results = self.emit_op(eqn, operands, shapes, scope, emitter)
+        for k, (var, x) in enumerate(zip(eqn.outvars, results, strict=True)):
+            if steps[k] or gives[k] is not final_specs[k]:
+                shape, itemsize = var.aval.shape, self.itemsize(var.aval)
+                x = emitter.apply_steps(x, shape, itemsize, steps[k])
+                path = steps[k]
+                have = path[-1].spec if path else gives[k]
+                x = emitter.reshard(x, shape, itemsize, have, final_specs[k])
+            if not compat.is_drop(var):
+                env[var] = x
 
     def workaround_specs(
         self, eqn: Any, scope: Scope | None, operand_specs: Sequence[Spec], result_specs: Sequence[Spec]
@@ -204,8 +196,8 @@ class Lowering:
     ) -> None:
         """Lower an op whose results are its operands, possibly resharded."""
         for atom, var, x in zip(eqn.invars, eqn.outvars, operands, strict=True):
-            if x is not None:
-                have, need = self.spec_of(atom, scope), self.spec_of(var, scope)
+            have, need = self.spec_of(atom, scope), self.spec_of(var, scope)
+            if x is not None and have is not need:
                 x = emitter.reshard(x, var.aval.shape, self.itemsize(var.aval), have, need)
             if not compat.is_drop(var):
                 env[var] = x
@@ -213,138 +205,84 @@ class Lowering:
     def emit_op(
         self,
         eqn: Any,
-        operands: list[Instruction | None],
-        shapes: list[tuple[int, ...]],
+        operands: Sequence[Instruction | None],
+        shapes: Sequence[tuple[int, ...]],
         scope: Scope | None,
         emitter: Emitter,
     ) -> list[Instruction]:
         """The instructions of an equation on one device, one per result."""
-        name = eqn.primitive.name
-        if name in ("dot_general", "conv_general_dilated"):
-            return [self.dot_or_conv(eqn, operands, shapes[0], scope, emitter)]
-        present, is_library_reduction = [x for x in operands if x is not None], False
-        itemsizes = [self.itemsize(v.aval) for v in eqn.outvars]
-        values = [self.graph_value(v, scope) if not compat.is_drop(v) else None for v in eqn.outvars]
-        if self.is_view(name, present, shapes[0]):
-            return [
-                emitter.emit(
-                    name,
-                    "bitcast",
-                    present,
-                    shapes[0],
-                    itemsizes[0],
-                    key=("bitcast", eqn.params.get("permutation")),
-                    value=values[0],
-                    eqn=eqn,
-                )
-            ]
-        if (
-            name == "div"
-            and len(present) == 2
-            and present[1].name == "broadcast_in_dim"
-            and cpu_arithmetic.is_float(eqn)
-        ):
-            return [cpu_arithmetic.divide_by_broadcast(eqn, present, values[0], emitter)]
-        if name in primitive_traits.REDUCTIONS and self.traits.reduces_in_rounds:
-            is_library_reduction = self.is_library_reduction(eqn, present[0])
-            present = present if is_library_reduction else [self.reduce_window(eqn, present[0], emitter)]
-        outputs = list(enumerate(zip(shapes, itemsizes, values, strict=True)))
+        name, traits = eqn.primitive.name, self.traits
+        if name == "random_bits" and compat.is_threefry(eqn.invars[0].aval.dtype):
+            name = "threefry2x32"
+        present = [x for x in operands if x is not None]
+        outputs = [
+            (shape, self.itemsize(v.aval), None if compat.is_drop(v) else self.graph_value(v, scope))
+            for v, shape in zip(eqn.outvars, shapes, strict=True)
+        ]
         if name in primitive_traits.COLLECTIVES:
             kind = primitive_traits.COLLECTIVES[name]
             return [
-                emitter.emit(
-                    kind,
-                    "unfusible",
-                    [x for x in operands[k : k + 1] if x is not None],
-                    shape,
-                    itemsize,
-                    value=v,
-                    eqn=eqn,
-                )
-                for k, (shape, itemsize, v) in outputs
+                emitter.emit(kind, "unfusible", [x] if x is not None else [], shape, itemsize, value=value, eqn=eqn)
+                for x, (shape, itemsize, value) in zip(operands, outputs, strict=False)
             ]
-        if (
-            self.traits.widens_16_bits
-            and primitive_traits.is_elementwise(name)
-            and name not in primitive_traits.CONVERSIONS
-            and len(shapes) == 1
-            and cpu_arithmetic.is_bf16(eqn)
-        ):
-            return [cpu_arithmetic.in_f32(eqn, operands, shapes[0], values[0], emitter)]
-        if (
-            name == "convert_element_type"
-            and present
-            and itemsizes[0] == 4
-            and (wide := cpu_arithmetic.before_rounding(present[0])) is not present[0]
-        ):
-            return [wide]
-        facts = {"key": cpu_arithmetic.cse_key(eqn, operands, 0), "value": values[0], "eqn": eqn}
-        if (simplified := simplified_algebra.scattered_sum(eqn, present, facts, emitter)) is not None:
-            return [simplified]
-        if threefry.makes_bits(eqn):
-            return [threefry.random_bits(eqn, present, shapes[0], itemsizes[0], values[0], emitter)]
-        if primitive_traits.is_fusible(name):
-            facts = {
-                "eqn": eqn,
-                "in_place": _in_place(name, operands),
-                "elementwise": primitive_traits.is_elementwise(name),
-                "expensive": primitive_traits.is_expensive(name, eqn, self.traits),
-                "reuses_operand": name in primitive_traits.REUSES_OPERAND,
-                "is_library_reduction": is_library_reduction,
-            }
-            return [
-                emitter.emit(
-                    name,
-                    "fusible",
-                    present,
-                    shape,
-                    itemsize,
-                    key=cpu_arithmetic.cse_key(eqn, operands, k),
-                    value=v,
-                    **facts,
-                )
-                for k, (shape, itemsize, v) in outputs
-            ]
-        if len(shapes) == 1:
-            facts = {"value": values[0], "eqn": eqn, "in_place": _in_place(name, operands)}
-            key = cpu_arithmetic.cse_key(eqn, operands, 0)
-            return [emitter.emit(name, "unfusible", present, shapes[0], itemsizes[0], key=key, **facts)]
-        results = emitter.emit(name, "unfusible", present, (0,), 1, eqn=eqn)
-        return emitter.tuple_elements(results, [(*output, eqn) for _, output in outputs])
+        is_fusible = primitive_traits.is_fusible(name)
+        if len(outputs) != 1 and not is_fusible:
+            results = emitter.emit(name, "unfusible", present, (0,), 1, eqn=eqn)
+            return emitter.tuple_elements(results, [(*output, eqn) for output in outputs])
+        key = _key(eqn, operands)
+        shape, itemsize, value = outputs[0]
+        facts: dict[str, Any] = {"value": value, "eqn": eqn, "key": key}
+        if self.is_view(name, present, shape):
+            facts["key"] = ("bitcast", eqn.params.get("permutation"))
+            return [emitter.emit(name, "bitcast", present, shape, itemsize, **facts)]
+        if name == "dot_general" and len(present) == 2 and contracts_nothing(eqn, present[0]):
+            return [emitter.emit("mul", "fusible", present, shape, itemsize, **facts)]
+        if name in ("dot_general", "conv_general_dilated") and traits.transposes_operands:
+            return [self.library_call(eqn, present, shape, itemsize, facts, emitter)]
+        if name == "convert_element_type" and itemsize == 4 and present:
+            wide = widening.before_rounding(present[0])
+            if wide is not present[0]:
+                return [wide]
+        facts |= {
+            "elementwise": primitive_traits.is_elementwise(name),
+            "expensive": primitive_traits.is_expensive(name, eqn, traits),
+            "in_place": ((0, 0),) if primitive_traits.updates(name) and operands[0] is not None else (),
+        }
+        if traits.stores_around_reductions and name in primitive_traits.REDUCTIONS:
+            facts["is_library_reduction"] = present[0].num_elements >= MIN_LIBRARY_ELEMENTS
+        if facts["elementwise"] and widening.is_computed_in_f32(eqn, traits):
+            return [widening.rounded(emitter.emit(name, "fusible", present, shape, 4, **facts), emitter)]
+        role, made = "fusible" if is_fusible else "unfusible", []
+        for k, (shape, itemsize, value) in enumerate(outputs):
+            facts |= {"value": value, "key": key and (key, k)}
+            made.append(emitter.emit(name, role, present, shape, itemsize, **facts))
+        return made
 
-    def dot_or_conv(
-        self, eqn: Any, given: list[Instruction | None], shape: tuple[int, ...], scope: Scope | None, emitter: Emitter
+    def library_call(
+        self,
+        eqn: Any,
+        operands: Sequence[Instruction],
+        shape: Sequence[int],
+        itemsize: int,
+        facts: dict[str, Any],
+        emitter: Emitter,
     ) -> Instruction:
         """A dot or a convolution, its operands transposed for the library."""
-        (var,) = eqn.outvars
-        name, value, key = eqn.primitive.name, self.graph_value(var, scope), cpu_arithmetic.cse_key(eqn, given, 0)
-        operands = [x for x in given if x is not None]
-        itemsize = self.itemsize(var.aval)
-        if name == "dot_general":
-            facts = {"key": key, "value": value, "eqn": eqn}
-            simplified = simplified_algebra.product(eqn, operands, shape, itemsize, facts, emitter)
-            if simplified is not None:
-                return simplified
-        if not self.traits.transposes_operands:
-            return emitter.emit(name, "unfusible", operands, shape, itemsize, key=key, value=value, eqn=eqn)
-        if name == "dot_general":
-            if (
-                self.traits.widens_16_bits
-                and cpu_arithmetic.is_bf16(eqn)
-                and cpu_dot_layouts.runs_in_f32(eqn, operands)
-            ):
-                stored = cpu_dot_layouts.dot_operands(
-                    eqn, [cpu_arithmetic.widened_to_f32(x, emitter) for x in operands], emitter
-                )
-                wide = emitter.emit(name, "unfusible", stored, shape, 4, key=key, value=value, eqn=eqn)
-                return cpu_arithmetic.rounded_to_bf16(wide, emitter)
-            stored = cpu_dot_layouts.dot_operands(eqn, operands, emitter)
-            return emitter.emit(name, "unfusible", stored, shape, itemsize, key=key, value=value, eqn=eqn)
-        stored, order = cpu_dot_layouts.conv_operands(eqn, operands, emitter), cpu_dot_layouts.conv_order(eqn)
-        made = emitter.emit(
-            name, "unfusible", stored, [shape[d] for d in order], itemsize, key=key, value=value, eqn=eqn
-        )
-        return cpu_dot_layouts.transposed(made, [order.index(d) for d in range(len(order))], emitter)
+        name = eqn.primitive.name
+        if name == "conv_general_dilated":
+            stored, out = (
+                operand_layouts.conv_operands(eqn, operands, emitter),
+                eqn.params["dimension_numbers"].out_spec,
+            )
+            order = [out[0], *out[2:], out[1]]
+            made = emitter.emit(name, "unfusible", stored, [shape[d] for d in order], itemsize, **facts)
+            return operand_layouts.transposed(made, [order.index(d) for d in range(len(order))], emitter)
+        wide = widening.is_computed_in_f32(eqn, self.traits)
+        if wide:
+            operands = [widening.widened(x, emitter) for x in operands]
+        stored = operand_layouts.dot_operands(eqn, operands, emitter)
+        made = emitter.emit(name, "unfusible", stored, shape, 4 if wide else itemsize, **facts)
+        return widening.rounded(made, emitter) if wide else made
 
     def is_view(self, name: str, operands: Sequence[Instruction], shape: Sequence[int]) -> bool:
         """Whether the result is the operand under another shape, as where a dim of size 1 is summed or added."""
@@ -354,26 +292,24 @@ class Lowering:
             return len(operands) == 1 and operands[0].num_elements == math.prod(shape)
         return name == "transpose"
 
-    def is_library_reduction(self, eqn: Any, x: Instruction) -> bool:
-        """Whether XLA:CPU hands a reduction to its library."""
-        known = eqn.primitive.name in ("reduce_max", "reduce_min", "reduce_sum")
-        return (
-            known
-            and str(eqn.outvars[0].aval.dtype) == "float32"
-            and x.num_elements >= cpu_library_reductions.MIN_ELEMENTS
-        )
 
-    def reduce_window(self, eqn: Any, x: Instruction, emitter: Emitter) -> Instruction:
-        """The windowed first round of a reduction over a long dim (`TreeReductionRewriter`)."""
-        axes = eqn.params["axes"]
-        if all(x.shape[d] <= primitive_traits.TREE_REDUCTION_WINDOW for d in axes):
-            return x
-        shape = [
-            -(-n // min(n, primitive_traits.TREE_REDUCTION_WINDOW)) if d in axes else n for d, n in enumerate(x.shape)
-        ]
-        return emitter.emit(
-            "reduce_window", "unfusible", [x], shape, self.itemsize(eqn.invars[0].aval), key=eqn.primitive.name, eqn=eqn
-        )
+def contracts_nothing(eqn: Any, lhs: Instruction) -> bool:
+    """Whether a dot is an outer product, which XLA computes elementwise."""
+    (contracted, _), _ = eqn.params["dimension_numbers"]
+    return math.prod(lhs.shape[d] for d in contracted) == 1
+
+
+def _key(eqn: Any, operands: Sequence[Instruction | None]) -> Any:
+    """What equal equations share besides their operands; None where equality can't be decided."""
+    literals = tuple(str(a.val) if compat.is_literal(a) else None for a in eqn.invars)
+    if any(x is None and literal is None for x, literal in zip(operands, literals, strict=True)):
+        return None
+    params = tuple(v for p, v in eqn.params.items() if p not in ("sharding", "out_sharding"))
+    try:
+        hash(params)
+    except TypeError:
+        return None
+    return (params, literals)
 
 
 def phase(eqn: Any, outer: Phase) -> Phase:
@@ -382,13 +318,3 @@ def phase(eqn: Any, outer: Phase) -> Phase:
     if outer == "backward" or "transpose(" in stack:
         return "backward"
     return "forward" if "jvp(" in stack else outer
-
-
-def _has_all_arrays(op: Op, eqn: Any) -> bool:
-    return len(op.operands) == len(eqn.invars) and len(op.results) == len(eqn.outvars)
-
-
-def _in_place(name: str, operands: Sequence[Instruction | None]) -> tuple[tuple[int, int], ...]:
-    if name == "dynamic_update_slice" or name.startswith("scatter"):
-        return ((0, 0),) if operands[0] is not None else ()
-    return ()

@@ -1,9 +1,8 @@
 """Best-fit packing of buffers into one heap, as XLA's heap simulator does it.
 
-Buffers with disjoint lifetimes share bytes, but fragmentation makes the heap larger than the peak of live bytes. XLA
-places buffers one by one, each into the smallest gap among those live at the same time (openxla/xla,
-`service/heap_simulator`, `GlobalDecreasingSizeBestFitHeap`), once by decreasing size and once by decreasing lifetime,
-and takes the smaller heap.
+Buffers with disjoint lifetimes share bytes, but gaps make the heap larger than the peak of live bytes. XLA places
+buffers one by one, each into the smallest gap among those live at the same time (openxla/xla, `service/heap_simulator`,
+`GlobalDecreasingSizeBestFitHeap`), once by decreasing size and once by decreasing lifetime; the smaller heap counts.
 """
 
 from __future__ import annotations
@@ -24,42 +23,20 @@ def aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
-def fit_into(intervals: Sequence[Interval], allocations: Sequence[Interval]) -> set[int]:
-    """Which buffers fit into existing allocations while those are unused, such as those of results.
+def block_bytes(intervals: Sequence[Interval], live_bytes: int = 0) -> int:
+    """Bytes of the heap that holds buffers over time, of which at most `live_bytes` are live at once.
 
-    Args:
-        intervals: buffers over time.
-        allocations: bytes of each allocation, and the first and last instant at which it is in use.
-
-    As in XLA's buffer assignment, large buffers first, each into the smallest allocation that holds it.
+    Quadratic in their number: half a second for 10,000.
     """
-    occupied = [[allocation] for allocation in sorted(allocations)]
-    found = set()
-    for k in sorted(range(len(intervals)), key=lambda k: (-intervals[k][0], intervals[k][1])):
-        num_bytes, first, last = intervals[k]
-        for allocation in occupied:
-            if allocation[0][0] >= num_bytes and all(b < first or a > last for _, a, b in allocation):
-                allocation.append(intervals[k])
-                found.add(k)
-                break
-    return found
-
-
-def block_bytes(intervals: Sequence[Interval]) -> int:
-    """Bytes of the heap that holds buffers over time.
-
-    Quadratic in their number: a second for 10,000.
-    """
-    by_size = sorted(intervals, key=lambda i: (-i[0], i[1] - i[2]))
-    by_time = sorted(intervals, key=lambda i: (i[1] - i[2], -i[0]))
-    return min(_best_fit_bytes(by_size), _best_fit_bytes(by_time))
+    found = _best_fit_bytes(sorted(intervals, key=lambda i: (-i[0], i[1] - i[2])))
+    if found == live_bytes or not intervals:
+        return found
+    return min(found, _best_fit_bytes(sorted(intervals, key=lambda i: (i[1] - i[2], -i[0]))))
 
 
 def _best_fit_bytes(intervals: Sequence[Interval]) -> int:
     """Bytes of the heap when each buffer in turn takes the smallest gap it fits."""
-    sizes, first, last = (
-        (np.array(column, np.int64) for column in zip(*intervals, strict=True)) if intervals else ([], [], [])
-    )
+    sizes, first, last = np.array(intervals, np.int64).reshape(-1, 3).T
     offsets = np.zeros(len(intervals), np.int64)
     for k in range(len(intervals)):
         overlapping = np.nonzero((first[:k] <= last[k]) & (last[:k] >= first[k]))[0]
@@ -75,4 +52,4 @@ def _best_fit_bytes(intervals: Sequence[Interval]) -> int:
             offsets[k] = begins[best] - gaps[best]
         else:
             offsets[k] = ends[-1]
-    return int((offsets + sizes).max()) if len(intervals) else 0
+    return int((offsets + sizes).max(initial=0))

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from ..spec import Axis
+
 Phase = Literal["", "forward", "backward"]
 """The pass of a gradient that an op belongs to: what is differentiated, its transpose, or neither."""
 
@@ -30,10 +32,8 @@ class Instruction:
     elementwise: bool = False
     expensive: bool = False
     """Whether fusion must not duplicate it."""
-    reuses_operand: bool = False
-    """Whether it reads elements of its first operand several times."""
     is_library_reduction: bool = False
-    """Whether it is a reduction that XLA:CPU hands to its library, together with its neighbours."""
+    """Whether a library runs it, a reduction, together with its neighbours."""
     in_place: tuple[tuple[int, int], ...] = ()
     """(operand, result) pairs that share a buffer; result 0 is the instruction itself unless it has tuple elements."""
     bodies: tuple[Body, ...] = ()
@@ -42,6 +42,8 @@ class Instruction:
     eqn: Any = None
     group: Any = None
     """Collectives with an equal group may be combined."""
+    axes: tuple[Axis, ...] = ()
+    """The mesh axes of a collective's device groups; not of those that manual code writes."""
     phase: Phase = ""
 
     def __repr__(self) -> str:

@@ -1,18 +1,29 @@
 """Order in which a device runs its kernels.
 
 XLA:CPU runs kernels in the order in which they become ready, which keeps many threads busy and many buffers live
-(openxla/xla, `service/hlo_memory_scheduler.cc`, `BFSMemoryScheduler`).
+(openxla/xla, `service/hlo_memory_scheduler.cc`, `BFSMemoryScheduler`). XLA:GPU moves them to hide the latencies of
+collectives: models with unrolled layers peak at up to twice the memory that the program's order takes.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from .collective_combining import combine_collectives
+from ..cost import gpu_latencies
+from ..cost.collective_combining import combined_collectives
+from ..cost.latency_hiding import Part, Work, latency_hiding_order
+from .compiler_traits import Schedule
 from .fusion import Kernel
-from .instruction import Instruction
+from .instruction import Instruction, all_instructions
+from .sibling_fusion import fuse_siblings
+
+COMBINED_BYTES = 30 * 2**20
+"""XLA:GPU combines all-reduces up to this size (`xla_gpu_all_reduce_combine_threshold_bytes`)."""
+FILL_BYTES = 2**20
+"""XLA:GPU writes constants of this size right before they are read."""
 
 
 @dataclass(slots=True, eq=False)
@@ -43,27 +54,113 @@ def program_order(kernels: Sequence[Kernel], results: Sequence[Instruction]) -> 
 
 def xla_cpu_order(kernels: Sequence[Kernel], results: Sequence[Instruction]) -> list[Step]:
     """Breadth first, all-reduces combined, as on XLA:CPU."""
-    return _breadth_first([Step(combined) for combined in combine_collectives(kernels, results)])
-
-
-def _breadth_first(steps: Sequence[Step]) -> list[Step]:
-    """The steps in the order in which they become ready."""
-    step_of = {k.root: step for step in steps for k in step.kernels}
-    readers: dict[Step, list[Step]] = {step: [] for step in steps}
-    missing: dict[Step, int] = {}
-    for step in steps:
-        sources = dict.fromkeys(step_of[x] for x in step.operands if step_of[x] is not step)
-        missing[step] = len(sources)
-        for source in sources:
-            readers[source].append(step)
-    ready = deque(step for step in steps if not missing[step])
+    units = _combined(kernels, results)
+    sources = _dependencies(units)
+    readers: list[list[int]] = [[] for _ in units]
+    for k, after in enumerate(sources):
+        for j in after:
+            readers[j].append(k)
+    missing = [len(after) for after in sources]
+    ready = deque(k for k, count in enumerate(missing) if not count)
     order = []
     while ready:
-        step = ready.popleft()
-        order.append(step)
-        for reader in readers[step]:
+        order.append(ready.popleft())
+        for reader in readers[order[-1]]:
             missing[reader] -= 1
             if not missing[reader]:
                 ready.append(reader)
-    assert len(order) == len(steps)
-    return order
+    assert len(order) == len(units)
+    return [Step(units[k]) for k in order]
+
+
+def xla_gpu_order(kernels: Sequence[Kernel], results: Sequence[Instruction]) -> list[Step]:
+    """Small all-reduces combined, siblings fused, and collectives overlapped with other kernels, as on XLA:GPU."""
+    units = fuse_siblings(_combined(kernels, results, COMBINED_BYTES))
+    works = [_work(unit, tuple(after)) for unit, after in zip(units, _dependencies(units), strict=True)]
+    return _overlapped_steps(units, works, latency_hiding_order(works))
+
+
+ORDERS: Mapping[Schedule, Order] = {
+    "program order": program_order,
+    "breadth first": xla_cpu_order,
+    "latency hiding": xla_gpu_order,
+}
+
+
+def _combined(
+    kernels: Sequence[Kernel], results: Sequence[Instruction], most_bytes: float = math.inf
+) -> list[list[Kernel]]:
+    """The kernels in a topological order, combined collectives as one entry."""
+    index = {kernel.root: k for k, kernel in enumerate(kernels)}
+    operands = [[index[x] for x in kernel.operands] for kernel in kernels]
+    collectives = {k: kernel.root for k, kernel in enumerate(kernels) if kernel.root.group is not None}
+    groups, num_bytes = ({k: getattr(x, name) for k, x in collectives.items()} for name in ("group", "num_bytes"))
+    ends = [index[x] for x in results]
+    units = combined_collectives(operands, groups, num_bytes, ends, most_bytes=most_bytes)
+    return [[kernels[k] for k in unit] for unit in units]
+
+
+def _dependencies(units: Sequence[Sequence[Kernel]]) -> list[list[int]]:
+    """Per unit those whose results it reads."""
+    owner = {kernel.root: k for k, unit in enumerate(units) for kernel in unit}
+    found = [dict.fromkeys(owner[x] for kernel in unit for x in kernel.operands) for unit in units]
+    return [[j for j in sources if j != k] for k, sources in enumerate(found)]
+
+
+def _work(unit: Sequence[Kernel], after: tuple[int, ...]) -> Work:
+    """A unit as XLA:GPU's scheduler sees it."""
+    root = unit[0].root
+    if root.role == "unfusible" and root.name in gpu_latencies.COLLECTIVES:
+        num_bytes = sum(k.root.num_bytes + sum(x.num_bytes for x in k.operands) for k in unit)
+        return Work(microseconds=gpu_latencies.collective_us(root.name, num_bytes), after=after, is_collective=True)
+    return Work(
+        microseconds=sum(map(_kernel_us, unit)),
+        after=after,
+        communicates=any(x.name in gpu_latencies.COLLECTIVES for body in root.bodies for x in all_instructions(body)),
+        is_fill=not unit[0].operands and root.num_bytes >= FILL_BYTES,
+    )
+
+
+def _kernel_us(kernel: Kernel) -> float:
+    """The time of a kernel that is not a collective."""
+    root = kernel.root
+    if root.bodies:
+        return gpu_latencies.LOOP_US
+    is_view = root.role in ("argument", "tuple-element") or all(m.role == "bitcast" for m in kernel.members)
+    if is_view or root.num_bytes == 0:
+        return 0.0
+    if root.name == "conv_general_dilated":
+        return gpu_latencies.CONVOLUTION_US
+    if root.name == "dot_general" and root.eqn is not None and len(root.operands) == 2:
+        lhs, rhs = root.operands
+        (contracted, _), (batch, _) = root.eqn.params["dimension_numbers"]
+        b, k = (max(1, math.prod(lhs.shape[d] for d in dims)) for dims in (batch, contracted))
+        m = max(1, lhs.num_elements // (b * k))
+        n = max(1, root.num_elements // (b * m))
+        return gpu_latencies.product_us(b, m, n, k, lhs.itemsize, rhs.itemsize, root.itemsize)
+    return (sum(x.num_bytes for x in kernel.operands) + root.num_bytes) / gpu_latencies.BYTES_PER_US
+
+
+def _overlapped_steps(
+    units: Sequence[list[Kernel]], works: Sequence[Work], order: Sequence[tuple[int, Part]]
+) -> list[Step]:
+    """The steps of scheduled units.
+
+    The operands of a collective live until it ends; an all-reduce that overlaps other kernels works in place instead.
+    """
+    busy = [(k, part) for k, part in order if part != "kernel" or works[k].microseconds]
+    overlapped = {
+        k for (k, part), after in zip(busy, busy[1:], strict=False) if part == "start" and after != (k, "end")
+    }
+    steps: list[Step] = []
+    awaited: list[Instruction] = []
+    for k, part in order:
+        is_in_place = units[k][0].root.name == "all-reduce" and k in overlapped
+        if part != "end":
+            steps.append(Step(units[k], awaited=awaited, is_in_place=is_in_place))
+            awaited = []
+        elif not is_in_place:
+            awaited = awaited + [x for kernel in units[k] for x in kernel.operands]
+    if awaited:
+        steps[-1].awaited = steps[-1].awaited + awaited
+    return steps

@@ -7,12 +7,12 @@ that is the operand's last reader.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from .device_program import DeviceProgram
 from .fusion import Kernel, fuse
-from .heap_simulator import Interval, aligned, fit_into
+from .heap_simulator import Interval, aligned
 from .instruction import Body, Instruction
 from .kernel_order import Order, Step
 from .primitive_traits import BARRIER
@@ -61,64 +61,25 @@ class Lifetimes:
         """The maximum of the timeline."""
         return max(self.timeline(), default=0)
 
-    def result_intervals(self, results: Collection[Instruction]) -> list[Interval]:
-        """The buffers of these results as intervals."""
-        instants = self._instants(0)
-        return [
-            (b.num_bytes, instants[b.born][0], instants[b.dies][1])
-            for b in self.buffers
-            if not b.is_temporary and b.makers[-1][1] in results
-        ]
-
-    def _instants(self, start: int) -> list[tuple[int, int]]:
-        """The first and last instant of each step."""
-        found, now = [], start
-        for k in range(len(self.steps)):
-            begun = now
-            for body in self.nested.get(k, ()):
-                now = body._instants(now)[-1][1] + 1
-            found.append((begun, now))
-            now += 1
-        return found
-
-    def buffer_intervals(self, start: int = 0) -> list[tuple[Buffer, Interval]]:
-        """Every temporary buffer with its interval, those of nested bodies included.
+    def intervals(self) -> list[Interval]:
+        """Bytes of every temporary buffer, and its first and last instant, those of nested bodies included.
 
         Each step is an instant, preceded by the instants of its nested bodies.
         """
-        found: list[tuple[Buffer, Interval]] = []
-        instants = self._instants(start)
-        for k, bodies in self.nested.items():
-            now = instants[k][0]
-            for body in bodies:
-                found += body.buffer_intervals(now)
-                now = body._instants(now)[-1][1] + 1
+        return self._intervals(0)[0]
+
+    def _intervals(self, now: int) -> tuple[list[Interval], int]:
+        found: list[Interval] = []
+        begun, ended = [], []
+        for k in range(len(self.steps)):
+            begun.append(now)
+            for body in self.nested.get(k, ()):
+                inner, now = body._intervals(now)
+                found += inner
+            ended.append(now)
+            now += 1
         own = [b for b in self.buffers if b.is_temporary and b.num_bytes]
-        return found + [(b, (b.num_bytes, instants[b.born][0], instants[b.dies][1])) for b in own]
-
-    def intervals(self) -> list[Interval]:
-        """The intervals of `buffer_intervals`."""
-        return [interval for _, interval in self.buffer_intervals()]
-
-    def place_in_results(self, results: Collection[Instruction]) -> None:
-        """Place temporaries in the buffers of these results while those are unused."""
-        temporaries = self.buffer_intervals()
-        for k in fit_into([interval for _, interval in temporaries], self.result_intervals(results)):
-            temporaries[k][0].is_temporary = False
-
-
-def program_lifetimes(program: DeviceProgram, donated: Mapping[int, int], order: Order) -> Lifetimes:
-    """The buffers of a program; those of arguments and results are not temporaries.
-
-    Args:
-        program: the per-device program.
-        donated: result -> the argument it aliases.
-        order: of the kernels.
-    """
-    pairs = [(program.inputs[a], k) for k, a in donated.items()]
-    found = lifetimes(program.body, pairs, {*program.outputs}, order, are_donated=True)
-    found.place_in_results({x for k, x in enumerate(program.outputs) if k not in donated})
-    return found
+        return found + [(b.num_bytes, begun[b.born], ended[b.dies]) for b in own], now
 
 
 def lifetimes(
@@ -156,17 +117,26 @@ class _BufferAssignment:
         self.steps, self.body, self.carried, self.not_temporary, self.order = steps, body, carried, not_temporary, order
         self.step_of: dict[Instruction, int] = {}
         self.last_read: dict[Instruction, int] = {}
+        self.readers: dict[Instruction, list[Kernel]] = {}
         for k, step in enumerate(steps):
             for kernel in step.kernels:
                 root = kernel.root
                 self.step_of[root] = self.step_of[root.operands[0]] if root.role == "tuple-element" else k
+                for operand in kernel.operands:
+                    self.readers.setdefault(operand, []).append(kernel)
             for operand in step.operands:
                 self.last_read[operand] = k
         self.results = set(body.results)
         self.end = len(steps) - 1
         self.buffer_of: dict[Instruction, Buffer] = {}
         self.buffers: list[Buffer] = []
-        self._tuple_elements: dict[Instruction, list[Instruction]] = {}
+        self.numbers: dict[Instruction, int] = {}
+        """Tuple element -> its index among those of its operand."""
+        counts: Counter[Instruction] = Counter()
+        for one in body.instructions:
+            if one.role == "tuple-element":
+                self.numbers[one] = counts[one.operands[0]]
+                counts[one.operands[0]] += 1
 
     def lifetimes(self, *, are_donated: bool) -> Lifetimes:
         nested: dict[int, list[Lifetimes]] = {}
@@ -220,7 +190,7 @@ class _BufferAssignment:
             return self.buffer_of.get(root.operands[0])
         if root.role == "tuple-element":
             source = root.operands[0]
-            number = self.tuple_elements(source).index(root)
+            number = self.numbers[root]
             for at, element in source.in_place:
                 if element == number and source.name == BARRIER:
                     return self.buffer_of.get(source.operands[at])
@@ -244,13 +214,6 @@ class _BufferAssignment:
                     return found
         return None
 
-    def tuple_elements(self, source: Instruction) -> list[Instruction]:
-        if source not in self._tuple_elements:
-            self._tuple_elements[source] = [
-                x for x in self.body.instructions if x.role == "tuple-element" and x.operands[0] is source
-            ]
-        return self._tuple_elements[source]
-
     def freed_buffer(self, operand: Instruction, step: int) -> Buffer | None:
         """The buffer of an operand that is not read after a step."""
         buffer = self.buffer_of.get(operand)
@@ -264,7 +227,7 @@ class _BufferAssignment:
         """Whether every path in a kernel from an operand to the result is elementwise."""
         reached = {operand}
         for m in kernel.members:
-            if any(x in reached for x in m.operands):
+            if not reached.isdisjoint(m.operands):
                 if not m.elementwise:
                     return False
                 reached.add(m)
@@ -297,13 +260,14 @@ class _BufferAssignment:
                 new.is_temporary = True
 
     def is_read_after(self, argument: Instruction, new: Buffer) -> bool:
-        """Whether some kernel that reads an argument also reads, or updates, what another buffer holds."""
-        written = {x for _, x in new.makers}
-        for step in self.steps[new.makers[0][0] :]:
-            for kernel in step.kernels:
-                reads = [x for x in kernel.operands if x in written]
-                if kernel.root not in written and reads:
-                    written.add(kernel.root)
-                if argument in kernel.operands and reads:
+        """Whether some kernel that reads an argument also reads, or depends on, what another buffer holds."""
+        last = self.last_read[argument]
+        reached, waiting = {x for _, x in new.makers}, [x for _, x in new.makers]
+        while waiting:
+            for kernel in self.readers.get(waiting.pop(), ()):
+                if argument in kernel.operands:
                     return True
+                if kernel.root not in reached and self.step_of[kernel.root] <= last:
+                    reached.add(kernel.root)
+                    waiting.append(kernel.root)
         return False

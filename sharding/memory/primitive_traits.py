@@ -9,7 +9,6 @@ from typing import Any
 
 from ..rules import ELEMENTWISE
 from .compiler_traits import CompilerTraits
-from .instruction import Instruction
 
 RESHAPES = frozenset("expand_dims reshape squeeze".split())
 """Primitives that only change the shape."""
@@ -27,10 +26,10 @@ REDUCTIONS = frozenset("reduce_and reduce_max reduce_min reduce_or reduce_prod r
 BARRIER = "optimization_barrier"
 """Its results are its operands, none available before all are."""
 
-IDENTITIES = frozenset("barrier copy_p device_put pbroadcast pvary reshard same".split())
+IDENTITIES = frozenset(
+    "annotate barrier copy_p device_put optimization_barrier pbroadcast pvary reshard same sharding_constraint".split()
+)
 """Primitives whose results are their operands."""
-
-REUSES_OPERAND = frozenset("broadcast_in_dim conv_general_dilated dot_general gather pad stack tile".split())
 
 COLLECTIVES = {
     "all_gather": "all-gather", "all_gather_invariant": "all-gather", "all_to_all": "all-to-all", "pmax": "all-reduce",
@@ -40,9 +39,6 @@ COLLECTIVES = {
 """Collective primitive of manual code -> HLO opcode."""
 
 CONVERSIONS = frozenset({"bitcast_convert_type", "convert_element_type"})
-
-TREE_REDUCTION_WINDOW = 32
-"""Longer dims are reduced in two rounds (`tree_reduction_rewriter.cc`), the first of which reads stored values."""
 
 
 def is_elementwise(name: str) -> bool:
@@ -55,9 +51,9 @@ def is_fusible(name: str) -> bool:
     return is_elementwise(name) or name in DATA_MOVEMENT or name in REDUCTIONS or name in RESHAPES
 
 
-def is_transposed(x: Instruction) -> bool:
-    """Whether an array is a transpose of the program's own, so that it keeps its operand's layout."""
-    return x.eqn is not None and x.name == x.eqn.primitive.name == "transpose"
+def updates(name: str) -> bool:
+    """Whether it writes into its first operand."""
+    return name == "dynamic_update_slice" or name.startswith("scatter")
 
 
 def stores_constant(name: str, shape: tuple[int, ...]) -> bool:

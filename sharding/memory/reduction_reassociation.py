@@ -6,6 +6,8 @@ Where all-reduces or reduce-scatters over the same devices are only added, XLA a
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from .instruction import Body, Instruction, users
 
 REDUCTIONS = frozenset({"all-reduce", "reduce-scatter"})
@@ -38,16 +40,9 @@ def _reduced_later(addition: Instruction) -> Instruction:
     """The addition of the partial sums; the one given becomes its reduction."""
     first, second = addition.operands
     whole = first.operands[0]
-    partial = Instruction(
-        addition.name,
-        "fusible",
-        [whole, second.operands[0]],
-        whole.shape,
-        whole.num_bytes,
-        elementwise=True,
-        eqn=addition.eqn,
-        phase=addition.phase,
+    partial = replace(
+        addition, operands=[whole, second.operands[0]], shape=whole.shape, num_bytes=whole.num_bytes, value=None
     )
     addition.name, addition.role, addition.elementwise = first.name, first.role, False
-    addition.operands, addition.group = [partial], first.group
+    addition.operands, addition.group, addition.axes = [partial], first.group, first.axes
     return partial

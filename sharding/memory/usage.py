@@ -7,20 +7,15 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from ..graph.garbage_collection import no_collection
 from ..hardware import Platform
 from ..propagation import Assignment
-from .compiler_traits import TRAITS, Schedule
+from .compiler_traits import TRAITS
 from .device_program import DeviceProgram, lower
 from .heap_simulator import block_bytes
-from .kernel_order import Order, program_order, xla_cpu_order
-from .latency_hiding import xla_gpu_order
-from .liveness import Lifetimes, program_lifetimes
+from .kernel_order import ORDERS
+from .liveness import Lifetimes, lifetimes
 
-ORDERS: Mapping[Schedule, Order] = {
-    "program order": program_order,
-    "breadth first": xla_cpu_order,
-    "latency hiding": xla_gpu_order,
-}
 POINTER_BYTES = 8
 """Per result of a program with several: XLA:CPU returns a table of pointers."""
 
@@ -48,7 +43,7 @@ class Usage:
     @cached_property
     def temporary_bytes(self) -> int:
         """The heap of temporaries, without those placed in the buffers of results."""
-        return block_bytes(self.lifetimes.intervals())
+        return block_bytes(self.lifetimes.intervals(), self.lifetimes.peak_bytes())
 
     @property
     def peak_bytes(self) -> int:
@@ -56,6 +51,7 @@ class Usage:
         return self.argument_bytes + self.result_bytes + self.temporary_bytes
 
 
+@no_collection()
 def usage(assignment: Assignment, donated: Collection[int] = (), *, platform: Platform = "cpu") -> Usage:
     """The memory of a completed program on one device.
 
@@ -67,7 +63,9 @@ def usage(assignment: Assignment, donated: Collection[int] = (), *, platform: Pl
     traits = TRAITS[platform]
     program = lower(assignment, traits)
     aliases = donations(assignment, program, donated)
-    return Usage(program, program_lifetimes(program, aliases, ORDERS[traits.schedule]), aliases)
+    pairs = [(program.inputs[a], k) for k, a in aliases.items()]
+    order, outputs = ORDERS[traits.schedule], {*program.outputs}
+    return Usage(program, lifetimes(program.body, pairs, outputs, order, are_donated=True), aliases)
 
 
 def donations(assignment: Assignment, program: DeviceProgram, donated: Collection[int]) -> dict[int, int]:

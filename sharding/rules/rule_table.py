@@ -40,6 +40,15 @@ ELEMENTWISE = frozenset(
     """.split()
 )
 
+TRANSCENDENTAL = frozenset(
+    """
+    acos acosh asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt cosh digamma div erf erf_inv erfc exp exp2 expm1
+    gather igamma igammac lgamma log log1p log2 logistic pow random_gamma regularized_incomplete_beta rem rsqrt sinh
+    sqrt tanh threefry2x32 threefry4x32
+    """.split()
+)
+"""Primitives that take many instructions per element."""
+
 MOVES = frozenset(
     """
     copy_p device_put optimization_barrier pbroadcast pin pmax pmin ppermute preduced psum psum_invariant

@@ -77,8 +77,8 @@ def is_scattered_by_all_reduce(backend: Platform, shape: Sequence[int], dim: int
     """Whether a reduce-scatter by the partitioner becomes an all-reduce and a slice.
 
     The TPU's compiler tiles the two minor dims of an array, which it chooses so that its shards need little padding. It
-    reduce-scatters along one of these only if each shard has whole tiles of 32-bit words; along the rows of a matrix, if
-    it has a row of tiles.
+    reduce-scatters along one of these only if each shard has whole tiles of 32-bit words; along the rows of a matrix,
+    if it has a row of tiles.
 
     Args:
         backend: the platform compiled for.

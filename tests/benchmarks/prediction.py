@@ -6,6 +6,7 @@
     python tests/benchmarks/prediction.py --corpus --compiler h100       # other people's programs, some of whose
                                                                          # packages bring a module `tests`
     python -m tests.benchmarks.prediction --table prediction.md --json prediction.json
+    python tests/benchmarks/prediction.py --corpus --compiler h100 --no-left --fit   # store the error with the record
 
 Per program: collectives by kind (count and bytes), compiled and predicted by the ledger; peak memory of one device,
 argument + temp + output - alias bytes of `memory_analysis()`, and the predicted one; and the bytes that a device sends
@@ -34,6 +35,7 @@ import tyro
 import sharding
 from sharding import cost
 from sharding.hardware import Platform
+from sharding.memory.compiler_traits import PEAK_ERRORS, PEAK_ERRORS_FILE, PeakError
 from sharding.mesh import tracing_context
 from sharding.spec import sizes_text
 
@@ -92,6 +94,8 @@ class Options:
     """Output file of the figures."""
     table: Path | None = None
     """Output file of a Markdown table."""
+    fit: bool = False
+    """Store the error of the predicted peaks with the platform's record, for reports and `fits`."""
 
 
 @dataclass(frozen=True)
@@ -253,6 +257,21 @@ def error(programs: Sequence[Program], share: float) -> float:
     return errors[max(0, math.ceil(share * len(errors)) - 1)]
 
 
+def fitted(programs: Sequence[Program]) -> PeakError:
+    """The error of the predicted peaks, as a platform's record has it."""
+    ratios = sorted(1 / p.peak_ratio for p in programs)
+    low, high = (ratios[max(0, math.ceil(share * len(ratios)) - 1)] for share in (0.05, 0.95))
+    figures = {"median": error(programs, 0.5), "large": error(programs, 0.9), "low": low, "high": high}
+    return PeakError(num_programs=len(programs), **{name: round(value, 2) for name, value in figures.items()})
+
+
+def store(found: PeakError, compiler: CompilerName) -> None:
+    """Writes the error of a platform into the package's data file."""
+    stored = {platform: asdict(known) for platform, known in PEAK_ERRORS.items()}
+    text = json.dumps(stored | {PLATFORMS[compiler]: asdict(found)}, indent=2)
+    PEAK_ERRORS_FILE.write_text(text + "\n")
+
+
 def table(programs: Sequence[Program], failed: Sequence[str], options: Options) -> str:
     """All figures as a Markdown table."""
     compiled_for = "eight virtual CPU devices" if options.compiler == "cpu" else f"{options.compiler} ahead of time"
@@ -324,6 +343,9 @@ def main(options: Options) -> None:
         times = f"time {p.time_ratio:5.2f}" if repeats else f"compiled in {p.compile_seconds:.0f} s"
         print(f"{label:60} {agree:14} peak {p.peak_ratio:5.2f}  sent {p.sent_ratio:5.2f}  {times}", flush=True)
     print("\n".join(summary(found) if found else ["no program"]))
+    if options.fit and found:
+        store(fitted(found), options.compiler)
+        print(f"{fitted(found)} written to {PEAK_ERRORS_FILE}")
     if options.table is not None:
         options.table.write_text(table(found, failed, options))
     if options.json is not None:

@@ -8,7 +8,9 @@ from support.train_steps import small_models
 
 import sharding
 from sharding import P
+from sharding.explain.collective_buffers import CONNECTION_BYTES, PEER_CHANNELS, RING_CHANNELS
 from sharding.explain.largest_batch import largest_batch
+from sharding.explain.memory_fit import fit
 from sharding.explain.units import bytes_text
 
 PARAMS = {"w1": peak_memory.floats(32, 128), "w2": peak_memory.floats(128, 32)}
@@ -208,3 +210,50 @@ def test_reductions_of_constants():
     for alone in (lambda x: x + jnp.sum(jnp.zeros(())), lambda x: (x, jnp.sum(jnp.zeros(())))):
         report = report_of(alone, peak_memory.floats(64, 32), in_shardings=(P("data"),))
         assert report.argument_bytes == 64 * 32 * 4 // 2
+
+
+def test_the_range_is_that_of_the_platforms_record(report):
+    low, high = report.range_bytes
+    assert low <= report.peak_bytes <= high
+    assert (low, high) == (
+        int(report.peak_bytes * report.peak_error.low),
+        int(report.peak_bytes * report.peak_error.high),
+    )
+    assert f"{bytes_text(low)} to {bytes_text(high)}" in str(report)
+
+
+@pytest.mark.parametrize(
+    ("range_bytes", "certainty"), [((40, 59), "yes"), ((50, 70), "unsure"), ((61, 90), "no")], ids=str
+)
+def test_a_fit_is_unsure_where_only_a_part_of_the_range_fits(range_bytes, certainty):
+    low, high = (n * 10**9 for n in range_bytes)
+    found = fit((low + high) // 2, "h100", range_bytes=(low, high))
+    assert found.certainty == certainty
+    assert bool(found) == ((low + high) // 2 <= found.usable_bytes)
+    assert ("unsure: " in str(found)) == (certainty == "unsure")
+
+
+def test_buffers_of_nccl_are_outside_the_peak_and_counted_by_fits():
+    step = small_models.STEPS["gpt"]("weights", {"data": 2, "tensor": 4})
+    with sharding.mesh(data=2, tensor=4, devices="h100:1x8"):
+        completion = sharding.jit(step.run, in_shardings=step.specs, donate_argnums=0).complete(*step.args)
+    report = completion.memory()
+    assert report.collective_buffer_bytes >= CONNECTION_BYTES * RING_CHANNELS
+    assert report.peak_bytes == report.argument_bytes + report.result_bytes + report.temporary_bytes
+    assert f"{bytes_text(report.collective_buffer_bytes)} for NCCL's buffers" in str(report)
+    everything = report.fits("h100", usable=1.0)
+    assert everything.usable_bytes == everything.memory_bytes - report.collective_buffer_bytes
+    assert completion.memory(platform="tpu").collective_buffer_bytes == 0
+
+
+def test_communicators_are_counted_once_per_set_of_axes():
+    def buffers(f, **options):
+        with sharding.mesh(data=2, tensor=4, devices="h100:1x8"):
+            c = sharding.jit(f, in_shardings=(P("data", "tensor"),), **options).complete(peak_memory.floats(64, 32))
+        return c.memory().collective_buffer_bytes // CONNECTION_BYTES
+
+    assert buffers(lambda x: x * 2) == 0
+    assert buffers(lambda x: x.sum(0)) == buffers(lambda x: x.sum(0) + jnp.sin(x).sum(0)) == RING_CHANNELS
+    assert buffers(lambda x: (x.sum(0), x.sum(1))) == 2 * RING_CHANNELS
+    moved = buffers(lambda x: sharding.annotate(x, P(("data", "tensor"))), out_shardings=P(("data", "tensor")))
+    assert moved == 3 * PEER_CHANNELS  # each of four devices sends to three others

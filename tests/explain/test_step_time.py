@@ -122,6 +122,20 @@ def test_a_larger_chip_is_faster():
     assert " per step\n" in str(found.estimate("h100"))
 
 
+def test_gpus_run_other_kernels_while_a_collective_is_in_flight():
+    """The partial sum is reduced while the second product runs, though the program has it behind both products."""
+
+    def fn(x, v, w):
+        second = v @ v
+        return jax.nn.relu(x @ w), second
+
+    options = {"in_shardings": (P(None, "a"), None, P("a")), "out_shardings": (P(), P())}
+    found = completed(fn, [floats(8192, 8192)] * 3, {"a": 4}, **options).estimate("h100")
+    assert found.communication_seconds > 0
+    assert found.exposed_seconds < found.communication_seconds / 2
+    assert found.seconds < found.compute_seconds + found.communication_seconds
+
+
 def test_devices_that_do_not_fit():
     found = completed(lambda x: x * 2, [floats(8, 8)], {"a": 4})
     with pytest.raises(ShardingError, match="4"):

@@ -1,9 +1,15 @@
 """Predicted memory against the compiled program's `memory_analysis()`."""
 
+import jax
+import jax.numpy as jnp
 import pytest
 from support import peak_memory
 from support.train_steps import hand_written, known_misses, small_models
 from support.train_steps.step import MESHES, STYLES
+
+import sharding
+from sharding import P
+from sharding.memory import usage
 
 STEPS = small_models.STEPS | hand_written.STEPS
 HALF = {
@@ -40,3 +46,71 @@ def test_a_barrier_keeps_rematerialised_ops_out_of_the_forward_pass(wrap):
     make = small_models.gpt_step(layers=4, remat=wrap == "remat")
     peak = peak_memory.peak_of_step(make("batch", {"data": 8}), {"data": 8})
     assert abs(peak.ratio - 1) <= WITHIN, peak
+
+
+def loss(params, x):
+    for w in params:
+        x = jnp.tanh(x @ w)
+    return jnp.mean(x**2)
+
+
+def step(params, x):
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params, x))
+
+
+def memory_of(f, *args, platform, donated=(), sizes=None, **options):
+    with sharding.mesh(sizes or {"data": 8}):
+        return usage(sharding.jit(f, **options).complete(*args).assignment, donated, platform=platform)
+
+
+def layers(count):
+    return [peak_memory.floats(256, 256)] * count
+
+
+ON_EVERY_PLATFORM = pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
+BATCH = {"in_shardings": (None, P("data"))}
+
+
+@ON_EVERY_PLATFORM
+def test_a_larger_batch_and_more_layers_take_more(platform):
+    found = [
+        memory_of(step, layers(4), peak_memory.floats(n, 256), platform=platform, **BATCH) for n in (512, 1024, 4096)
+    ]
+    assert found[0].peak_bytes < found[1].peak_bytes < found[2].peak_bytes
+    assert found[0].argument_bytes < found[1].argument_bytes
+    x = peak_memory.floats(4096, 256)
+    deep = [memory_of(step, layers(n), x, platform=platform, **BATCH).peak_bytes for n in (2, 4, 8)]
+    per_layer = (deep[2] - deep[1]) / 4
+    assert per_layer == pytest.approx((deep[1] - deep[0]) / 2, rel=0.35)
+    assert per_layer >= 512 * 256 * 4  # its saved activation
+
+
+@ON_EVERY_PLATFORM
+def test_the_peak_is_the_sum_of_its_parts_and_donating_never_adds(platform):
+    args = layers(4), peak_memory.floats(4096, 256)
+    kept, donated = (memory_of(step, *args, platform=platform, donated=d, **BATCH) for d in ((), range(4)))
+    for found in (kept, donated):
+        assert found.peak_bytes == found.argument_bytes + found.result_bytes + found.temporary_bytes
+    assert donated.peak_bytes <= kept.peak_bytes - 3 * 256 * 256 * 4
+    assert donated.argument_bytes == kept.argument_bytes
+
+
+@ON_EVERY_PLATFORM
+def test_a_chain_takes_as_much_as_two_of_its_arrays(platform):
+    def chain(x, n):
+        for _ in range(n):
+            x = jnp.sin(x) @ jnp.ones((256, 256))
+        return x
+
+    x, options = peak_memory.floats(4096, 256), {"in_shardings": (P("data"),), "platform": platform}
+    found = [memory_of(lambda x, n=n: chain(x, n), x, **options).temporary_bytes for n in (4, 8, 16)]
+    assert found[0] == found[1] == found[2]
+
+
+@ON_EVERY_PLATFORM
+def test_sharding_the_weights_takes_less_than_replicating_them(platform):
+    args = layers(8), peak_memory.floats(64, 256)
+    replicated = memory_of(step, *args, platform=platform, **BATCH)
+    sharded = memory_of(step, *args, platform=platform, in_shardings=(P("data"), P("data")))
+    assert sharded.argument_bytes < replicated.argument_bytes / 4
+    assert sharded.peak_bytes < replicated.peak_bytes

@@ -16,8 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from ... import compat
-from ...memory.compiler_traits import TRANSCENDENTAL
-from ...rules.rule_table import ELEMENTWISE
+from ...rules.rule_table import ELEMENTWISE, TRANSCENDENTAL
 from .activations import EMPTY, Activation, ActivationTree, Arrays, is_float
 from .cpu_matmul_order import reorder_products
 from .straight_line import Program, trace_program, variables

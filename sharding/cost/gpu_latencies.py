@@ -3,16 +3,12 @@
 XLA's estimator for an H100 (openxla/xla, `service/gpu/model/sol_latency_estimator.cc`) interpolates tables of measured
 products and collectives, and divides the bytes of other kernels by the memory bandwidth. The functions here fit what it
 logs: products to 25 %, collectives to 40 %. These are the compiler's figures, used to predict its schedule; for step
-times see `sharding.cost`.
+times see `op_time` and `collective_time`.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-
-from .fusion import Kernel
-from .instruction import Instruction
+from collections.abc import Mapping
 
 BYTES_PER_US = 3.35e6
 START_US = 1.0
@@ -34,55 +30,34 @@ CORES = 132
 TILE = 128
 
 
-def kernel_us(kernel: Kernel) -> float:
-    """The time of a kernel that is not a collective."""
-    root = kernel.root
-    if root.bodies:
-        return LOOP_US
-    is_view = root.role in ("argument", "tuple-element") or all(m.role == "bitcast" for m in kernel.members)
-    if is_view or root.num_bytes == 0:
-        return 0.0
-    if root.name == "conv_general_dilated":
-        return CONVOLUTION_US
-    if root.name == "dot_general" and root.eqn is not None and len(root.operands) == 2:
-        return product_us(root)
-    return (sum(x.num_bytes for x in kernel.operands) + root.num_bytes) / BYTES_PER_US
+def collective_us(kind: str, num_bytes: int) -> float:
+    """The latency of a collective by the bytes of its operands and results."""
+    start, rate = COLLECTIVES[kind]
+    return start + num_bytes / rate
 
 
-def collective_us(kernels: Sequence[Kernel]) -> float:
-    """The latency of one collective, or of several combined."""
-    start, rate = COLLECTIVES[kernels[0].root.name]
-    return start + sum(k.root.num_bytes + sum(x.num_bytes for x in k.operands) for k in kernels) / rate
-
-
-def product_us(product: Instruction) -> float:
-    """The time of a `dot_general`, which XLA splits along its contracted dims where that fills the device better."""
-    lhs, rhs = product.operands
-    (contracted, _), (batch, _) = product.eqn.params["dimension_numbers"]
-    b, k = (max(1, math.prod(lhs.shape[d] for d in dims)) for dims in (batch, contracted))
-    m = max(1, lhs.num_elements // (b * k))
-    n = max(1, product.num_elements // (b * m))
-    itemsize, split = product.itemsize, num_splits(b, m, n, k, lhs.itemsize, rhs.itemsize, product.itemsize)
-    if split > 1:  # partial sums in 32 bits
-        b, k, itemsize = b * split, -(-k // split), 4
-    operand = max(lhs.itemsize, rhs.itemsize)
-    flops = 2 * b * m * n * k
-    if operand == itemsize and itemsize in (2, 4):
-        rate = HALF_FLOPS_PER_US if itemsize == 2 else FLOAT_FLOPS_PER_US
-        return flops * (1 / rate + PRODUCT_START_US / _table_flops(b, m, n, k))
-    # Not in XLA's table: it looks up a product of as many bytes, whose FLOPs it counts in bytes, too.
-    half = itemsize / 2
-    start = PRODUCT_START_US / _table_flops(b, m * half, n * half, k * half)
-    return flops * itemsize**3 * (1 / HALF_FLOPS_PER_US + start)
-
-
-def num_splits(b: int, m: int, n: int, k: int, lhs: int, rhs: int, result: int) -> int:
-    """Into how many XLA splits the contracted dims of a product of these sizes (`splitk_rewriter.cc`), for an H100.
+def product_us(b: int, m: int, n: int, k: int, lhs: int, rhs: int, result: int) -> float:
+    """The time of a matrix product, which XLA splits along its contracted dims where that fills the device better.
 
     Args:
         b, m, n, k: batch, rows, columns and contracted elements.
         lhs, rhs, result: bytes per element.
     """
+    split = num_splits(b, m, n, k, lhs, rhs, result)
+    if split > 1:  # partial sums in 32 bits
+        b, k, result = b * split, -(-k // split), 4
+    flops = 2 * b * m * n * k
+    if max(lhs, rhs) == result and result in (2, 4):
+        rate = HALF_FLOPS_PER_US if result == 2 else FLOAT_FLOPS_PER_US
+        return flops * (1 / rate + PRODUCT_START_US / _table_flops(b, m, n, k))
+    # Not in XLA's table: it looks up a product of as many bytes, whose FLOPs it counts in bytes, too.
+    half = result / 2
+    start = PRODUCT_START_US / _table_flops(b, m * half, n * half, k * half)
+    return flops * result**3 * (1 / HALF_FLOPS_PER_US + start)
+
+
+def num_splits(b: int, m: int, n: int, k: int, lhs: int, rhs: int, result: int) -> int:
+    """Into how many XLA splits the contracted dims of a product (`splitk_rewriter.cc`), for an H100."""
 
     def cost(splits: int) -> float:
         tile = min(m, TILE) * min(n, TILE)

@@ -1,44 +1,47 @@
-"""Order of kernels on GPUs: XLA's latency-hiding scheduler.
+"""Order of a program's work on GPUs: XLA's latency-hiding scheduler.
 
-It works from the last kernel to the first (openxla/xla, `service/latency_hiding_scheduler.cc`, with the policies of
-`service/gpu/gpu_hlo_schedule.cc`). The end of a collective is placed as soon as no other is in flight; its start once
-the kernels placed in between take as long as its latency. Among the ready kernels it prefers those that need no wait,
-then those behind the longest chain of collectives, whose latencies are still to be hidden. So kernels that nothing
-waits for, as the weights' gradients, move away from where the program has them, and their operands live longer: models
-with unrolled layers peak at up to twice the memory that the program's order takes.
+It works from the end of the program to its start (openxla/xla, `service/latency_hiding_scheduler.cc`, with the policies
+of `service/gpu/gpu_hlo_schedule.cc`). The end of a collective is placed as soon as no other is in flight; its start
+once the work placed in between takes as long as its latency. Among what is ready it prefers what needs no wait, then
+what is behind the longest chain of collectives, whose latencies are still to be hidden. So work that nothing waits for,
+as the weights' gradients, moves away from where the program has it.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from . import gpu_latencies
-from .collective_combining import combine_collectives
-from .fusion import Kernel
-from .instruction import Body, Instruction, all_instructions
-from .kernel_order import Step
-from .sibling_fusion import fuse_siblings
+from .gpu_latencies import START_US
 
-COMBINED_BYTES = 30 * 2**20
-"""All-reduces are combined up to this size (`xla_gpu_all_reduce_combine_threshold_bytes`)."""
-FILL_BYTES = 2**20
-"""Constants of this size are written right before they are read."""
+Part = Literal["kernel", "start", "end"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """A kernel, or a collective."""
+
+    microseconds: float
+    """Of the kernel, or from the start of the collective to its end."""
+    after: tuple[int, ...] = ()
+    """Indices of the work it depends on."""
+    is_collective: bool = False
+    communicates: bool = False
+    """Whether it is a loop or branch with collectives, which runs while no other collective is in flight."""
+    is_fill: bool = False
+    """Whether it writes a large constant, which is placed right before it is read."""
 
 
 @dataclass(slots=True, eq=False)
 class _Node:
-    """Kernels that run at once, or the start or end of a collective."""
+    """A kernel, or the start or end of a collective."""
 
-    kernels: list[Kernel]
-    part: Literal["kernel", "start", "end"]
+    part: Part
+    work: Work
     position: int
     """In program order."""
-    microseconds: float
-    latency: float = 0.0
-    """From the start of a collective to its end."""
     twin: _Node | None = None
     """The end of a start, and the reverse."""
     sources: list[_Node] = field(default_factory=list)
@@ -53,59 +56,45 @@ class _Node:
     """The earliest time for it, from the end of the program; once placed, its time."""
 
     @property
-    def is_free(self) -> bool:
-        return self.part == "kernel" and not self.microseconds
+    def microseconds(self) -> float:
+        """For which it keeps the device busy."""
+        return self.work.microseconds if self.part == "kernel" else START_US
 
     @property
-    def communicates(self) -> bool:
-        """Whether it is a loop or branch with collectives, which run while no other is in flight."""
-        return any(_communicates(body) for body in self.kernels[0].root.bodies)
-
-    @property
-    def is_fill(self) -> bool:
-        root = self.kernels[0].root
-        return self.part == "kernel" and not self.kernels[0].operands and root.num_bytes >= FILL_BYTES
-
-    @property
-    def num_unlocked(self) -> int:
-        """How many nodes become ready when it is placed."""
-        return sum(s.num_readers_left == 1 for s in self.sources)
+    def preference(self) -> tuple[bool, int, int]:
+        """Preferred are the nodes behind a collective, then those that make most others ready, then the last."""
+        return self.ends_before, sum(s.num_readers_left == 1 for s in self.sources), self.position
 
 
-def xla_gpu_order(kernels: Sequence[Kernel], results: Sequence[Instruction]) -> list[Step]:
-    """Small all-reduces combined, siblings fused, and collectives overlapped with other kernels, as on XLA:GPU."""
-    units = fuse_siblings(combine_collectives(kernels, results, COMBINED_BYTES))
-    return _steps(_Scheduler(_nodes(units)).order())
+def latency_hiding_order(works: Sequence[Work]) -> list[tuple[int, Part]]:
+    """The indices of a program's work in the order in which it runs; a collective has a start and an end.
+
+    Args:
+        works: in program order, each after those that it depends on.
+    """
+    return [(node.position, node.part) for node in _Scheduler(_nodes(works)).order()]
 
 
-def _communicates(body: Body) -> bool:
-    return any(one.name in gpu_latencies.COLLECTIVES for one in all_instructions(body))
-
-
-def _nodes(units: Iterable[list[Kernel]]) -> list[_Node]:
-    """A node per unit, two per collective, with their dependencies."""
+def _nodes(works: Sequence[Work]) -> list[_Node]:
+    """A node per kernel, two per collective, with their dependencies."""
     nodes: list[_Node] = []
-    made: dict[Instruction, _Node] = {}
-    for k, unit in enumerate(units):
-        root = unit[0].root
-        if root.role == "unfusible" and root.name in gpu_latencies.COLLECTIVES:
-            latency = gpu_latencies.collective_us(unit)
-            first, last = (_Node(unit, part, k, gpu_latencies.START_US, latency) for part in ("start", "end"))
-            first.twin, last.twin = last, first
-            _connect(first, last, latency)
-            nodes += [first, last]
+    last: list[_Node] = []
+    for k, work in enumerate(works):
+        if work.is_collective:
+            first, end = _Node("start", work, k), _Node("end", work, k)
+            first.twin, end.twin = end, first
+            _connect(first, end, work.microseconds)
+            nodes += [first, end]
         else:
-            first = last = _Node(unit, "kernel", k, sum(map(gpu_latencies.kernel_us, unit)))
+            first = end = _Node("kernel", work, k)
             nodes.append(first)
-        made.update((kernel.root, last) for kernel in unit)
-        sources = dict.fromkeys(made[x] for kernel in unit for x in kernel.operands if x in made)
-        for source in sources:
-            if source is not first and source is not last:
-                _connect(source, first, gpu_latencies.START_US)
+        last.append(end)
+        for j in work.after:
+            _connect(last[j], first, START_US)
     for node in nodes:
         node.num_readers_left = len(node.readers)
         node.ends_before = any(s.part == "end" for s in node.sources)
-        own = node.latency if node.part == "end" else 0.0
+        own = node.work.microseconds if node.part == "end" else 0.0
         node.depth = max((s.depth for s in node.sources), default=0.0) + own
     return nodes
 
@@ -121,8 +110,8 @@ class _Scheduler:
         self.now = 0.0
         self.in_flight: _Node | None = None
         self.free: list[_Node] = []
+        """Fills, and nodes that take no time."""
         self.ends: list[_Node] = []
-        self.fills: list[_Node] = []
         self.start: _Node | None = None
         """The start of the collective in flight, once all that follows it is placed."""
         self.loops: list[_Node] = []
@@ -159,32 +148,28 @@ class _Scheduler:
     def release(self, node: _Node) -> None:
         """Make a node available whose readers are all placed."""
         node.ready = max(self.now, self.earliest(node))
-        if node.is_free:
-            self.free.append(node)
-        elif node.part == "end":
+        if node.part == "end":
             self.ends.append(node)
         elif node.part == "start":
             self.start = node
-        elif node.is_fill:
-            self.fills.append(node)
-        elif node.communicates:
+        elif node.work.is_fill or not node.microseconds:
+            self.free.append(node)
+        elif node.work.communicates:
             self.loops.append(node)
         else:
             heapq.heappush(self.waiting, (node.ready, -node.position, node))
 
     def next(self) -> _Node:
         """The best available node."""
-        for simple in (self.free, self.fills):
-            if simple:
-                return simple.pop()
+        if self.free:
+            return self.free.pop()
         if self.ends and self.in_flight is None:
-            best = max(self.ends, key=lambda n: (-max(n.ready - self.now, 0.0), n.depth, *_preference(n)))
+            best = max(self.ends, key=lambda n: (-max(n.ready - self.now, 0.0), n.depth, *n.preference))
             self.ends.remove(best)
             return best
         while self.waiting and self.waiting[0][0] <= self.now:
             self.add(heapq.heappop(self.waiting)[2])
-        start = self.start
-        depth = self.deepest()
+        start, depth = self.start, self.deepest()
         if self.loops and self.in_flight is None:
             loop = max(self.loops, key=lambda n: n.depth)
             if depth is None or loop.depth > depth:
@@ -219,7 +204,7 @@ class _Scheduler:
         return start.depth > 0 and start.depth > depth
 
     def take(self, depth: float) -> _Node:
-        """The best ready kernel of a depth: the one that fits best into the latency left, then see `_preference`."""
+        """The best ready kernel of a depth: the one that fits best into the latency left, then by preference."""
         nodes = self.by_depth[depth]
         found = nodes
         later = [n.ready for n in (self.start,) if n is not None and n.ready > self.now]
@@ -228,31 +213,6 @@ class _Scheduler:
             left = min(later) - self.now
             closest = min(abs(left - n.microseconds) for n in nodes)
             found = [n for n in nodes if abs(left - n.microseconds) == closest]
-        best = max(found, key=_preference)
+        best = max(found, key=lambda n: n.preference)
         nodes.remove(best)
         return best
-
-
-def _preference(node: _Node) -> tuple[bool, int, int]:
-    return node.ends_before, node.num_unlocked, node.position
-
-
-def _steps(order: Sequence[_Node]) -> list[Step]:
-    """The steps of scheduled nodes.
-
-    The operands of a collective live until it ends; an all-reduce that overlaps other kernels works in place instead.
-    """
-    busy = [n for n in order if n.part != "kernel" or n.microseconds]
-    overlapped = {a for a, b in zip(busy, busy[1:], strict=False) if a.part == "start" and b is not a.twin}
-    steps: list[Step] = []
-    awaited: list[Instruction] = []
-    for node in order:
-        is_in_place = node.kernels[0].root.name == "all-reduce" and (node in overlapped or node.twin in overlapped)
-        if node.part != "end":
-            steps.append(Step(node.kernels, awaited=awaited, is_in_place=is_in_place))
-            awaited = []
-        elif not is_in_place:
-            awaited = awaited + [x for kernel in node.kernels for x in kernel.operands]
-    if awaited:
-        steps[-1].awaited = steps[-1].awaited + awaited
-    return steps

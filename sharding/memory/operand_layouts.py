@@ -1,49 +1,12 @@
-"""Operand layouts and dtypes of dots and convolutions in the libraries that XLA:CPU calls."""
+"""Operands of dots and convolutions transposed to the order of dims that a library takes, as on XLA:CPU."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
-from . import primitive_traits
 from .emitter import Emitter
 from .instruction import Instruction
-
-MIN_LIBRARY_SIZE = 8
-"""Least m, n or k of a dot, whichever is largest, for the library that supports 16-bit floats."""
-
-
-def runs_in_f32(eqn: Any, operands: Sequence[Instruction]) -> bool:
-    """Whether a dot of 16-bit floats runs on operands converted to 32 bits.
-
-    The library that supports 16-bit floats (openxla/xla, `backends/cpu/ynn_support.cc`) takes only dots of two matrices
-    (or batches of them), whose left operand contracts its last dim, with no transposed operand. XLA first canonicalises
-    a dot with more dims.
-    """
-    sums, batches = eqn.params["dimension_numbers"]
-    rows, columns, contracted = 1, 1, 1
-    for k, x in enumerate(operands):
-        free = [d for d in range(len(x.shape)) if d not in batches[k] and d not in sums[k]]
-        size = math.prod(x.shape[d] for d in free)
-        rows, columns = (size, columns) if k == 0 else (rows, size)
-        contracted = math.prod(x.shape[d] for d in sums[k])
-    if min(rows, columns) == 1 or max(rows, columns, contracted) < MIN_LIBRARY_SIZE:
-        return True
-    return _is_canonical(eqn) and (
-        sums[0][0] != len(operands[0].shape) - 1 or any(primitive_traits.is_transposed(x) for x in operands)
-    )
-
-
-def _is_canonical(eqn: Any) -> bool:
-    """Whether a dot is already canonical: batch dims first, one contracting dim and at most one other."""
-    sums, batches = eqn.params["dimension_numbers"]
-    first = tuple(range(len(batches[0])))
-    return (
-        tuple(batches[0]) == tuple(batches[1]) == first
-        and len(sums[0]) == 1
-        and all(len(a.aval.shape) <= len(first) + 2 for a in eqn.invars)
-    )
 
 
 def transposed(x: Instruction, order: Sequence[int], emitter: Emitter) -> Instruction:
@@ -79,9 +42,3 @@ def conv_operands(eqn: Any, operands: Sequence[Instruction], emitter: Emitter) -
     lhs, rhs = numbers.lhs_spec, numbers.rhs_spec
     orders = [[lhs[0], *lhs[2:], lhs[1]], [*rhs[2:], rhs[1], rhs[0]]]
     return [transposed(x, order, emitter) for x, order in zip(operands, orders, strict=True)]
-
-
-def conv_order(eqn: Any) -> list[int]:
-    """The dims of a convolution's result in the order in which the library writes them."""
-    out = eqn.params["dimension_numbers"].out_spec
-    return [out[0], *out[2:], out[1]]

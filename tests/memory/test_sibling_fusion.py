@@ -1,0 +1,44 @@
+"""Reductions that run with another reader of their array."""
+
+from sharding.memory.fusion import Kernel
+from sharding.memory.instruction import Instruction
+from sharding.memory.sibling_fusion import fuse_siblings
+
+LARGE = 2**20
+
+
+def kernel(name, *operands, elements=LARGE):
+    one = Instruction(name, "fusible", [k.root for k in operands], (elements,), 4 * elements)
+    return Kernel(one, [one], list(one.operands))
+
+
+def fused(*kernels):
+    return [[k.root.name for k in unit] for unit in fuse_siblings([[k] for k in kernels])]
+
+
+def test_a_reduction_runs_with_another_reader_of_its_array():
+    x = kernel("x")
+    a, other, total = kernel("a", x), kernel("other", x), kernel("reduce_sum", x, elements=1)
+    assert fused(x, a, total) == [["x"], ["a", "reduce_sum"]]
+    assert fused(x, total, other, a) == [["x"], ["other", "reduce_sum"], ["a"]]
+
+
+def test_a_reader_that_needs_the_sum_runs_after_it():
+    x = kernel("x")
+    total = kernel("reduce_sum", x, elements=1)
+    scaled = kernel("scaled", x, total)
+    assert fused(x, total, scaled) == [["x"], ["reduce_sum"], ["scaled"]]
+
+
+def test_a_reduction_waits_for_its_other_operands():
+    x = kernel("x")
+    a, late = kernel("a", x), kernel("late")
+    total = kernel("reduce_sum", x, late, elements=1)
+    assert fused(x, a, late, total) == [["x"], ["a"], ["late"], ["reduce_sum"]]
+
+
+def test_small_arrays_and_other_kernels_stay_apart():
+    x, small = kernel("x"), kernel("small", elements=16)
+    a, b, total = kernel("a", x), kernel("b", x), kernel("reduce_sum", small, elements=1)
+    c = kernel("c", small, elements=16)
+    assert fused(x, small, a, b, c, total) == [[name] for name in ("x", "small", "a", "b", "c", "reduce_sum")]
