@@ -60,9 +60,6 @@ LANES = 128
 SUBLANES = 8
 """Rows of a TPU's vector registers."""
 
-FEWEST_TILES = 4
-"""Tiles of 8 x 128 elements that a shard has at least for a reduce-scatter (measured, libtpu 0.0.50.1, v5p)."""
-
 
 def is_gathered_by_all_reduce(backend: Platform, shape: Sequence[int], num_devices: int) -> bool:
     """Whether an all-gather becomes an all-reduce of shards that are padded with zeros.
@@ -81,7 +78,7 @@ def is_scattered_by_all_reduce(backend: Platform, shape: Sequence[int], dim: int
 
     The TPU's compiler tiles the two minor dims of an array, which it chooses so that its shards need little padding. It
     reduce-scatters along one of these only if each shard has whole tiles of 32-bit words; along the rows of a matrix,
-    which it pads, if it has two.
+    if it has a row of tiles.
 
     Args:
         backend: the platform compiled for.
@@ -92,15 +89,13 @@ def is_scattered_by_all_reduce(backend: Platform, shape: Sequence[int], dim: int
     if backend != "tpu" or len(shape) < 2 or shape[dim] == 0:
         return False
     lane, row = _minor_dims(shape)
-    tiles = _padded(shape, lane, row) // (SUBLANES * LANES)
     packed = max(1, 4 // itemsize)
     if dim == lane:
-        return shape[dim] % (LANES * packed) > 0 or tiles < FEWEST_TILES
+        return shape[dim] % (LANES * packed) > 0
     if dim != row:
-        return tiles < FEWEST_TILES
+        return False
     is_matrix = math.prod(shape) == shape[lane] * shape[row]
-    is_too_short = shape[row] < 2 * SUBLANES if is_matrix else shape[row] % (SUBLANES * packed) > 0
-    return is_too_short or tiles < FEWEST_TILES
+    return shape[dim] < SUBLANES if is_matrix else shape[dim] % (SUBLANES * packed) > 0
 
 
 def _minor_dims(shape: Sequence[int]) -> tuple[int, int]:

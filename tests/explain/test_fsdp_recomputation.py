@@ -49,7 +49,7 @@ def check(case, backend, described=""):
         jitted = sharding.jit(step.run, in_shardings=step.specs, donate_argnums=0)
         predicted = jitted.complete(*step.args).communication().lowered(backend).by_kind()
         assert predicted == cost.read_compiled(jitted.lower(*step.args).compile()).by_kind()
-        assert predicted["all-gather"][0] > 1
+        assert sum(count for count, _ in predicted.values()) > 10
 
 
 @pytest.mark.parametrize("scan", [False, True])
