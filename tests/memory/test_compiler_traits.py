@@ -78,4 +78,5 @@ def test_gpt_on_h100(options, sizes):
         completion = jitted.complete(*step.args)
         facts = cost.read_compiled(jitted.lower(*step.args).compile())
     assert completion.communication().lowered("gpu").by_kind() == facts.by_kind()
-    assert completion.memory(platform="gpu").peak_bytes == pytest.approx(facts.peak_bytes, rel=0.1)
+    found = completion.memory(platform="gpu")
+    assert found.peak_bytes == pytest.approx(facts.peak_bytes, rel=found.peak_error.large)
