@@ -150,17 +150,21 @@ TPU_SCATTER = """
   ROOT %dynamic-slice.5 = bf16[2240,4096]{1,0:T(8,128)(2,1)} dynamic-slice(%all-reduce.1, %multiply.3, %constant.14), dynamic_slice_sizes={2240,4096}
 }
 
-ENTRY %main (param: bf16[4096,4096]) -> bf16[2240,4096] {
+ENTRY %main (param: bf16[4096,4096]) -> bf16[192,4096] {
   %param = bf16[4096,4096]{1,0:T(8,128)(2,1)} parameter(0)
-  ROOT %fusion = bf16[2240,4096]{1,0:T(8,128)(2,1)} fusion(%param), kind=kCustom, calls=%all-reduce-scatter, frontend_attributes={is_spmd_generated="true"}
+  %fusion = bf16[2240,4096]{1,0:T(8,128)(2,1)} fusion(%param), kind=kCustom, calls=%all-reduce-scatter, frontend_attributes={is_spmd_generated="true"}
+  %slice = bf16[192,4096]{1,0:T(8,128)(2,1)} slice(%fusion), slice={[2048:2240], [0:4096]}
+  %start = (bf16[192,4096]{1,0}, bf16[192,4096]{1,0}, u32[]{:S(2)}, u32[]{:S(2)}) collective-permute-start(%slice), channel_id=1, source_target_pairs={{0,4},{1,5},{2,6},{3,7}}
+  ROOT %done = bf16[192,4096]{1,0} collective-permute-done(%start)
 }
 """  # noqa: E501
 
 
 def test_an_all_reduce_fused_with_its_slice_is_a_reduce_scatter():
+    """XLA pads to equal shares of the rings, then moves rows between the padded shards: both belong to it."""
     (c,) = read_hlo(TPU_SCATTER, mesh=MESH).collectives
-    assert (c.kind, c.axes, c.shape) == ("reduce-scatter", ("data",), (4480, 4096))  # XLA pads to whole tiles
-    assert (c.bytes, c.wire_bytes) == (4480 * 4096 * 2, 4480 * 4096)
+    assert (c.kind, c.axes, c.shape) == ("reduce-scatter", ("data",), (4096, 4096))
+    assert (c.bytes, c.wire_bytes) == (4096 * 4096 * 2, 4096 * 4096)
 
 
 TPU_WINDOWED = """
