@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ..cost import SUMS
 from .instruction import Body, Instruction, users
-
-REDUCTIONS = frozenset({"all-reduce", "reduce-scatter"})
 
 
 def add_before_reducing(body: Body) -> None:
@@ -29,7 +28,7 @@ def add_before_reducing(body: Body) -> None:
 
 def _are_partial(operands: list[Instruction]) -> bool:
     """Whether two arrays are reduced over the same devices, and scattered along the same dim if at all."""
-    if len(operands) != 2 or any(x.name not in REDUCTIONS or x.role != "unfusible" for x in operands):
+    if len(operands) != 2 or any(x.name not in SUMS or x.role != "unfusible" for x in operands):
         return False
     first, second = operands
     alike = first.group is not None and first.group == second.group

@@ -6,9 +6,9 @@ import pytest
 
 import sharding
 from sharding import P
+from sharding.cost import SUMS
 from sharding.memory.compiler_traits import TRAITS
 from sharding.memory.device_program import lower
-from sharding.memory.reduction_reassociation import REDUCTIONS
 
 N = 256
 
@@ -35,7 +35,7 @@ def num_reductions(f, platform):
 
 def live_reductions(body):
     live = body.live_instructions()
-    return sum(one.name in REDUCTIONS for one in live) + sum(live_reductions(b) for one in live for b in one.bodies)
+    return sum(one.name in SUMS for one in live) + sum(live_reductions(b) for one in live for b in one.bodies)
 
 
 @pytest.mark.parametrize(
