@@ -4,7 +4,8 @@ Propagation gives all values along a chain of elementwise ops one sharding. So w
 an array sharded differently from what the op behind it needs, the array may be resharded before it is converted to a
 narrower dtype, or behind a conversion to a wider one; and a sum that is scaled before each device keeps its slice is
 all-reduced, not reduce-scattered. Compilers for TPUs and GPUs mend some of these. Here each chain around a conversion
-or behind a sum is resharded at its cheapest point, and its values get the specs that this implies.
+or behind a sum is resharded at its cheapest point, and its values get the specs that this implies. How the op in front
+of the chain runs, such as a product over a tensor axis, stays as it is.
 """
 
 from __future__ import annotations
@@ -83,10 +84,12 @@ class _Search:
             return
         before = [self.specs[v] for v in found.values]
         best, chosen = self.cost(found), before
+        maker, is_passing = found.ops[0], self.passed_on(found.ops[0]) is not None
+        operands = self.strategies.of(maker).operand_specs
         for specs in self.candidates(found, before):
             self.assign(found, specs)
-            cost = self.cost(found)
-            if cost < best:
+            cost, is_same = self.cost(found), self.strategies.of(maker).operand_specs == operands
+            if cost < best and (is_same or is_passing):
                 best, chosen = cost, specs
         self.assign(found, chosen)
         yield from ((v, new) for v, old, new in zip(found.values, before, chosen, strict=True) if old.axes != new.axes)
