@@ -238,7 +238,7 @@ class Lowering:
         if name == "dot_general" and len(present) == 2 and contracts_nothing(eqn, present[0]):
             return [emitter.emit("mul", "fusible", present, shape, itemsize, **facts)]
         if name in ("dot_general", "conv_general_dilated") and traits.transposes_operands:
-            return [self.library_call(eqn, present, shape, itemsize, facts, emitter)]
+            return [self.external_call(eqn, present, shape, itemsize, facts, emitter)]
         if name == "convert_element_type" and itemsize == 4 and present:
             wide = widening.before_rounding(present[0])
             if wide is not present[0]:
@@ -258,7 +258,7 @@ class Lowering:
             made.append(emitter.emit(name, role, present, shape, itemsize, **facts))
         return made
 
-    def library_call(
+    def external_call(
         self,
         eqn: Any,
         operands: Sequence[Instruction],
