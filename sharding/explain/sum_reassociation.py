@@ -16,6 +16,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from .. import compat
 from ..graph import Graph, Op
 from ..hardware import Platform
@@ -164,7 +166,8 @@ def _scaled(
         return scaled[v], v
     if op is None or op.name not in ("div", "mul") or graph.num_uses[v] != 1 or moves(op):
         return 1, v
-    literals = [float(a.val) for a in op.site[0].invars if compat.is_literal(a) and not a.aval.shape]
+    scalars = [a.val for a in op.site[0].invars if compat.is_literal(a) and not a.aval.shape]
+    literals = [float(x) for x in scalars if not np.iscomplexobj(x)]
     arrays = [x for x in op.operands if graph.shapes[x] == graph.shapes[v] and (x in graph.makers or x in graph.inputs)]
     is_product = len(literals) == len(arrays) == 1 and (op.name == "mul" or op.operands[0] == arrays[0])
     if not is_product or (platform == "gpu" and abs(math.frexp(literals[0])[0]) != 0.5):

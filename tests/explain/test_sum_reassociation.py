@@ -126,6 +126,15 @@ def test_one_reduction_is_left(name):
     assert all(c.source for c in kept)
 
 
+def test_complex_weights_stay_apart():
+    def f(a, b):
+        return 2j * jnp.sum(a, 0) + 2j * jnp.sum(b, 0)
+
+    with sharding.mesh(SIZES):
+        ledger = sharding.jit(f, in_shardings=P("model")).complete(floats(64, 32), floats(64, 32)).communication()
+    assert ledger.lowered("gpu").by_kind() == {"all-reduce": (2, 2 * 32 * 4)}
+
+
 def gradients_of_sharded_weights(params, tokens):
     def loss(params):
         x = params["table"][tokens]
