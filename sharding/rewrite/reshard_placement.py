@@ -86,7 +86,10 @@ class _Search:
         best, chosen = self.cost(found), before
         maker, is_passing = found.ops[0], self.passed_on(found.ops[0]) is not None
         operands = self.strategies.of(maker).operand_specs
+        is_sum = maker.rule is not None and Kind.REDUCE in maker.rule.kinds
         for specs in self.candidates(found, before):
+            if is_sum and not _axes(before[0]) <= _axes(specs[0]):
+                continue  # a sum is scattered where it is made, so that sums that are added can be reduced at once
             self.assign(found, specs)
             cost, is_same = self.cost(found), self.strategies.of(maker).operand_specs == operands
             if cost < best and (is_same or is_passing):
@@ -181,6 +184,10 @@ class _Search:
                 if v in self.known and axis in self.specs[v].dims[d].axes:
                     return Reason.of(op, v, d)
         return Reason(word=maker.name, site=maker.site)
+
+
+def _axes(spec: Spec) -> set[Axis]:
+    return {axis for axes in spec.axes for axis in axes}
 
 
 def _same_factor(op: Op, value: int, dim: int) -> Iterator[tuple[int, int]]:
