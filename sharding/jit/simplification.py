@@ -5,10 +5,10 @@ its own: a gradient norm that is computed once to clip and once to report is com
 dims, which is what `vmap` makes of one over its axis, becomes the reduction that it is. A product of two flattened
 arrays (`vdot`) contracts their own dims: a flattened array cannot keep the sharding of its minor dims. A vmapped
 `while` is written as JAX lowers it: it runs while the condition of any example holds, and the others keep their values.
-Primitives of other packages become calls of their implementations, and gathers of whole arrays reshapes. What selects
-between a value and itself is that value, and integers minus themselves are zeros, and what is cut off
-all of its elements is padding. A reshape in another order of dims
-becomes a transposition and a reshape, and a platform-dependent conditional its platform's branch.
+Primitives of other packages become calls of their implementations, and gathers of whole arrays reshapes. A selection
+between a value and itself is that value, integers minus themselves are zeros, and an array of which a pad cuts off all
+elements is padding. A reshape in another order of dims becomes a transposition and a reshape, and a platform-dependent
+conditional its platform's branch.
 """
 
 from __future__ import annotations
