@@ -21,10 +21,9 @@ from jax._src import distributed as _distributed
 from jax._src import source_info_util as _source
 from jax._src import xla_bridge as _bridge
 from jax._src.clusters import ClusterEnv as _ClusterEnv
-from jax._src.pjit import layout_constraint_p as _layout_constraint_p
 from jax._src.random import prng as _prng
 from jax.core import Tracer as Tracer
-from jax.experimental.layout import Layout
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.interpreters import ad as ad
 from jax.interpreters import batching as batching
 from jax.interpreters import mlir as mlir
@@ -165,10 +164,20 @@ def is_recomputed(eqn: Any) -> bool:
     return bool(eqn.params.get("differentiated")) and any(np.atleast_1d(eqn.params.get("prevent_cse", False)))
 
 
+_row_major_on_cpu_p = jex.Primitive("row_major_on_cpu")
+_row_major_on_cpu_p.def_impl(lambda x: x)
+_row_major_on_cpu_p.def_abstract_eval(lambda x: x)
+mlir.register_lowering(_row_major_on_cpu_p, lambda _, x: [x])
+mlir.register_lowering(
+    _row_major_on_cpu_p,
+    mlir.lower_fun(lambda x: with_layout_constraint(x, Layout(tuple(range(x.ndim)))), multiple_results=False),
+    platform="cpu",
+)
+
+
 def layout_constraint(like: Any, operand: Any, result: Any) -> Any:
-    """An equation that constrains an array to the row-major layout."""
-    params = {"layout": Layout(tuple(range(len(operand.aval.shape))))}
-    return new_eqn(like, [operand], [result], _layout_constraint_p, params)
+    """An equation that constrains an array to the row-major layout, on CPUs."""
+    return new_eqn(like, [operand], [result], _row_major_on_cpu_p, {})
 
 
 def manual_axes(params: dict[str, Any]) -> frozenset[str]:

@@ -26,15 +26,14 @@ from ..rewrite.rotation import rotation_parts
 from ..rewrite.unread_gathers import without_unread_gathers
 from ..spec import Axis, Spec, divisible, local_shape, num_parts
 from ..xla.collective_lowering import is_gathered_by_all_reduce, is_scattered_by_all_reduce
+from .collective_dtypes import CollectiveDtypes
 from .collective_hints import Hints
 from .collective_ledger import Collective, Ledger
-from .narrow_operands import narrow_reshards
 from .reduce_scatter_creation import is_masked, reduce_scattered
 from .shard_exchanges import ShardExchanges, axis_names
 from .shard_map_collectives import MANUAL, explicit, in_bodies
 from .sum_reassociation import LOOKED_THROUGH, SPLITS, Reassociation, reassociate, split_all_reduce
 from .sums_behind_loops import Reduction
-from .widened_values import MOVED, narrow_dtypes
 
 _SUMMING = {
     "conv_general_dilated": "conv_general_dilated contracts",
@@ -89,8 +88,7 @@ class ProgramCollectives:
         self.resharded: set[tuple] = set()
         self.reduce_scattered = reduce_scattered(self.graph, self.specs, self.operand_steps)
         self.reassociation = self.reassociated(platform)
-        self.narrow = narrow_reshards(self.graph, self.strategies) if platform == "tpu" else ()
-        self.narrow_dtypes = narrow_dtypes(self.graph) if platform == "gpu" else {}
+        self.dtypes = CollectiveDtypes(self.graph, self.strategies, platform)
         self.exchanges = ShardExchanges(self.graph, self.specs, self.sizes, self.collective)
 
     def ops(self) -> Iterator[tuple[Op, tuple[Transfer, ...]]]:
@@ -154,7 +152,8 @@ class ProgramCollectives:
         elif op.name == "annotate":
             yield from self.annotation(op)
         elif op.name in MANUAL:
-            yield from (Transfer(c, op.results[0], False) for c in self.manual_collectives(op))
+            for c in self.manual_collectives(op):
+                yield Transfer(self.dtypes.of_value(c, op.results[0]), op.results[0], False)
         elif op.results[0] in self.exchanges.rotation_parts:
             return
         elif op.results[0] in self.exchanges.rotations:
@@ -211,7 +210,7 @@ class ProgramCollectives:
             for c in self.reshards(op, v, self.specs[v], steps, op.times, what, advise):
                 yield Transfer(c, v, True)
         for c in self.exchanges.rotated(op):
-            yield Transfer(c, v, True)
+            yield Transfer(self.dtypes.of_value(c, result), v, True)
 
     def output_spec(self, target: int) -> Spec:
         """The spec of an output of the program: only axes that divide their dim."""
@@ -251,7 +250,7 @@ class ProgramCollectives:
                 sums = self.sums_with_workarounds(v, sums, spec)
                 rest = self.chain(op, v, spec, self.specs[v])
             for c in self.sums(op, v, sums, strategy):
-                yield Transfer(c, v, False)
+                yield Transfer(self.dtypes.of_value(c, v), v, False)
             what, advise = f"result of {op.name}, {self.graph.label(v)}", functools.partial(self.hints.result, v, spec)
             for c in self.reshards(op, v, spec, rest, op.times, what, advise):
                 yield Transfer(c, v, False)
@@ -356,10 +355,7 @@ class ProgramCollectives:
                 found = self.collective(step.kind, step.axes, step.num_bytes, op, v, times, cause)
                 if step.kind == "all-gather" and self.is_gathered_by_all_reduce(v, have, step):
                     found = dataclasses.replace(found, kind="all-reduce")
-                if v in self.narrow_dtypes and found.kind in MOVED:
-                    found = found.in_dtype(str(self.narrow_dtypes[v]))
-                if found.dtype == "float32" and (v, step.spec.axes) in self.narrow:
-                    found = found.in_dtype("bfloat16")
+                found = self.dtypes.of_reshard(found, v, step.spec)
                 yield dataclasses.replace(found, advise=advise, is_move=True)
             have = step.spec
 

@@ -2,8 +2,8 @@
 
 `add(all-reduce(x), all-reduce(y))` becomes `all-reduce(add(x, y))`, and likewise for reduce-scatters, where the sums
 are over the same axes and used only there (`AllReduceReassociate` of openxla/xla). The gradient of a value that several
-products read, such as the input of q, k and v, is the usual case. XLA:GPU first folds an all-reduce of an all-reduce
-into one over the axes of both (`AllReduceFolder`). Both reduce all dims that one reduction after another sums, and
+products read, such as the input of q, k and v, is the usual case. Both first fold an all-reduce of an all-reduce into
+one over the axes of both (`AllReduceFolder`). Both reduce all dims that one reduction after another sums, and
 all-reduce the result once over the axes of both: `x.sum(1).sum(0)` of a matrix sends one number. XLA:TPU narrows
 float32 sums that are only read in bfloat16 before it all-reduces them. Products of sums with one factor are added
 before they are multiplied (`AlgebraicSimplifier`), on GPUs if that is a power of 2.
@@ -96,7 +96,13 @@ def reassociate(
         spans_mesh: whether some axes are all of the mesh.
         shard_bytes: bytes of a value on one device.
     """
-    left = {v: _folded(found, order) if platform == "gpu" else tuple(found) for v, found in reductions.items()}
+
+    def folds(v: int, found: Sequence[Reduction]) -> tuple[Reduction, ...]:
+        """All-reduces of all-reduces as one, but on TPUs not of a scalar over some of the devices."""
+        folded = _folded(found, order)
+        return folded if platform == "gpu" or graph.shapes[v] or spans_mesh(folded[0][1]) else tuple(found)
+
+    left = {v: folds(v, found) for v, found in reductions.items()}
     for op in graph.ops:
         if platform == "tpu" and _narrows(graph, op, left, moves):
             left[op.results[0]], left[op.operands[0]] = left[op.operands[0]], ()
@@ -104,9 +110,7 @@ def reassociate(
         if source is None:
             continue
         (v,) = op.results
-        both = (*left[source], *left.get(v, ()))
-        folded = _folded(both, order)
-        left[v] = folded if platform == "gpu" or graph.shapes[v] or spans_mesh(folded[0][1]) else both
+        left[v] = folds(v, (*left[source], *left.get(v, ())))
         if graph.num_uses[source] == 1:
             left[source] = ()
 

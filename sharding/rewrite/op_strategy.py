@@ -106,6 +106,9 @@ class OpStrategies:
         self.specs: Sequence[Spec] = assignment.specs
         self.table = AtomTable.of(assignment.sizes)
         self._values = {*self.graph.inputs, *self.graph.makers}
+        self._regions = self.graph.regions()
+        products = (op for op in self.graph.ops if op.name == REDUCE_SCATTERED and op.rule is not None)
+        self._readers = Counter(reader for op in products for reader in self._reads(op))
         self._forms: dict[Rule, OpForm] = {}
         self._cache: dict[tuple, OpStrategy] = {}
 
@@ -123,12 +126,25 @@ class OpStrategies:
         elif op.name in PADDED_FIRST:
             kind = tuple(WINDOWS[op.name](op.site[0].params, shapes))
         permutes, manual = not self.graph.diverges(op), self.graph.manual.get(op.results[0], frozenset())
-        key = (id(op.rule), kind, permutes, manual, tuple(s.axes for s in specs), *shapes, *itemsizes, *free)
+        alike = tuple(self._readers[reader] for reader in self._reads(op)) if op.name == REDUCE_SCATTERED else ()
+        key = (id(op.rule), kind, alike, permutes, manual, tuple(s.axes for s in specs), *shapes, *itemsizes, *free)
         found = self._cache.get(key)
         if found is None:
-            search = _StrategySearch(self, self._form(op.rule), op, specs, shapes, itemsizes, free, permutes, manual)
+            search = _StrategySearch(
+                self, self._form(op.rule), op, specs, shapes, itemsizes, free, alike, permutes, manual
+            )
             found = self._cache[key] = search.cheapest()
         return found
+
+    def _reads(self, op: Op) -> Iterator[tuple]:
+        """For each operand of a product, what the products that can share its reshard have in common.
+
+        The products for q, k and v read their input alike: the same array, of which they sum the same dims.
+        """
+        assert op.rule is not None
+        region = self._regions.get(id(op.site[0])) if op.site else None
+        for v, dims in zip(op.operands, op.rule.operands, strict=True):
+            yield v, region, tuple(op.rule.kinds[f] is Kind.REDUCE for factors in dims for f in factors)
 
     def _form(self, rule: Rule) -> OpForm:
         return self._forms.setdefault(rule, OpForm.of(0, rule, single_use=False, firsts=None))
@@ -163,6 +179,8 @@ class _StrategySearch:
     itemsizes: Sequence[int]
     free: Sequence[bool]
     """Whether each operand is a constant expression, generated as needed without resharding."""
+    alike: Sequence[int]
+    """For each operand of a product, the number of products that read it alike and can share its reshard."""
     permutes: bool
     """Whether collective-permutes are allowed: not if only some devices run the op."""
     manual: frozenset[str]
@@ -296,17 +314,20 @@ class _StrategySearch:
                 for old, new, factors_of in zip(spec.axes, self.specs[i].axes, self.form.arrays[i], strict=True)
             )
             return (*steps, *after), bool(after) and (no_halo or shifts or not (slices_only and not sums))
-        last = after[-1]
+        last, num_bytes = after[-1], self.shard_bytes(i, spec)
+        rest = tuple(a for a in summed if a not in sliced)
+        if not rest:
+            return (self.step("reduce-scatter", sliced, last.spec, num_bytes),), True
         taken = {a for axis in self.manual for a in table.atoms_of((axis,))}.union(*factors.values())
         idle = tuple(a for a in range(len(table.sizes)) if a not in taken)
-        if idle and not self.permutes:
-            return (self.step("all-reduce", summed, spec, self.shard_bytes(i, spec)), *after), True
+        changed = [bool(old) for old, new in zip(spec.axes, self.specs[i].axes, strict=True) if old != new]
+        if (idle and not self.permutes) or changed != [False]:
+            return (self.step("all-reduce", summed, spec, num_bytes), *after), True
         if idle and self.num_devices(idle) % self.num_devices(sliced) == 0:
             sum_ = self.step("all-reduce", summed, last.spec, last.num_bytes)
             return (sum_, self.step("collective-permute", (*sliced, *idle), last.spec, last.num_bytes)), False
-        rest = tuple(a for a in summed if a not in sliced)
-        steps = [self.step("reduce-scatter", sliced, last.spec, self.shard_bytes(i, spec))]
-        return (*steps, *([self.step("all-reduce", rest, last.spec, last.num_bytes)] if rest else ())), False
+        scattered = self.step("reduce-scatter", sliced, last.spec, num_bytes)
+        return (scattered, self.step("all-reduce", rest, last.spec, last.num_bytes)), False
 
     def num_devices(self, atoms: Atoms) -> int:
         return math.prod(self.strategies.table.sizes[a] for a in atoms)
@@ -327,8 +348,9 @@ class _StrategySearch:
 
     def cost(self, factors: Factors, strategy: OpStrategy) -> float:
         """Returns the bytes that a device sends, plus its computation in bytes that it could send meanwhile."""
-        moved = sum(step.wire_bytes + (STEP_BYTES if step.kind != "slice" else 0) for step in strategy.steps)
-        return moved + self.work(factors)
+        shares = self.alike or itertools.repeat(1)
+        moved = sum(_sent(steps) / n for steps, n in zip(strategy.operand_steps, shares, strict=False))
+        return moved + sum(map(_sent, strategy.result_steps)) + self.work(factors)
 
     def work(self, factors: Factors) -> float:
         rule, table = self.form.rule, self.strategies.table
@@ -336,6 +358,10 @@ class _StrategySearch:
         if Kind.REDUCE in rule.kinds and self.form.num_operands > 1:
             return BYTES_PER_MULTIPLY_ADD * math.prod(lengths)
         return BYTES_PER_ELEMENT * max(math.prod(lengths[f] for dim in dims for f in dim) for dims in self.form.arrays)
+
+
+def _sent(steps: Sequence[Step]) -> int:
+    return sum(step.wire_bytes + (STEP_BYTES if step.kind != "slice" else 0) for step in steps)
 
 
 def _spec(form: OpForm, array: int, factors: Factors, table: AtomTable) -> Spec | None:

@@ -27,7 +27,7 @@ def scanned(x, w):
 
 
 def num_reductions(f, platform):
-    x, w = jax.ShapeDtypeStruct((N, N), "float32"), [jax.ShapeDtypeStruct((N, N), "float32")] * 3
+    x, w = jax.ShapeDtypeStruct((8, N), "float32"), [jax.ShapeDtypeStruct((N, N), "float32")] * 3
     with sharding.mesh({"model": 8}):
         found = sharding.jit(f, in_shardings=(P(None, "model"), P("model"))).complete(x, w)
     return live_reductions(lower(found.assignment, TRAITS[platform]).body)

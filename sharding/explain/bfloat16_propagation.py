@@ -1,0 +1,117 @@
+"""Values that XLA:TPU computes in bfloat16 because nothing reads more of them (its `BFloat16Propagation`).
+
+A TPU multiplies in bfloat16 at default precision. Float32 values that only such products or conversions read, maybe
+behind ops that commute with rounding or through loops, are rounded where they are made, so their collectives send half
+the bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Collection
+
+from ..graph import Graph, Op
+from ..rewrite.op_strategy import OpStrategies
+from ..rewrite.reshard import DimAxes
+
+PRODUCTS = frozenset({"conv_general_dilated", "dot_general"})
+FORMATTING = frozenset(
+    {
+        *(
+            "abs",
+            "annotate",
+            "broadcast_in_dim",
+            "clamp",
+            "concatenate",
+            "copy",
+            "copy_p",
+            "edge",
+            "expand_dims",
+            "max",
+        ),
+        *("min", "name", "optimization_barrier", "pad", "ppermute", "all_gather", "all_to_all", "reduce_max"),
+        *("reduce_min", "reduce_window_max", "reduce_window_min", "reshape", "rev", "scan xs", "scan ys", "slice"),
+        *("sort", "split", "squeeze", "transpose"),
+    }
+)
+"""Ops that rounding commutes with."""
+FIRST_OPERANDS = {"dynamic_slice": (0, 1), "dynamic_update_slice": (0, 2), "gather": (0, 1), "select_n": (1, None)}
+"""Op -> the range of operands of which that holds, where it has others."""
+
+MIN_SUMMED, MIN_FREE = 256, 64
+"""Least number of elements that are summed, and that the matrix has beside them, for the products of many vectors with
+a matrix each that a TPU multiplies in bfloat16; others, and those of a single vector, are not matrix products to it.
+Bisected with the compiler."""
+
+
+def rounded_values(graph: Graph) -> set[int]:
+    """The float32 values that are only read in bfloat16."""
+    kept = {*graph.outputs, *graph.inputs}.union(*graph.dependencies.values())
+    found = {v for v in graph.makers if v not in kept and str(graph.dtypes[v]) == "float32"}
+    changed = True
+    while changed:
+        wide = {
+            v
+            for op in reversed(graph.ops)
+            if not found.isdisjoint(op.operands)
+            for k, v in enumerate(op.operands)
+            if v in found and not _rounds(graph, op, k, found)
+        }
+        found -= wide
+        changed = bool(wide)
+    return found
+
+
+def narrow_reshards(
+    graph: Graph, strategies: OpStrategies, rounded: Collection[int]
+) -> Collection[tuple[int, DimAxes]]:
+    """(value, axes) of each reshard step whose result is only read in bfloat16.
+
+    Args:
+        graph: the program.
+        strategies: the strategies of its ops.
+        rounded: its values that are only read in bfloat16.
+    """
+    readers: defaultdict[tuple[int, DimAxes], list[bool]] = defaultdict(list)
+    for op in graph.ops:
+        if op.rule is None or op.name == "edge":
+            continue
+        strategy = strategies.of(op)
+        for k, (v, steps) in enumerate(zip(op.operands, strategy.operand_steps, strict=True)):
+            for step in steps:
+                readers[v, step.spec.axes].append(_rounds(graph, op, k, rounded))
+        for v, steps in zip(op.results, strategy.result_steps, strict=True):
+            for step in steps:
+                readers[v, step.spec.axes].append(v in rounded)
+    return {key for key, found in readers.items() if all(found)}
+
+
+def _rounds(graph: Graph, op: Op, k: int, rounded: Collection[int]) -> bool:
+    """Whether an op reads its operand number `k` in bfloat16."""
+    if op.name in PRODUCTS:
+        return _is_default(op.site[0].params.get("precision")) and not _is_of_vectors(graph, op)
+    if op.name == "convert_element_type":
+        return str(graph.dtypes[op.results[0]]) == "bfloat16" or op.results[0] in rounded
+    first, end = FIRST_OPERANDS.get(op.name, (0, None))
+    commutes = op.name in FORMATTING or op.name in FIRST_OPERANDS
+    return commutes and k in range(len(op.operands))[first:end] and all(v in rounded for v in op.results)
+
+
+def _is_of_vectors(graph: Graph, op: Op) -> bool:
+    """Whether a product multiplies vectors, or sums nothing: a TPU does both in float32."""
+    if op.name != "dot_general":
+        return False
+    summed, batch = op.site[0].params["dimension_numbers"]
+    shapes = [graph.shapes[v] for v in op.operands]
+    num_batch, num_summed = (math.prod(shapes[0][d] for d in dims[0]) for dims in (batch, summed))
+    free = sorted(math.prod(shape) // max(1, num_batch * num_summed) for shape in shapes)
+    if num_summed == 1:
+        return True
+    return free[0] == 1 and not (num_batch > 1 and num_summed >= MIN_SUMMED and free[1] >= MIN_FREE)
+
+
+def _is_default(precision: object) -> bool:
+    """Whether a product's precision is the platform's default."""
+    given = precision if isinstance(precision, tuple) else (precision,)
+    return all(one is None or getattr(one, "name", str(one)) == "DEFAULT" for one in given)

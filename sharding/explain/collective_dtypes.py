@@ -1,0 +1,35 @@
+"""The dtypes in which a platform's compiler moves and sums arrays, where it narrows them."""
+
+from __future__ import annotations
+
+from ..graph import Graph
+from ..hardware import Platform
+from ..rewrite.op_strategy import OpStrategies
+from ..spec import Spec
+from .bfloat16_propagation import narrow_reshards, rounded_values
+from .collective_ledger import Collective
+from .widened_values import MOVED, narrow_dtypes
+
+
+class CollectiveDtypes:
+    """XLA:TPU rounds what is only read in bfloat16 first; XLA:GPU widens what was narrow later."""
+
+    def __init__(self, graph: Graph, strategies: OpStrategies, platform: Platform):
+        is_tpu = platform == "tpu"
+        self._rounded = rounded_values(graph) if is_tpu else frozenset()
+        self._rounded_reshards = narrow_reshards(graph, strategies, self._rounded) if is_tpu else frozenset()
+        self._widened = narrow_dtypes(graph) if platform == "gpu" else {}
+
+    def of_value(self, collective: Collective, v: int) -> Collective:
+        """A collective whose result is a value, in the dtype in which it runs."""
+        return _rounded(collective) if v in self._rounded else collective
+
+    def of_reshard(self, collective: Collective, v: int, spec: Spec) -> Collective:
+        """A collective that moves a value to a spec, in the dtype in which it runs."""
+        if v in self._widened and collective.kind in MOVED:
+            collective = collective.in_dtype(str(self._widened[v]))
+        return _rounded(collective) if (v, spec.axes) in self._rounded_reshards else collective
+
+
+def _rounded(collective: Collective) -> Collective:
+    return collective.in_dtype("bfloat16") if collective.dtype == "float32" else collective
