@@ -13,6 +13,7 @@ from ..cost import Kind, Repeated, by_kind, lower_collective
 from ..hardware import Platform
 from ..spec import Axis, axis_name
 from ..text_table import aligned
+from ..xla.collective_lowering import CUBE
 from ..xla.collective_ops import totals
 from .units import bytes_text
 
@@ -61,8 +62,9 @@ class Ledger(Sequence[Collective]):
         *,
         name: str = "",
         on_platform: Callable[[Platform], Sequence[Collective]] | None = None,
+        num_devices: int = 0,
     ):
-        self.name = name
+        self.name, self._num_devices = name, num_devices
         self._collectives = tuple(collectives)
         self._on_platform = on_platform
 
@@ -72,7 +74,7 @@ class Ledger(Sequence[Collective]):
     def __getitem__(self, index: slice) -> Ledger: ...
     def __getitem__(self, index: int | slice) -> Collective | Ledger:
         found = self._collectives[index]
-        return found if isinstance(found, Collective) else Ledger(found, name=self.name)
+        return found if isinstance(found, Collective) else Ledger(found, name=self.name, num_devices=self._num_devices)
 
     def __len__(self) -> int:
         return len(self._collectives)
@@ -104,7 +106,8 @@ class Ledger(Sequence[Collective]):
             backend: `"cpu"`, `"gpu"` or `"tpu"`.
         """
         own = self if self._on_platform is None else self._on_platform(backend)
-        return Ledger([_lowered(c, backend) for c in own], name=self.name)
+        found = [_lowered(c, backend, CUBE <= c.num_devices == self._num_devices) for c in own]
+        return Ledger(found, name=self.name, num_devices=self._num_devices)
 
     def rows(self) -> list[tuple[str, str, int, int, str, str]]:
         """(kind, axes, count, bytes, source, cause), identical ones in one row, most bytes first."""
@@ -124,6 +127,8 @@ class Ledger(Sequence[Collective]):
     __repr__ = __str__
 
 
-def _lowered(c: Collective, backend: Platform) -> Collective:
-    kind, dtype, size = lower_collective(backend, c.kind, c.dtype, c.result_bytes, is_manual=c.is_manual)
+def _lowered(c: Collective, backend: Platform, spans_slice: bool) -> Collective:
+    kind, dtype, size = lower_collective(
+        backend, c.kind, c.dtype, c.result_bytes, is_manual=c.is_manual, spans_slice=spans_slice
+    )
     return dataclasses.replace(c, kind=kind, dtype=dtype, result_bytes=size)

@@ -52,7 +52,8 @@ def communication(assignment: Assignment, *, name: str = "") -> Ledger:
         found = [transfer.collective for _, transfers in program.ops() for transfer in transfers]
         return (*found, *program.in_shard_maps())
 
-    return Ledger(collectives("cpu"), name=name, on_platform=collectives)
+    num_devices = math.prod(assignment.sizes.values())
+    return Ledger(collectives("cpu"), name=name, on_platform=collectives, num_devices=num_devices)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,8 @@ slice moves nothing.
 - XLA:TPU reduces f32, bf16 and 32-bit integers natively, and everything narrower as 32-bit words of the same total
   bytes. It reduce-scatters f32 and bf16 only; other types are all-reduced and sliced. Its `all-reduce-scatter` fusions
   are reduce-scatters. Those by the partitioner into shards that are not whole tiles are all-reduced and sliced; so are
-  all over the 8 devices of a v5p cube or 16 of a v6e square, which is not modelled. Vectors whose shards don't fill the
-  128 lanes are gathered by an all-reduce of padded shards.
+  all over every device of a slice of eight or more, even a `psum_scatter` (not those of a 2x4 slice, which is not
+  modelled). Vectors whose shards don't fill the 128 lanes are gathered by an all-reduce of padded shards.
 - XLA:GPU reduces 16-bit integers in 32 bits (`AllReducePromotion` in
   https://github.com/openxla/xla/blob/main/xla/service/gpu/gpu_compiler.cc) and passes the rest to NCCL unchanged, which
   cannot reduce some narrow floats.
@@ -39,7 +39,9 @@ class Lowered(NamedTuple):
     num_bytes: int
 
 
-def lower_collective(backend: Platform, kind: Kind, dtype: str, num_bytes: int, *, is_manual: bool = False) -> Lowered:
+def lower_collective(
+    backend: Platform, kind: Kind, dtype: str, num_bytes: int, *, is_manual: bool = False, spans_slice: bool = False
+) -> Lowered:
     """The collective that a backend's compiler emits for a logical one.
 
     Args:
@@ -48,15 +50,18 @@ def lower_collective(backend: Platform, kind: Kind, dtype: str, num_bytes: int, 
         dtype: of its array, by JAX's name.
         num_bytes: of one device's result at that dtype; for a reduce-scatter of its operand. Likewise in the return.
         is_manual: whether it is written in a `shard_map` rather than inserted by the partitioner.
+        spans_slice: whether it is over all devices, and those are at least `CUBE`.
     """
     wire_dtype, times = _WIRE_TYPES[backend].get((kind, dtype), (dtype, 1))
-    sliced = kind == "reduce-scatter" and _is_all_reduce_and_slice(backend, dtype, is_manual)
+    sliced = kind == "reduce-scatter" and _is_all_reduce_and_slice(backend, dtype, is_manual, spans_slice)
     return Lowered("all-reduce" if sliced else kind, wire_dtype, num_bytes * times)
 
 
 LANES = 128
 """Elements per row of a TPU's vector registers."""
 
+CUBE = 8
+"""Devices of the smallest TPU slice in three dimensions, over all of which nothing is reduce-scattered."""
 SUBLANES = 8
 """Rows of a TPU's vector registers."""
 
@@ -110,11 +115,11 @@ def _padded(shape: Sequence[int], lane: int, row: int) -> int:
     return rest * -(-shape[lane] // LANES) * LANES * -(-shape[row] // SUBLANES) * SUBLANES
 
 
-def _is_all_reduce_and_slice(backend: Platform, dtype: str, is_manual: bool) -> bool:
+def _is_all_reduce_and_slice(backend: Platform, dtype: str, is_manual: bool, spans_slice: bool) -> bool:
     """Whether a reduce-scatter becomes an all-reduce and a slice."""
     if backend == "cpu":
         return not is_manual
-    return backend == "tpu" and dtype not in ("float32", "bfloat16")
+    return backend == "tpu" and (spans_slice or dtype not in ("float32", "bfloat16"))
 
 
 WireTypes = Mapping[tuple[Kind, str], tuple[str, int]]
