@@ -9,7 +9,6 @@ are left out.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -25,13 +24,13 @@ from ..propagation import Assignment
 from ..spec import Spec
 from . import body_boundary, xla_workarounds
 from .constraint_emitter import AssignedProgram, ConstraintEmitter
-from .local_convolution import convolved, is_grouped, local_convolution
+from .local_convolution import is_grouped
+from .local_equations import WRITTEN_OTHERWISE, local_equation
 from .op_strategy import HALO_KINDS, OpStrategies, OpStrategy
 from .redundant_constraints import redundant
 from .reshard import Step, chain
 from .rotation import rotated_specs, rotation, rotation_gradient, rotation_parts
 from .unread_gathers import without_unread_gathers
-from .update_as_scatter import scattered, scattered_dims
 
 
 def constrain(closed_jaxpr: Any, assignment: Assignment, mesh: AbstractMesh, *, inputs: bool = False) -> Any:
@@ -288,21 +287,14 @@ class _Body(ConstraintEmitter):
         ]
         return [s if s is not None and behind is not None and s.axes != behind.axes else None for s, behind in specs]
 
-    def instead(self, eqn: Any, strategy: OpStrategy | None) -> Callable[..., jax.Array] | None:
+    def instead(self, eqn: Any, strategy: OpStrategy | None) -> Callable[..., Any] | None:
         """A function of an equation's operands that computes the same, where XLA would gather them."""
-        if eqn.primitive.name not in ("conv_general_dilated", "dynamic_update_slice") or self.scope.manual:
+        if eqn.primitive.name not in WRITTEN_OTHERWISE or self.scope.manual:
             return None
         found: Sequence[Spec | None] = self.eqn_specs(eqn)
         if strategy is not None:
             found = [*strategy.operand_specs, *strategy.result_specs]
-        if eqn.primitive.name == "dynamic_update_slice":
-            dims = scattered_dims(eqn, found[-1], self.program.sizes)
-            return functools.partial(scattered, dims) if dims else None
-        found = [b if b is not None else a for a, b in zip(found, self.workaround_specs(eqn, found), strict=True)]
-        shapes = [v.aval.shape for v in (*eqn.invars, *eqn.outvars)]
-        axes = [((),) * len(shape) if s is None else s.axes for s, shape in zip(found, shapes, strict=True)]
-        plan = local_convolution(eqn.params, shapes, axes, self.program.sizes)
-        return None if plan is None else functools.partial(convolved, plan, eqn.params, self.mesh, axes)
+        return local_equation(eqn, found, self.mesh, self.program.sizes)
 
     def annotation(self, eqn: Any, operand: Any) -> None:
         """Keeps an annotation in place, with the inferred spec instead of the user's."""

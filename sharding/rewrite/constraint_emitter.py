@@ -123,13 +123,14 @@ class ConstraintEmitter:
         self.eqns.append(compat.new_eqn(eqn, [operand], [new], annotate.annotate_p, params))
         return new
 
-    def inline(self, f: Callable[..., jax.Array], operands: Sequence[Any], eqn: Any) -> None:
-        """Emits the equations of a function of some operands, whose result replaces that of an equation."""
+    def inline(self, f: Callable[..., Any], operands: Sequence[Any], eqn: Any) -> None:
+        """Emits the equations of a function of some operands, whose results replace those of an equation."""
         with compat.source_of(eqn):
             body = compat.open_jaxpr(jax.make_jaxpr(f)(*(v.aval for v in operands)))
         names = dict(zip(body.invars, operands, strict=True))
         self.eqns += [compat.renamed(one, names) for one in body.eqns]
-        self.replaced[eqn.outvars[0]] = names[body.outvars[0]]
+        pairs = zip(eqn.outvars, body.outvars, strict=True)
+        self.replaced.update((old, names[new]) for old, new in pairs if not compat.is_drop(old))
 
     def with_layout(self, var: Any, eqn: Any) -> Any:
         """Emits a constraint of a variable to the default layout and returns its result."""

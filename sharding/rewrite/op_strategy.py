@@ -46,14 +46,14 @@ PER_ITERATION = frozenset({"scan xs", "scan ys"})
 PADDED_FIRST = WINDOWS.keys() - {"conv_general_dilated"}
 """Ops with windows that XLA runs on replicated operands as their result is sharded."""
 
-OPAQUE = frozenset({"top_k"})
-"""Ops that XLA's partitioner runs on replicated arrays."""
+ON_SHARDS = frozenset({"top_k"})
+"""Ops that XLA's partitioner runs on replicated arrays, and the rewriter in a `shard_map`."""
 
 REGROUPING = frozenset({"reshape"})
 """Ops that keep every element: factors that only their operands or only their results have are replicated while they
 run."""
 
-SPECIAL = LONG_RANGE | PER_ITERATION | OPAQUE | REGROUPING | {REDUCE_SCATTERED}
+SPECIAL = LONG_RANGE | PER_ITERATION | ON_SHARDS | REGROUPING | {REDUCE_SCATTERED}
 """Ops whose strategy depends on more than their rule."""
 
 HALO_KINDS = frozenset({Kind.PERMUTE, Kind.REPLICATE})
@@ -225,9 +225,9 @@ class _StrategySearch:
         for f in range(len(rule.sizes)):
             seen = dict.fromkeys(one.factors[f] for one in projected.values() if f in one.factors)
             long_range = rule.kinds[f] is Kind.PERMUTE and (self.op.name in LONG_RANGE or not self.permutes)
-            if self.op.name in OPAQUE:
-                seen = {}
-            elif long_range or rule.kinds[f] is Kind.REPLICATE or f in rule.blocked or f in dropped:
+            if self.op.name in ON_SHARDS:
+                seen = dict.fromkeys(atoms for atoms in seen if self.is_shardable(rule.sizes[f], atoms))
+            if long_range or rule.kinds[f] is Kind.REPLICATE or f in rule.blocked or f in dropped:
                 displaced.update(dict.fromkeys(itertools.chain.from_iterable(seen)))
                 seen = {}
             options.append(list(seen))
@@ -239,6 +239,12 @@ class _StrategySearch:
         if self.op.name not in PER_ITERATION:
             self.add_moved(tuple(displaced), dropped, options)
         return options
+
+    def is_shardable(self, size: int, atoms: Atoms) -> bool:
+        """Whether a `shard_map` can run on shards of a dim: it is outside of others, and all are equal."""
+        table = self.strategies.table
+        is_whole = all(isinstance(axis, str) for axis in table.axes_of(atoms))
+        return not self.manual and is_whole and size % math.prod(table.sizes[a] for a in atoms) == 0
 
     def add_moved(self, atoms: Atoms, dropped: Collection[int], options: list[list[Atoms]]) -> None:
         """Adds options that move axes, which their own factors cannot keep, to other factors while the op runs."""

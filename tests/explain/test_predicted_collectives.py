@@ -51,6 +51,16 @@ def scan_of_a_moved_stack(x):
     return jax.grad(loss, has_aux=True)(x)
 
 
+def ring_of_products(x, w):
+    """A loop that rotates an array between devices, where only a product reads it."""
+
+    def body(carry, _):
+        x, total = carry
+        return (annotate(jnp.roll(x, x.shape[0] // 8, 0), P("a")), total + x @ w), None
+
+    return lax.scan(body, (x * 2, x), None, length=4)[0][1]
+
+
 def shared_scalar(x, w):
     """The cotangent of a sum is a broadcast scalar, scaled, that two products read."""
 
@@ -67,6 +77,50 @@ def rows_written_to_a_replicated_array(x, i, rows):
 POOL = (2, 1, 1, 1)
 
 PROGRAMS = {
+    "a sum over two axes": Program(
+        run=lambda x: (x.sum(), x.sum(0)),
+        args=(floats(64, 64, 128),),
+        sizes={"a": 2, "b": 4},
+        options={"in_shardings": P("a", "b")},
+    ),
+    "a sum of which each of all devices keeps a slice": Program(
+        run=lambda x, y: x.T @ y,
+        args=(floats(16, 128), floats(16, 256)),
+        options={"in_shardings": P("a"), "out_shardings": P("a")},
+    ),
+    "a product's sum that is sliced along sharded rows": Program(
+        run=jnp.matmul,
+        args=(floats(256, 128), floats(128, 256)),
+        sizes={"a": 2, "b": 4},
+        options={"in_shardings": (P("a", "b"), P("b")), "out_shardings": P(("a", "b"))},
+    ),
+    "a product's sum that is sliced beside idle devices": Program(
+        run=jnp.matmul,
+        args=(floats(256, 128), floats(128, 256)),
+        sizes={"a": 2, "b": 4},
+        options={"in_shardings": (P(None, "a"), P("a")), "out_shardings": P("a")},
+    ),
+    "products behind which nothing needs 32 bits": Program(
+        run=lambda x, w, u: jax.nn.relu(x @ w) @ u,
+        args=(floats(64, 16), floats(16, 32), floats(32, 64)),
+        options={"in_shardings": (P(None, "a"), P("a"), None)},
+    ),
+    "a product with one vector": Program(
+        run=lambda x, w, u: u @ (x @ w),
+        args=(floats(128), floats(128, 256), floats(64, 256)),
+        options={"in_shardings": (P("a"), P("a"), None)},
+    ),
+    "an array that is carried around a ring for products": Program(
+        run=ring_of_products,
+        args=(floats(64, 64), floats(64, 64)),
+        options={"in_shardings": (P("a"), None)},
+    ),
+    "the largest elements of sharded rows": Program(
+        run=lambda x: lax.top_k(x, 2),
+        args=(floats(4, 16, 8),),
+        sizes={"a": 2, "b": 4},
+        options={"in_shardings": P("a", "b")},
+    ),
     "an inferred spec that does not divide an argument": Program(
         run=lambda x, w: (jnp.sum(x), annotate(x * w, P(None, "a"))),
         args=(floats(2, 12), floats(2, 12)),
