@@ -22,6 +22,7 @@ from jax._src import source_info_util as _source
 from jax._src import xla_bridge as _bridge
 from jax._src.clusters import ClusterEnv as _ClusterEnv
 from jax._src.random import prng as _prng
+from jax._src.sharding_impls import UnspecifiedValue as _UnspecifiedValue
 from jax.core import Tracer as Tracer
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.interpreters import ad as ad
@@ -183,6 +184,12 @@ def layout_constraint(like: Any, operand: Any, result: Any) -> Any:
 def manual_axes(params: dict[str, Any]) -> frozenset[str]:
     """The axes that become manual in the body of a `shard_map` equation."""
     return frozenset(params["newly_manual_axes"])
+
+
+def has_free_shardings(eqn: Any) -> bool:
+    """Whether a `jit` inside the program leaves the shardings of its arguments and results open; other calls do."""
+    given = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
+    return all(isinstance(one, _UnspecifiedValue) for one in given)
 
 
 def sub_jaxprs(params: dict[str, Any]) -> Iterator[tuple[str, int, Any]]:

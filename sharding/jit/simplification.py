@@ -13,7 +13,7 @@ conditional its platform's branch.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,16 +21,11 @@ import jax
 import jax.numpy as jnp
 
 from .. import compat
-from ..annotations import annotate
-from ..annotations.propagation_barrier import barrier_p
-from ..annotations.same import same_p
 from ..graph import CALLS
 from .constant_indices import GIVEN_OPERANDS, without_constant_indices
+from .equal_values import ValueNumbers
 from .loop_invariants import hoist
 from .package_primitives import implementation
-
-KEPT = frozenset({"checkpoint", "optimization_barrier", "remat", "remat2"})
-"""Primitives that exist to compute something once more."""
 
 REDUCTIONS = {"pmax": jax.lax.reduce_max, "pmin": jax.lax.reduce_min, "psum": jax.lax.reduce_sum}
 """Collective -> the same over dims."""
@@ -53,6 +48,7 @@ def simplify(jaxpr: Any, platform: str = "cpu") -> Any:
 class _Simplifier:
     def __init__(self, platform: str) -> None:
         self.platform = platform
+        self.values = ValueNumbers()
         self.done: dict[tuple[int, tuple[int, ...]], tuple[Any, Any]] = {}
         """Id of a jaxpr and its equal inputs -> the jaxpr, which keeps the id valid, and its result."""
 
@@ -70,10 +66,15 @@ class _Simplifier:
 
     def simplified(self, jaxpr: Any, equal: tuple[int, ...]) -> Any:
         source = compat.open_jaxpr(jaxpr)
-        first: dict[Hashable, Any] = {}
         same: dict[Any, Any] = {source.invars[i]: source.invars[k] for i, k in enumerate(equal) if i != k}
         eqns: list[Any] = []
         flattened: dict[Any, Any] = {}
+        numbers: dict[Any, int] = {}
+        computed = {self.values.of_atom(v): v for v in reversed(source.invars)}
+        """Number -> the value that has it."""
+
+        def number(atom: Any) -> int:
+            return numbers[atom] if not compat.is_literal(atom) and atom in numbers else self.values.of_atom(atom)
 
         def read(atom: Any) -> Any:
             return atom if compat.is_literal(atom) else same.get(atom, atom)
@@ -109,15 +110,16 @@ class _Simplifier:
                 (broadcast,) = compat.open_jaxpr(fill).eqns
                 eqn, is_changed = compat.new_eqn(eqn, eqn.invars[1:], [x], broadcast.primitive, broadcast.params), True
             if (operand := _passed_on(eqn)) is not None:
-                same[eqn.outvars[0]], is_changed = operand, True
+                same[eqn.outvars[0]], numbers[eqn.outvars[0]], is_changed = operand, number(operand), True
                 continue
-            key = _key(eqn)
-            earlier = first.setdefault(key, eqn) if key is not None else eqn
-            pairs = list(zip(eqn.outvars, earlier.outvars, strict=True))
-            if earlier is not eqn and not any(compat.is_drop(old) and not compat.is_drop(new) for new, old in pairs):
-                same.update((new, old) for new, old in pairs if not compat.is_drop(new))
-                is_changed = True
-            else:
+            results = self.values.of_results(eqn, [*map(number, eqn.invars)])
+            new = [(v, n) for v, n in zip(eqn.outvars, results, strict=True) if not compat.is_drop(v)]
+            equals = {v: computed[n] for v, n in new if n in computed}
+            numbers.update(new)
+            same.update(equals)
+            is_changed = is_changed or bool(equals)
+            if len(equals) < len(new) or not new:
+                computed.update((n, v) for v, n in reversed(new) if v not in equals)
                 eqns.append(eqn)
         if not is_changed:
             return jaxpr
@@ -253,19 +255,3 @@ def _passed_on(eqn: Any) -> Any:
         return None
     given, returned = operands[0].aval, eqn.outvars[0].aval
     return operands[0] if getattr(given, "weak_type", False) == getattr(returned, "weak_type", False) else None
-
-
-def _key(eqn: Any) -> Hashable | None:
-    """What two equal equations have in common; None for those that are never merged."""
-    if eqn.effects or eqn.primitive.name in KEPT or eqn.primitive in (annotate.annotate_p, barrier_p, same_p):
-        return None
-    operands = tuple((str(v.aval), repr(v.val)) if compat.is_literal(v) else v for v in eqn.invars)
-    if any(compat.is_literal(v) and v.aval.shape for v in eqn.invars):
-        return None
-    params = tuple((name, type(value), value) for name, value in sorted(eqn.params.items()))
-    key = (eqn.primitive, params, operands, tuple(str(v.aval) for v in eqn.outvars))
-    try:
-        hash(key)
-    except TypeError:
-        return None
-    return key

@@ -93,8 +93,8 @@ def is_scattered_by_all_reduce(backend: Platform, shape: Sequence[int], dim: int
     """
     if backend != "tpu" or len(shape) < 2 or shape[dim] == 0:
         return False
-    lane, row = _minor_dims(shape)
     packed = max(1, 4 // itemsize)
+    lane, row = _minor_dims(shape, SUBLANES * packed)
     if dim == lane:
         return shape[dim] % (LANES * packed) > 0
     if dim != row:
@@ -103,16 +103,16 @@ def is_scattered_by_all_reduce(backend: Platform, shape: Sequence[int], dim: int
     return shape[dim] < SUBLANES if is_matrix else shape[dim] % (SUBLANES * packed) > 0
 
 
-def _minor_dims(shape: Sequence[int]) -> tuple[int, int]:
-    """The dims along a TPU's lanes and sublanes: those that need the least padding, by default the last two."""
+def _minor_dims(shape: Sequence[int], rows: int) -> tuple[int, int]:
+    """The dims along the lanes and rows of a TPU's tiles: those that need the least padding, by default the last two."""
     order = range(len(shape) - 1, -1, -1)
-    return min(itertools.permutations(order, 2), key=lambda dims: _padded(shape, *dims))
+    return min(itertools.permutations(order, 2), key=lambda dims: _padded(shape, *dims, rows))
 
 
-def _padded(shape: Sequence[int], lane: int, row: int) -> int:
+def _padded(shape: Sequence[int], lane: int, row: int, rows: int) -> int:
     """The number of elements of an array whose tiles lie along two dims."""
     rest = math.prod(shape) // (shape[lane] * shape[row])
-    return rest * -(-shape[lane] // LANES) * LANES * -(-shape[row] // SUBLANES) * SUBLANES
+    return rest * -(-shape[lane] // LANES) * LANES * -(-shape[row] // rows) * rows
 
 
 def _is_all_reduce_and_slice(backend: Platform, dtype: str, is_manual: bool, spans_slice: bool) -> bool:

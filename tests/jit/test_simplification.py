@@ -100,6 +100,43 @@ def test_equal_equations_are_one(f, name, left):
     assert count(simplify(jax.make_jaxpr(f)(X)), name) == left
 
 
+def squares(x):
+    return jnp.sum(x**2), jnp.sum(jnp.square(x)), jnp.sum(x * x)
+
+
+def of_real_parts(x):
+    return jnp.sum(x**2), jnp.sum(jnp.real(x) ** 2 + jnp.imag(x) ** 2)
+
+
+def swapped(x):
+    y = jnp.sin(x)
+    return jnp.sum(x + y), jnp.sum(y + x)
+
+
+def inside_of_a_call(x):
+    norm = jax.jit(lambda x: jnp.sqrt(jnp.sum(x**2)))
+    return jnp.sum(x * x), jnp.sqrt(jnp.sum(jnp.square(x))), norm(x)
+
+
+@pytest.mark.parametrize("f", [squares, of_real_parts, swapped, inside_of_a_call])
+def test_equal_values_are_computed_once(f):
+    closed = jax.make_jaxpr(f)(X)
+    simple = simplify(closed)
+    assert count(closed, "reduce_sum") > count(simple, "reduce_sum") == 1
+    found = jax.core.eval_jaxpr(*_parts(simple), X)
+    assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(f(X)), found, strict=True))
+
+
+def test_custom_derivatives_are_not_equal():
+    @jax.custom_jvp
+    def straight_through(x):
+        return jnp.round(x)
+
+    straight_through.defjvp(lambda xs, ts: (jnp.round(*xs), *ts))
+    closed = jax.make_jaxpr(lambda x: straight_through(x) + jnp.round(x))(X)
+    assert count(simplify(closed), "round") == 2
+
+
 def test_without_repetition_it_is_the_same_object():
     closed = jax.make_jaxpr(lambda x: jnp.sin(x) + jnp.cos(x))(X)
     assert simplify(closed) is closed

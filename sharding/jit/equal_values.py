@@ -1,0 +1,108 @@
+"""Equal values of a program, by value numbering: two values have one number if they are computed alike.
+
+Equal equations of equal operands are, also inside of the bodies of `jit`s, in another order of commuted operands, as
+another form of a square, or with zeros added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+from .. import compat
+from ..annotations import annotate
+from ..annotations.propagation_barrier import barrier_p
+from ..annotations.same import same_p
+
+KEPT = frozenset({"checkpoint", "optimization_barrier", "remat", "remat2"})
+"""Primitives that exist to compute something once more."""
+
+CALLS = frozenset({"call", "closed_call", "core_call", "jit", "pjit"})
+"""Primitives that compute what their bodies do; others with bodies have derivatives of their own."""
+
+COMMUTATIVE = frozenset({"add", "add_any", "and", "eq", "max", "min", "mul", "ne", "or", "xor"})
+"""Primitives of which two operands may be swapped."""
+
+ZEROS_OF_ZEROS = frozenset({"broadcast_in_dim", "convert_element_type", "copy", "integer_pow", "reshape", "square"})
+"""Primitives that make zeros of zeros; a power is at least one."""
+
+
+class ValueNumbers:
+    """The numbers of values, in one program and its bodies."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Hashable, int] = {}
+        self._zeros: set[int] = set()
+        self._forms: dict[int, tuple[Any, int | None]] = {}
+        """Id of an equation -> the equation, which keeps the id valid, and the number of its form."""
+
+    def of_atom(self, atom: Any) -> int:
+        """The number of an argument or a literal."""
+        if not compat.is_literal(atom):
+            return self._number(atom)
+        number = self._number(atom if atom.aval.shape else (str(atom.aval), repr(atom.val)))
+        if not atom.aval.shape and atom.val == 0:
+            self._zeros.add(number)
+        return number
+
+    def of_results(self, eqn: Any, operands: Sequence[int]) -> list[int]:
+        """The numbers of an equation's results, given those of its operands."""
+        if eqn.primitive.name in CALLS and not eqn.effects and compat.has_free_shardings(eqn):
+            return self._of_body(eqn, operands)
+        form = self._form(eqn)
+        if form is None:
+            return [self._number(v) for v in eqn.outvars]  # equal to nothing else
+        name = eqn.primitive.name
+        is_square = name == "square" or (name == "integer_pow" and eqn.params["y"] == 2)
+        key: Hashable = (form, *operands)
+        if is_square or (name == "mul" and operands[0] == operands[1]):
+            key = ("square", str(eqn.outvars[0].aval), operands[0])
+        elif name in COMMUTATIVE:
+            key = (form, *sorted(operands))
+        if name in ("add", "add_any") and (term := self._only_term(eqn, operands)) is not None:
+            return [term]
+        found = [self._number((key, i)) for i in range(len(eqn.outvars))]
+        if name in ZEROS_OF_ZEROS and operands[0] in self._zeros and eqn.params.get("y", 1) > 0:
+            self._zeros.update(found)
+        return found
+
+    def _only_term(self, eqn: Any, operands: Sequence[int]) -> int | None:
+        """The number of what zeros are added to, if they are."""
+        pairs = zip(eqn.invars, operands, strict=True)
+        terms = [(atom.aval, number) for atom, number in pairs if number not in self._zeros]
+        is_same = len(terms) == 1 and str(terms[0][0]) == str(eqn.outvars[0].aval)
+        return terms[0][1] if is_same else None
+
+    def _number(self, key: Hashable) -> int:
+        return self._numbers.setdefault(key, len(self._numbers))
+
+    def _of_body(self, eqn: Any, operands: Sequence[int]) -> list[int]:
+        (_, _, body), *_ = compat.sub_jaxprs(eqn.params)
+        jaxpr = compat.open_jaxpr(body)
+        found = dict(zip(jaxpr.invars, operands, strict=True))
+
+        def number(atom: Any) -> int:
+            return found[atom] if not compat.is_literal(atom) and atom in found else self.of_atom(atom)
+
+        for inner in jaxpr.eqns:
+            found.update(zip(inner.outvars, self.of_results(inner, [*map(number, inner.invars)]), strict=True))
+        return [*map(number, jaxpr.outvars)]
+
+    def _form(self, eqn: Any) -> int | None:
+        """The number of what equal equations have in common beside their operands; None for those never merged."""
+        if id(eqn) not in self._forms:
+            key = _form(eqn)
+            self._forms[id(eqn)] = (eqn, None if key is None else self._number(key))
+        return self._forms[id(eqn)][1]
+
+
+def _form(eqn: Any) -> Hashable | None:
+    if eqn.effects or eqn.primitive.name in KEPT or eqn.primitive in (annotate.annotate_p, barrier_p, same_p):
+        return None
+    params = tuple((name, type(value), value) for name, value in sorted(eqn.params.items()))
+    key = (eqn.primitive, params, tuple(str(v.aval) for v in (*eqn.invars, *eqn.outvars)))
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
