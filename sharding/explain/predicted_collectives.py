@@ -25,11 +25,11 @@ from ..rewrite.reshard import Step, chain, local_bytes
 from ..rewrite.rotation import rotation_parts
 from ..rewrite.unread_gathers import without_unread_gathers
 from ..spec import Axis, Spec, divisible, local_shape, num_parts
-from ..xla.collective_lowering import is_gathered_by_all_reduce, is_scattered_by_all_reduce
+from ..xla.collective_lowering import is_gathered_by_all_reduce
 from .collective_dtypes import CollectiveDtypes
 from .collective_hints import Hints
 from .collective_ledger import Collective, Ledger
-from .reduce_scatter_creation import is_masked, reduce_scattered
+from .reduce_scatter_creation import reduce_scattered, stays_all_reduce
 from .shard_exchanges import ShardExchanges, axis_names
 from .shard_map_collectives import MANUAL, explicit, in_bodies
 from .sum_reassociation import LOOKED_THROUGH, SPLITS, Reassociation, reassociate, split_all_reduce
@@ -270,16 +270,16 @@ class ProgramCollectives:
 
     def kind_of_sum(self, v: int, step: Step) -> Kind:
         """The kind of a reduction, which is a reduce-scatter if every use of its result is a slice."""
-        is_scattered = step.kind == "all-reduce" and self.reduce_scattered.get(v) == frozenset(step.axes)
         assert step.kind != "slice"
-        if step.kind == "reduce-scatter" and self.platform == "gpu" and is_masked(self.graph.makers.get(v)):
-            return "all-reduce"
-        return "reduce-scatter" if is_scattered else step.kind
+        if step.kind == "all-reduce" and self.reduce_scattered.get(v) == frozenset(step.axes):
+            return "reduce-scatter"
+        stays = step.kind == "reduce-scatter" and stays_all_reduce(self.graph, v, step, self.sizes, self.platform)
+        return "all-reduce" if stays else step.kind
 
     def reduction(self, v: int, kind: Kind, axes: tuple[Axis, ...]) -> Step:
         """A reduction of a value that is sharded as inferred."""
-        is_sliced = any(axis in dim for dim in self.specs[v].axes for axis in axes)
-        size = self.shard_bytes(v) * (num_parts(axes, self.sizes) if is_sliced else 1)
+        sliced = tuple(axis for dim in self.specs[v].axes for axis in dim if axis in axes)
+        size = self.shard_bytes(v) * num_parts(sliced, self.sizes)
         return Step(kind=kind, axes=axes, spec=self.specs[v], num_bytes=size, wire_bytes=0, is_sum=True)
 
     def with_workarounds(self, op: Op, strategy: OpStrategy) -> tuple[Sequence[Spec], Sequence[Spec]]:
@@ -311,16 +311,9 @@ class ProgramCollectives:
         for step in steps:
             cause = f"{_SUMMING.get(op.name, f'{op.name} reduces')} a dim sharded over {axis_names(step.axes)}"
             kind = self.kind_of_sum(v, step)
-            kind = "all-reduce" if kind == "reduce-scatter" and self.is_scattered_by_all_reduce(v, step) else kind
             found = self.collective(kind, step.axes, step.num_bytes, op, v, op.times, cause)
             advise = str if strategy is None else functools.partial(self.hints.sum, op, strategy, step.axes)
             yield dataclasses.replace(found, advise=advise)
-
-    def is_scattered_by_all_reduce(self, v: int, step: Step) -> bool:
-        """Whether the platform's compiler keeps a reduce-scatter as an all-reduce and a slice."""
-        dims = [d for d, axes in enumerate(step.spec.axes) if not set(step.axes).isdisjoint(axes)]
-        shape, itemsize = local_shape(step.spec.axes, self.graph.shapes[v], self.sizes), self.graph.itemsize(v)
-        return any(is_scattered_by_all_reduce(self.platform, shape, d, itemsize) for d in dims)
 
     def gathered_candidates(self, op: Op, v: int, steps: Sequence[Step]) -> Iterator[Collective]:
         """The gathers of each device's extreme value and of its index, among which every device then chooses."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import jax
 
 from ..graph import Graph, Op
+from ..hardware import Platform
 from ..rewrite.reshard import Step
-from ..spec import Axis, Spec
+from ..spec import Axis, Spec, local_shape, num_parts
+from ..xla.collective_lowering import is_scattered_by_all_reduce
 
 COMMUTES_WITH_SLICE = frozenset("add annotate barrier convert_element_type name".split())
 """Ops between a sum and its slice, such as a bias add, that may as well run after the slice."""
@@ -49,7 +51,40 @@ def reduce_scattered(
     return found
 
 
-def is_masked(op: Op | None) -> bool:
+def stays_all_reduce(graph: Graph, v: int, step: Step, sizes: Mapping[str, int], platform: Platform) -> bool:
+    """Whether a platform's compiler all-reduces a sum of which each device keeps a slice, and slices it then.
+
+    Args:
+        graph: the program.
+        v: the sum.
+        step: its reduce-scatter.
+        sizes: the mesh axis sizes.
+        platform: whose compiler it is.
+    """
+    op = graph.makers.get(v)
+    if platform == "gpu":
+        return _is_masked(op)
+    shard, parts = local_shape(step.spec.axes, graph.shapes[v], sizes), num_parts(step.axes, sizes)
+    for d, axes in enumerate(step.spec.axes):
+        if not set(step.axes).isdisjoint(axes):
+            shape = [n * parts if k == d else n for k, n in enumerate(shard)]
+            if is_scattered_by_all_reduce(platform, shape, d, parts, graph.itemsize(v), _tile_of_product(op)):
+                return True
+    return False
+
+
+def _tile_of_product(op: Op | None) -> tuple[int, int] | None:
+    """The dims of a product's result along lanes and rows: the last ones of its matrices; None for other ops."""
+    if op is None or op.rule is None or op.name != "dot_general":
+        return None
+    left, right = ({f for factors in dims for f in factors} for dims in op.rule.operands)
+    free = [(d, set(factors)) for d, factors in enumerate(op.rule.results[0]) if factors]
+    rows = [d for d, factors in free if factors <= left - right]
+    columns = [d for d, factors in free if factors <= right - left]
+    return (columns[-1], rows[-1]) if rows and columns else None
+
+
+def _is_masked(op: Op | None) -> bool:
     """Whether an op masks what it reduces before that is sliced: rows of a gather that are out of bounds.
 
     XLA:GPU all-reduces and slices those; XLA:TPU slices first.

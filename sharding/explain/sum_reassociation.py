@@ -5,7 +5,7 @@ are over the same axes and used only there (`AllReduceReassociate` of openxla/xl
 products read, such as the input of q, k and v, is the usual case. Both first fold an all-reduce of an all-reduce into
 one over the axes of both (`AllReduceFolder`). Both reduce all dims that one reduction after another sums, and
 all-reduce the result once over the axes of both: `x.sum(1).sum(0)` of a matrix sends one number. XLA:TPU narrows
-float32 sums that are only read in bfloat16 before it all-reduces them. Products of sums with one factor are added
+32-bit sums that are only read in bfloat16 before it all-reduces them. Products of sums with one factor are added
 before they are multiplied (`AlgebraicSimplifier`), on GPUs if that is a power of 2.
 """
 
@@ -188,13 +188,18 @@ def _negates(graph: Graph, op: Op) -> bool:
 
 
 def _narrows(graph: Graph, op: Op, left: Mapping[int, Sequence[Reduction]], moves: Callable[[Op], bool]) -> bool:
-    """Whether an op converts an all-reduced float32 value to bfloat16, as its only use."""
+    """Whether an op converts an all-reduced float32 value to bfloat16, as its only use; or an int32 one, outside loops.
+
+    Such integers are the sums of quantised products.
+    """
     if op.name != "convert_element_type" or moves(op):
         return False
     (v,), (result,) = op.operands, op.results
-    dtypes = (str(graph.dtypes[v]), str(graph.dtypes[result]))
+    is_looped = any(eqn.primitive.name in ("scan", "while") for eqn in op.site[1:])
+    narrowed = ("float32",) if is_looped else ("float32", "int32")
     is_sum = {kind for kind, _ in left.get(v, ())} == {"all-reduce"}
-    return is_sum and graph.num_uses[v] == 1 and dtypes == ("float32", "bfloat16")
+    is_only_use = is_sum and graph.num_uses[v] == 1
+    return is_only_use and str(graph.dtypes[v]) in narrowed and str(graph.dtypes[result]) == "bfloat16"
 
 
 def _merged_with(

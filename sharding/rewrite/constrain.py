@@ -27,6 +27,7 @@ from .constraint_emitter import AssignedProgram, ConstraintEmitter
 from .local_convolution import is_grouped
 from .local_equations import WRITTEN_OTHERWISE, local_equation
 from .op_strategy import HALO_KINDS, OpStrategies, OpStrategy
+from .parts_of_sums import is_scattered_then_sliced
 from .redundant_constraints import redundant
 from .reshard import Step, chain
 from .rotation import rotated_specs, rotation, rotation_gradient, rotation_parts
@@ -60,7 +61,7 @@ class _Rewriter:
         """Values inside rotations."""
         self.rotated_as = rotated_specs(graph, assignment.specs)
         """Slice of a rotated array -> the spec of the rotation, which the array needs, too."""
-        self.strategies = OpStrategies(assignment)
+        self.strategies, self.users = OpStrategies(assignment), graph.users
         self.carried = {a for scope in graph.scopes() if scope is not graph.scope for a in scope.exits if a is not None}
         """Values that loops carry and branches return."""
         self.scans = {op.operands[0]: self.strategies.of(op) for op in graph.ops if op.name == "scan xs"}
@@ -251,6 +252,9 @@ class _Body(ConstraintEmitter):
             spec = None if compat.is_drop(var) or (have is None and var in self.unconstrained) else self.var_spec(var)
             if spec is not None:
                 self.replaced[var] = self.reshard(self.read(var), have, spec, eqn)
+        if strategy is not None and len(eqn.outvars) == 1 and not compat.is_drop(var := eqn.outvars[0]):
+            if is_scattered_then_sliced(strategy, self.atom(var), self.rewriter.users):
+                self.inline(jax.lax.optimization_barrier, [self.read(var)], eqn)
 
     def rotated_spec(self, eqn: Any) -> Spec | None:
         """The spec of the rotation that an equation slices an array for, if any."""

@@ -6,11 +6,11 @@ slice moves nothing.
 - XLA:CPU computes narrow floats in wider ones and also sends them so (its `FloatNormalization` and
   `AllReducePromotion`), even in collectives without arithmetic. A reduce-scatter by the partitioner is an all-reduce
   and a slice; only a `psum_scatter` under `shard_map` is a reduce-scatter.
-- XLA:TPU reduces f32, bf16 and 32-bit integers natively, and everything narrower as 32-bit words of the same total
-  bytes. It reduce-scatters f32 and bf16 only; other types are all-reduced and sliced. Its `all-reduce-scatter` fusions
-  are reduce-scatters. Those by the partitioner into shards that are not whole tiles are all-reduced and sliced; so are
-  all over every device of a slice of eight or more, even a `psum_scatter` (not those of a 2x4 slice, which is not
-  modelled). Vectors whose shards don't fill the 128 lanes are gathered by an all-reduce of padded shards.
+- XLA:TPU reduces f32, bf16 and 32-bit integers natively, and everything narrower as whole rows of 32-bit words. It
+  reduce-scatters f32 and bf16 only; other types are all-reduced and sliced. Its `all-reduce-scatter` fusions are
+  reduce-scatters. Those by the partitioner of vectors, or into shards that are not whole tiles, are all-reduced and
+  sliced; so are all over every device of a slice of eight or more, even a `psum_scatter` (not those of a 2x4 slice,
+  which is not modelled). Vectors whose shards don't fill the 128 lanes are gathered by an all-reduce of padded shards.
 - XLA:GPU reduces 16-bit integers in 32 bits (`AllReducePromotion` in
   https://github.com/openxla/xla/blob/main/xla/service/gpu/gpu_compiler.cc) and passes the rest to NCCL unchanged, which
   cannot reduce some narrow floats.
@@ -54,9 +54,18 @@ def lower_collective(
     """
     wire_dtype, times = _WIRE_TYPES[backend].get((kind, dtype), (dtype, 1))
     sliced = kind == "reduce-scatter" and _is_all_reduce_and_slice(backend, dtype, is_manual, spans_slice)
-    return Lowered("all-reduce" if sliced else kind, wire_dtype, num_bytes * times)
+    num_bytes *= times
+    if backend == "tpu" and wire_dtype != dtype:
+        num_bytes = _round_up(num_bytes, WORD if num_bytes <= WORD // 2 else WORD * LANES)
+    return Lowered("all-reduce" if sliced else kind, wire_dtype, num_bytes)
 
 
+def _round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+WORD = 4
+"""Bytes of the words that a TPU reduces."""
 LANES = 128
 """Elements per row of a TPU's vector registers."""
 
@@ -78,41 +87,47 @@ def is_gathered_by_all_reduce(backend: Platform, shape: Sequence[int], num_devic
     return backend == "tpu" and size == max(shape, default=1) and size // num_devices % LANES > 0
 
 
-def is_scattered_by_all_reduce(backend: Platform, shape: Sequence[int], dim: int, itemsize: int) -> bool:
+def is_scattered_by_all_reduce(
+    backend: Platform, shape: Sequence[int], dim: int, parts: int, itemsize: int, tile: tuple[int, int] | None = None
+) -> bool:
     """Whether a reduce-scatter by the partitioner becomes an all-reduce and a slice.
 
-    The TPU's compiler tiles the two minor dims of an array, which it chooses so that its shards need little padding. It
-    reduce-scatters along one of these only if each shard has whole tiles of 32-bit words; along the rows of a matrix,
-    if it has a row of tiles.
+    The TPU's compiler tiles two dims of an array, and orders the others as they are. It reduce-scatters along the major
+    dim, and along one of a tile only if each shard has whole tiles of 32-bit words; along the rows of a matrix, if it
+    has a row of tiles; vectors never.
 
     Args:
         backend: the platform compiled for.
-        shape: of one device's result.
+        shape: of one device's operand.
         dim: the scattered dim.
+        parts: the number of devices that it is scattered over.
         itemsize: bytes per element.
+        tile: the dims along lanes and rows that the op prefers, by default the last two.
     """
-    if backend != "tpu" or len(shape) < 2 or shape[dim] == 0:
+    if backend != "tpu" or shape[dim] == 0:
         return False
-    packed = max(1, 4 // itemsize)
-    lane, row = _minor_dims(shape, SUBLANES * packed)
+    if math.prod(shape) == shape[dim]:
+        return True
+    shard = [-(-n // parts) if d == dim else n for d, n in enumerate(shape)]
+    packed = max(1, WORD // itemsize)
+    lane, row = _minor_dims(shape, shard, tile)
     if dim == lane:
-        return shape[dim] % (LANES * packed) > 0
+        return shard[dim] % (LANES * packed) > 0
+    majors = [d for d, n in enumerate(shape) if n > 1 and d not in (lane, row)]
     if dim != row:
-        return False
-    is_matrix = math.prod(shape) == shape[lane] * shape[row]
-    return shape[dim] < SUBLANES if is_matrix else shape[dim] % (SUBLANES * packed) > 0
+        return dim != majors[0]
+    return shard[dim] % (SUBLANES * packed) > 0 if majors else shard[dim] < SUBLANES
 
 
-def _minor_dims(shape: Sequence[int], rows: int) -> tuple[int, int]:
-    """The dims along the lanes and rows of a TPU's tiles: those that need the least padding, by default the last two."""
-    order = range(len(shape) - 1, -1, -1)
-    return min(itertools.permutations(order, 2), key=lambda dims: _padded(shape, *dims, rows))
+def _minor_dims(shape: Sequence[int], shard: Sequence[int], tile: tuple[int, int] | None) -> tuple[int, int]:
+    """The dims along the lanes and rows of tiles: those that need the least padding, else those preferred."""
 
+    def padding(dims: tuple[int, int]) -> float:
+        (lane, row) = dims
+        return _round_up(shard[lane], LANES) / shard[lane] * _round_up(shape[row], SUBLANES) / shape[row]
 
-def _padded(shape: Sequence[int], lane: int, row: int, rows: int) -> int:
-    """The number of elements of an array whose tiles lie along two dims."""
-    rest = math.prod(shape) // (shape[lane] * shape[row])
-    return rest * -(-shape[lane] // LANES) * LANES * -(-shape[row] // rows) * rows
+    pairs = itertools.permutations(range(len(shape) - 1, -1, -1), 2)
+    return min([tile, *pairs] if tile else pairs, key=padding)
 
 
 def _is_all_reduce_and_slice(backend: Platform, dtype: str, is_manual: bool, spans_slice: bool) -> bool:

@@ -100,6 +100,12 @@ PROGRAMS = {
         sizes={"a": 2, "b": 4},
         options={"in_shardings": (P(None, "a"), P("a")), "out_shardings": P("a")},
     ),
+    "a part of a product's sum that is sliced": Program(
+        run=lambda x, w: jnp.prod(jnp.stack(jnp.split(x @ w, 2, 1)), 0),
+        args=(floats(256, 16), floats(16, 256)),
+        sizes={"a": 2, "b": 4},
+        options={"in_shardings": (P(None, "a"), P("a")), "out_shardings": P("a")},
+    ),
     "products behind which nothing needs 32 bits": Program(
         run=lambda x, w, u: jax.nn.relu(x @ w) @ u,
         args=(floats(64, 16), floats(16, 32), floats(32, 64)),

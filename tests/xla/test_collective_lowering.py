@@ -118,8 +118,10 @@ def test_partitioner_collectives_of_every_type_on_cpu(dtype):
 def test_rows_of_other_backends():
     assert lower_collective("tpu", "all-gather", "bfloat16", 64) == ("all-gather", "bfloat16", 64)
     assert lower_collective("tpu", "reduce-scatter", "bfloat16", 64) == ("reduce-scatter", "bfloat16", 64)
-    assert lower_collective("tpu", "all-reduce", "float16", 64) == ("all-reduce", "uint32", 64)
-    assert lower_collective("tpu", "reduce-scatter", "int8", 64, is_manual=True) == ("all-reduce", "uint32", 64)
+    assert lower_collective("tpu", "all-reduce", "float16", 1024) == ("all-reduce", "uint32", 1024)
+    assert lower_collective("tpu", "all-reduce", "int8", 600) == ("all-reduce", "uint32", 1024)
+    assert lower_collective("tpu", "all-reduce", "bool", 1) == ("all-reduce", "uint32", 4)
+    assert lower_collective("tpu", "reduce-scatter", "int8", 512, is_manual=True) == ("all-reduce", "uint32", 512)
     assert lower_collective("gpu", "all-reduce", "int16", 64) == ("all-reduce", "int32", 128)
     assert lower_collective("gpu", "reduce-scatter", "bfloat16", 64) == ("reduce-scatter", "bfloat16", 64)
 
@@ -154,8 +156,16 @@ SHARDS = [
 
 @pytest.mark.parametrize(("shape", "dim", "dtype", "expected"), SHARDS)
 def test_reduce_scatters_of_whole_tiles_on_tpu(shape, dim, dtype, expected):
-    assert is_scattered_by_all_reduce("tpu", shape, dim, jnp.dtype(dtype).itemsize) == expected
-    assert not is_scattered_by_all_reduce("gpu", shape, dim, jnp.dtype(dtype).itemsize)
+    whole, itemsize = [2 * n if d == dim else n for d, n in enumerate(shape)], jnp.dtype(dtype).itemsize
+    assert is_scattered_by_all_reduce("tpu", whole, dim, 2, itemsize) == expected
+    assert not is_scattered_by_all_reduce("gpu", whole, dim, 2, itemsize)
+
+
+def test_reduce_scatters_of_products_on_tpu():
+    assert is_scattered_by_all_reduce("tpu", (4096,), 0, 2, 4)
+    assert is_scattered_by_all_reduce("tpu", (2, 8, 16, 256), 1, 2, 4)
+    assert is_scattered_by_all_reduce("tpu", (8, 16, 256), 0, 4, 4, (2, 0))
+    assert not is_scattered_by_all_reduce("tpu", (8, 16, 256), 1, 4, 4, (2, 0))
 
 
 @pytest.mark.parametrize(("backend", "described"), [COMPILERS["tpu"]])
