@@ -1,12 +1,12 @@
 """Sums of partial sums: XLA:TPU and XLA:GPU add them before a single reduction; XLA:CPU reduces each.
 
 `add(all-reduce(x), all-reduce(y))` becomes `all-reduce(add(x, y))`, and likewise for reduce-scatters, where the sums
-are over the same axes and used only there (`AllReduceReassociate` of openxla/xla). The gradient of a value that several
-products read, such as the input of q, k and v, is the usual case. Both first fold an all-reduce of an all-reduce into
-one over the axes of both (`AllReduceFolder`). Both reduce all dims that one reduction after another sums, and
-all-reduce the result once over the axes of both: `x.sum(1).sum(0)` of a matrix sends one number. XLA:TPU narrows
-32-bit sums that are only read in bfloat16 before it all-reduces them. Products of sums with one factor are added
-before they are multiplied (`AlgebraicSimplifier`), on GPUs if that is a power of 2.
+are over the same axes and used only there (`AllReduceReassociate` of openxla/xla); likewise for maxima and truth
+values. The gradient of a value that several products read, such as the input of q, k and v, is the usual case. Both
+first fold an all-reduce of an all-reduce into one over the axes of both (`AllReduceFolder`). Both reduce all dims that
+one reduction after another sums, and all-reduce the result once over the axes of both: `x.sum(1).sum(0)` of a matrix
+sends one number. XLA:TPU narrows 32-bit sums that are only read in bfloat16 before it all-reduces them. Products of
+sums with one factor are added before they are multiplied (`AlgebraicSimplifier`), on GPUs if that is a power of 2.
 """
 
 from __future__ import annotations
@@ -38,6 +38,12 @@ CHANGES = LOOKED_THROUGH["gpu"] - {"annotate", "copy", "name"}
 
 MERGED = frozenset({"reduce_max", "reduce_min", "reduce_sum"})
 """Reductions of which compilers for TPUs and GPUs make one if the same one follows."""
+
+COMBINED: Mapping[str, frozenset[str]] = {
+    **dict.fromkeys(ADDS, SUMS | ADDS),
+    **{name: frozenset({name, f"reduce_{name}"}) for name in ("and", "max", "min", "or")},
+}
+"""Op on two arrays -> what makes arrays that are combined before they are reduced in the same way."""
 
 SPLITS: Collection[Platform] = ("gpu",)
 """Platforms whose compiler reduce-scatters over the axes that a sum is then sliced along, before it all-reduces over
@@ -114,12 +120,12 @@ def reassociate(
         if graph.num_uses[source] == 1:
             left[source] = ()
 
-    def reduced(v: int) -> int | None:
-        """The value, reduced by addition, that is looked through to."""
+    def reduced(v: int, makers: Collection[str] = COMBINED["add"]) -> int | None:
+        """The value, reduced as one of some ops does, that is looked through to."""
         while graph.num_uses[v] == 1:
             op = graph.makers.get(v)
             if left.get(v):
-                return v if op is not None and op.name in SUMS | ADDS and not _negates(graph, op) else None
+                return v if op is not None and op.name in makers and not _negates(graph, op) else None
             operand = None if op is None or moves(op) else _only_operand(graph, op, LOOKED_THROUGH[platform])
             if operand is None:
                 return None
@@ -138,13 +144,13 @@ def reassociate(
 
     scaled: dict[int, float] = {}
     for op in graph.ops:
-        if op.name not in ADDS or len(op.operands) != 2 or len(set(op.operands)) == 1 or moves(op):
+        if op.name not in COMBINED or len(op.operands) != 2 or len(set(op.operands)) == 1 or moves(op):
             continue
         (result,), operands = op.results, op.operands
         (one, x), (other, y) = (_scaled(graph, v, scaled, moves, platform) for v in operands)
-        if one == other != 1:
+        if one == other != 1 and op.name in ADDS:
             scaled[result], operands = one, (x, y)
-        first, second = map(reduced, operands)
+        first, second = (reduced(v, COMBINED[op.name]) for v in operands)
         if first is None or second is None or any(axes(v) != axes(result) for v in operands):
             continue
         converts = any(map(is_converted, op.operands, (first, second)))

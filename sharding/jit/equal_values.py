@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import Any
 
+import jax.numpy as jnp
+
 from .. import compat
 from ..annotations import annotate
 from ..annotations.propagation_barrier import barrier_p
@@ -41,7 +43,7 @@ class ValueNumbers:
         if not compat.is_literal(atom):
             return self._number(atom)
         number = self._number(atom if atom.aval.shape else (str(atom.aval), repr(atom.val)))
-        if not atom.aval.shape and atom.val == 0:
+        if not atom.aval.shape and jnp.issubdtype(atom.aval.dtype, jnp.number) and atom.val == 0:
             self._zeros.add(number)
         return number
 

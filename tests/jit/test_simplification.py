@@ -127,6 +127,11 @@ def test_equal_values_are_computed_once(f):
     assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(f(X)), found, strict=True))
 
 
+def test_gradients_of_integers():
+    loss = jax.value_and_grad(jax.jit(lambda x, n: jnp.sum(x) * n), argnums=(0, 1), allow_int=True)
+    simplify(jax.make_jaxpr(lambda x, n: jax.tree.map(lambda g: g.shape, loss(x, n)[1]) and loss(x, n)[0])(X, 3))
+
+
 def test_custom_derivatives_are_not_equal():
     @jax.custom_jvp
     def straight_through(x):
