@@ -300,12 +300,13 @@ def misses(programs: Sequence[Program], options: Options) -> list[str]:
     for p in programs:
         key = (p.name, meshes[p.mesh], p.style)
         collectives, peak = not (p.counts_agree and p.bytes_agree), abs(p.peak_ratio - 1) > NEAR
+        cause = known_misses.PEAKS.get(key, (0, "unknown"))[1] if IS_NEWEST else OLDER
         what = [
-            f"{name}: {table.get(key, (0, 'unknown'))[1] if IS_NEWEST else OLDER}"
-            for name, is_missed, table in (
-                ("collectives", collectives, known_misses.COLLECTIVES),
-                (f"peak, {p.peak_ratio:.2f}", peak, known_misses.PEAKS),
-                (f"sent, {p.sent_ratio:.2f}", p.sent_ratio > 1, known_misses.COLLECTIVES),
+            text
+            for text, is_missed in (
+                ("collectives", collectives),
+                (f"peak, {p.peak_ratio:.2f}: {cause}", peak),
+                (f"sent, {p.sent_ratio:.2f}", p.sent_ratio > 1),
             )
             if is_missed
         ]

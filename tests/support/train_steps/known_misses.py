@@ -1,15 +1,10 @@
-"""Train steps with known prediction errors, and their causes, in the order of the programs' tables."""
+"""Train steps whose predicted peak memory is known to be off, and why, in the order of the programs' tables."""
 
 SUB_AXES = "XLA reshards sub-axes separately"
 LOOP_CARRY = "XLA reshards a loop carry once more"
 
 Key = tuple[str, int, str]
 """(step, index of the mesh, style)."""
-
-COLLECTIVES: dict[Key, tuple[float, str]] = {
-    ("graph net", 3, "weights"): (0.15, SUB_AXES),
-}
-"""Relative error of the predicted collective bytes with the newest JAX, and its cause."""
 
 LIBRARY = "XLA:CPU's library runs further ops with a reduction, and stores what they read"
 SHARED = "XLA:CPU stores more of what several ops read"
@@ -26,8 +21,6 @@ PEAKS: dict[Key, tuple[float, str]] = {
     ("ring attention", 0, "weights"): (0.20, "not understood"),
     ("u-net", 0, "weights"): (0.27, SHARED),
     ("u-net", 2, "weights"): (0.19, SHARED),
-    ("graph net", 1, "weights"): (0.17, SHARED),
-    ("graph net", 2, "weights"): (0.13, SHARED),
     ("graph net", 3, "weights"): (0.14, SUB_AXES),
     ("lstm", 1, "weights"): (0.18, LOOP_CARRY),
 }
