@@ -121,8 +121,8 @@ class Program:
     compiled_peak: int
     sent_bytes: int
     """Bytes that a device sends in all compiled collectives."""
-    left_bytes: int
-    """Bytes that it sends with the reshards of XLA's partitioner."""
+    left_bytes: int | None
+    """Bytes that it sends with the reshards of XLA's partitioner, if compared."""
     time_ratio: float
     """Ratio of the median step time to that with the reshards of XLA's partitioner; 0 if not measured."""
     compile_seconds: float
@@ -145,9 +145,9 @@ class Program:
         return self.predicted_peak / self.compiled_peak
 
     @property
-    def sent_ratio(self) -> float:
-        """Bytes sent, relative to XLA's reshards; 1 where neither sends any."""
-        return (self.sent_bytes + 1) / (self.left_bytes + 1)
+    def sent_ratio(self) -> float | None:
+        """Bytes sent, relative to XLA's reshards, if compared; 1 where neither sends any."""
+        return None if self.left_bytes is None else (self.sent_bytes + 1) / (self.left_bytes + 1)
 
 
 def cases(options: Options) -> Iterator[Case]:
@@ -194,7 +194,7 @@ def program(case: Case, compiler: CompilerName, *, left: bool = True, repeats: i
         compiled = ours.lower(*step.args).compile()
         seconds = time.perf_counter() - started
         by_xla = jitted(engine="xla").lower(*step.args).compile() if left else compiled
-        facts, xla_facts = cost.read_compiled(compiled), cost.read_compiled(by_xla)
+        facts = cost.read_compiled(compiled)
         found = Program(
             name=case.name,
             mesh=sizes_text(sizes),
@@ -204,7 +204,7 @@ def program(case: Case, compiler: CompilerName, *, left: bool = True, repeats: i
             predicted_peak=completion.memory(platform=platform).peak_bytes,
             compiled_peak=facts.peak_bytes,
             sent_bytes=facts.sent_bytes,
-            left_bytes=xla_facts.sent_bytes,
+            left_bytes=cost.read_compiled(by_xla).sent_bytes if left else None,
             time_ratio=ratio(compiled, by_xla, step.args, repeats),
             compile_seconds=round(seconds, 1),
         )
@@ -236,15 +236,18 @@ def zeros(shape: jax.ShapeDtypeStruct, sharding: Any) -> jax.Array:
 
 def summary(programs: Sequence[Program]) -> list[str]:
     """How many programs agree, by criterion."""
-    n, sent = len(programs), sorted(p.sent_ratio for p in programs)
+    n, sent = len(programs), sorted(p.sent_ratio for p in programs if p.sent_ratio is not None)
     lines = [
         f"{sum(p.counts_agree for p in programs)} of {n}: kinds and counts of collectives as predicted",
         f"{sum(p.bytes_agree for p in programs)} of {n}: bytes of each kind within {CLOSE:.0%}",
         f"{sum(abs(p.peak_ratio - 1) <= NEAR for p in programs)} of {n}: peak memory within {NEAR:.0%}; within "
         f"{error(programs, 0.5):.0%} in half of the programs, within {error(programs, 0.9):.0%} in nine of ten",
-        f"{sum(ratio <= 1 for ratio in sent)} of {n}: no more bytes sent than with XLA's reshards; ratio "
-        f"{sent[-1]:.2f} at worst, median {statistics.median(sent):.2f}, best {sent[0]:.2f}",
     ]
+    if sent:
+        lines.append(
+            f"{sum(ratio <= 1 for ratio in sent)} of {n}: no more bytes sent than with XLA's reshards; ratio "
+            f"{sent[-1]:.2f} at worst, median {statistics.median(sent):.2f}, best {sent[0]:.2f}"
+        )
     if any(p.time_ratio for p in programs):
         median = statistics.median(p.time_ratio for p in programs)
         lines.append(f"median step-time ratio to XLA's reshards: {median:.2f}")
@@ -276,10 +279,12 @@ def table(programs: Sequence[Program], failed: Sequence[str], options: Options) 
     """All figures as a Markdown table."""
     compiled_for = "eight virtual CPU devices" if options.compiler == "cpu" else f"{options.compiler} ahead of time"
     arguments = " --corpus" * options.corpus + f" --compiler {options.compiler}" * (options.compiler != "cpu")
+    arguments += " --no-left" * (not options.left)
+    script = "tests/benchmarks/prediction.py" if options.corpus else "-m tests.benchmarks.prediction"
     head = [
         "# Predicted and compiled",
         "",
-        f"JAX {jax.__version__}, {compiled_for}; `python -m tests.benchmarks.prediction{arguments}` writes this.",
+        f"JAX {jax.__version__}, {compiled_for}; `python {script}{arguments}` writes this.",
         "Peak is predicted over compiled; sent (bytes) and time are relative to the reshards of XLA's partitioner.",
         "",
         *(f"- {line}" for line in summary(programs)),
@@ -306,7 +311,7 @@ def misses(programs: Sequence[Program], options: Options) -> list[str]:
             for text, is_missed in (
                 ("collectives", collectives),
                 (f"peak, {p.peak_ratio:.2f}: {cause}", peak),
-                (f"sent, {p.sent_ratio:.2f}", p.sent_ratio > 1),
+                (f"sent, {_ratio(p.sent_ratio)}", (p.sent_ratio or 0) > 1),
             )
             if is_missed
         ]
@@ -316,8 +321,12 @@ def misses(programs: Sequence[Program], options: Options) -> list[str]:
 
 def _row(p: Program) -> str:
     found = "the same" if p.predicted == p.compiled else _text(p.compiled)
-    ratios = " | ".join(f"{ratio:.2f}" for ratio in (p.peak_ratio, p.sent_ratio, p.time_ratio))
+    ratios = " | ".join(map(_ratio, (p.peak_ratio, p.sent_ratio, p.time_ratio)))
     return f"| {p.name} | {p.mesh} | {p.style} | {_text(p.predicted)} | {found} | {ratios} |"
+
+
+def _ratio(ratio: float | None) -> str:
+    return f"{ratio:.2f}" if ratio else "-"
 
 
 def _text(found: dict[str, tuple[int, int]]) -> str:
@@ -342,7 +351,7 @@ def main(options: Options) -> None:
         found.append(p)
         agree = "as predicted" if p.counts_agree and p.bytes_agree else "mispredicted"
         times = f"time {p.time_ratio:5.2f}" if repeats else f"compiled in {p.compile_seconds:.0f} s"
-        print(f"{label:60} {agree:14} peak {p.peak_ratio:5.2f}  sent {p.sent_ratio:5.2f}  {times}", flush=True)
+        print(f"{label:60} {agree:14} peak {p.peak_ratio:5.2f}  sent {_ratio(p.sent_ratio):>5}  {times}", flush=True)
     print("\n".join(summary(found) if found else ["no program"]))
     if options.fit and found:
         store(fitted(found), options.compiler)
