@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from ..graph import Graph
 from ..hardware import Platform
+from ..rewrite.bfloat16_propagation import narrow_reshards, rounded_values
 from ..rewrite.op_strategy import OpStrategies
 from ..spec import Spec
-from .bfloat16_propagation import narrow_reshards, rounded_values
 from .collective_ledger import Collective
 from .widened_values import MOVED, narrow_dtypes
 

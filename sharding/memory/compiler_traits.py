@@ -17,10 +17,7 @@ Schedule = Literal["program order", "breadth first", "latency hiding"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeakError:
-    """How far predicted peaks are from compiled ones, over programs that others wrote.
-
-    `tests/benchmarks/prediction.py --corpus --fit` measures it and writes `peak_errors.json`.
-    """
+    """Errors of predicted peaks over programs that others wrote (`tests/benchmarks/prediction.py --corpus --fit`)."""
 
     num_programs: int | None
     median: float
@@ -58,6 +55,8 @@ class CompilerTraits:
     """Whether partial sums over the same devices are added before one reduction."""
     schedule: Schedule
     """The order of the kernels."""
+    rounds_early: bool = False
+    """Whether float32 values that are only read in bfloat16 are stored so."""
 
 
 ACCELERATOR = CompilerTraits(
@@ -80,6 +79,6 @@ TRAITS: Mapping[Platform, CompilerTraits] = {
         adds_before_reducing=False,
         schedule="breadth first",
     ),
-    "tpu": ACCELERATOR,
+    "tpu": replace(ACCELERATOR, rounds_early=True),
     "gpu": replace(ACCELERATOR, schedule="latency hiding"),
 }

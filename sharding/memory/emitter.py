@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from ..rewrite.reshard import Step, chain
@@ -16,6 +16,8 @@ class Cursor:
     """The position in the program at which instructions are emitted."""
 
     phase: Phase = ""
+    rounded: Collection[int] = ()
+    """Float32 values that are stored in bfloat16."""
 
 
 class Emitter:
@@ -48,6 +50,7 @@ class Emitter:
             facts: further fields of the instruction.
         """
         shape = tuple(shape)
+        itemsize = min(itemsize, 2) if facts.get("value") in self.cursor.rounded else itemsize
         full = (name, tuple(operands), shape, itemsize, key)
         if key is not None and full in self._made:
             return self._made[full]

@@ -16,6 +16,7 @@ from .. import compat
 from ..graph import CALLS, Graph, Op, Scope
 from ..propagation import Assignment
 from ..rewrite import xla_workarounds
+from ..rewrite.bfloat16_propagation import rounded_values
 from ..rewrite.op_strategy import OpStrategies
 from ..rewrite.reshard import Step
 from ..spec import Spec, closed_spec
@@ -44,7 +45,8 @@ class Lowering:
         self.specs = assignment.specs
         self.strategies = OpStrategies(assignment)
         self.cursor = Cursor()
-        self._itemsizes: dict[Any, int] = {}
+        if traits.rounds_early:
+            self.cursor.rounded = rounded_values(self.graph)
 
     def spec_of(self, var: Any, scope: Scope | None) -> Spec:
         """The spec of a variable; in manual code its shape is already local, so nothing is sharded."""
@@ -53,11 +55,7 @@ class Lowering:
 
     def itemsize(self, aval: Any) -> int:
         """Bytes per element; a PRNG key is two words of 32 bits."""
-        found = self._itemsizes.get(aval.dtype)
-        if found is None:
-            found = 8 if compat.is_extended(aval.dtype) else int(np.dtype(aval.dtype).itemsize)
-            self._itemsizes[aval.dtype] = found
-        return found
+        return 8 if compat.is_extended(aval.dtype) else int(np.dtype(aval.dtype).itemsize)
 
     def read(self, atom: Any, env: Env) -> Instruction | None:
         """The instruction that produces an atom; None for constants."""

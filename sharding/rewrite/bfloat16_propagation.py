@@ -1,8 +1,8 @@
 """Values that XLA:TPU computes in bfloat16 because nothing reads more of them (its `BFloat16Propagation`).
 
 A TPU multiplies in bfloat16 at default precision. Float32 values that only such products or conversions read, maybe
-behind ops that commute with rounding or through loops, are rounded where they are made, so their collectives send half
-the bytes.
+behind ops that commute with rounding or through loops, are rounded where they are made: they take half the bytes, and
+so do their collectives.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections import defaultdict
 from collections.abc import Collection
 
 from ..graph import Graph, Op
-from ..rewrite.op_strategy import OpStrategies
-from ..rewrite.reshard import DimAxes
+from .op_strategy import OpStrategies
+from .reshard import DimAxes
 
 PRODUCTS = frozenset({"conv_general_dilated", "dot_general"})
 FORMATTING = frozenset(
