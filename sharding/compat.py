@@ -21,8 +21,8 @@ from jax._src import distributed as _distributed
 from jax._src import source_info_util as _source
 from jax._src import xla_bridge as _bridge
 from jax._src.clusters import ClusterEnv as _ClusterEnv
+from jax._src.named_sharding import UnspecifiedValue as _UnspecifiedValue
 from jax._src.random import prng as _prng
-from jax._src.sharding_impls import UnspecifiedValue as _UnspecifiedValue
 from jax.core import Tracer as Tracer
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.interpreters import ad as ad
