@@ -202,8 +202,8 @@ def _over(devices: Sequence[Device], sizes: AxisSizes) -> Mesh:
     names, shape = tuple(sizes), tuple(sizes.values())
     try:
         return jax.make_mesh(shape, names, axis_types=_auto(sizes), devices=devices)
-    except (ValueError, NotImplementedError):
-        # Several slices, or a torus the shape cannot be mapped to: in order, islands outermost.
+    except (AssertionError, ValueError, NotImplementedError):
+        # Several slices, a part of a torus, or one that the shape cannot be mapped to: in order, islands outermost.
         return Mesh(np.array(sorted(devices, key=_island)).reshape(shape), names, axis_types=_auto(sizes))
 
 

@@ -277,3 +277,15 @@ def test_suggested_sizes_fit(num_devices, sizes):
         mesh({f"a{i}": size for i, size in enumerate(sizes)}, devices=num_devices)
     for line in caught.value.fix:
         assert eval(line, {"sharding": type("face", (), {"mesh": staticmethod(mesh)})}).mesh.size == num_devices
+
+
+@pytest.mark.parametrize("error", [AssertionError, NotImplementedError, ValueError])
+def test_devices_that_fit_no_torus_are_taken_in_order(monkeypatch, error):
+    """JAX asserts that the devices of a TPU mesh are a whole torus: six of a 2x2x2 slice are not."""
+
+    def refuse(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(jax, "make_mesh", refuse)
+    with mesh(a=2, b=3, devices=jax.devices()[:6]) as m:
+        assert m.devices.flatten().tolist() == jax.devices()[:6]
