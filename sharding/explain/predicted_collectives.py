@@ -29,7 +29,7 @@ from ..xla.collective_lowering import is_gathered_by_all_reduce
 from .collective_dtypes import CollectiveDtypes
 from .collective_hints import Hints
 from .collective_ledger import Collective, Ledger
-from .reduce_scatter_creation import reduce_scattered, stays_all_reduce
+from .reduce_scatter_creation import reduce_scattered, reduces_elementwise, stays_all_reduce
 from .shard_exchanges import ShardExchanges, axis_names
 from .shard_map_collectives import MANUAL, explicit, in_bodies
 from .sum_reassociation import LOOKED_THROUGH, SPLITS, Reassociation, reassociate, split_all_reduce
@@ -112,7 +112,8 @@ class ProgramCollectives:
         reductions: dict[int, list[Reduction]] = {}
         for v, sums, rest in found:
             if sums and not rest:
-                reductions[v] = [(self.kind_of_sum(v, step), step.axes) for step in sums]
+                is_whole = platform == "gpu" or reduces_elementwise(self.graph.makers.get(v))
+                reductions[v] = [(self.kind_of_sum(v, step, is_whole=is_whole), step.axes) for step in sums]
             elif split := split_all_reduce(sums, rest, used):
                 reductions[v] = split
 
@@ -268,12 +269,22 @@ class ProgramCollectives:
             return [dataclasses.replace(sums[0], kind="reduce-scatter", spec=slices[-1].spec)], rest[len(slices) :]
         return sums, rest
 
-    def kind_of_sum(self, v: int, step: Step) -> Kind:
-        """The kind of a reduction, which is a reduce-scatter if every use of its result is a slice."""
+    def kind_of_sum(self, v: int, step: Step, *, is_whole: bool = True) -> Kind:
+        """The kind of a reduction, which is a reduce-scatter if every use of its result is a slice.
+
+        Args:
+            v: the sum.
+            step: its reduction.
+            is_whole: whether a reduce-scatter may stay an all-reduce, which the compiler then slices.
+        """
         assert step.kind != "slice"
         if step.kind == "all-reduce" and self.reduce_scattered.get(v) == frozenset(step.axes):
             return "reduce-scatter"
-        stays = step.kind == "reduce-scatter" and stays_all_reduce(self.graph, v, step, self.sizes, self.platform)
+        stays = (
+            is_whole
+            and step.kind == "reduce-scatter"
+            and stays_all_reduce(self.graph, v, step, self.sizes, self.platform)
+        )
         return "all-reduce" if stays else step.kind
 
     def reduction(self, v: int, kind: Kind, axes: tuple[Axis, ...]) -> Step:

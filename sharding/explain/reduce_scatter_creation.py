@@ -73,6 +73,14 @@ def stays_all_reduce(graph: Graph, v: int, step: Step, sizes: Mapping[str, int],
     return False
 
 
+def reduces_elementwise(op: Op | None) -> bool:
+    """Whether an op is a product of vectors, or of rows: compilers multiply elementwise, and reduce it as they do."""
+    if op is None or op.rule is None or op.name != "dot_general":
+        return False
+    left, right = ({f for factors in dims for f in factors} for dims in op.rule.operands)
+    return all(op.rule.sizes[f] == 1 or f in left & right for factors in op.rule.results[0] for f in factors)
+
+
 def _tile_of_product(op: Op | None) -> tuple[int, int] | None:
     """The dims of a product's result along lanes and rows: the last ones of its matrices; None for other ops."""
     if op is None or op.rule is None or op.name != "dot_general":

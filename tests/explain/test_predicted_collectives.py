@@ -100,6 +100,18 @@ PROGRAMS = {
         sizes={"a": 2, "b": 4},
         options={"in_shardings": (P(None, "a"), P("a")), "out_shardings": P("a")},
     ),
+    "a product's sum over two axes that is sliced along one": Program(
+        run=lambda x, y: x.T @ y,
+        args=(floats(32, 256), floats(32, 256)),
+        sizes={"a": 2, "b": 4},
+        options={"in_shardings": P(("a", "b")), "out_shardings": P("b")},
+    ),
+    "a sum of vectors over two axes that is sliced along one": Program(
+        run=lambda x, y: jnp.einsum("abk,abk->k", x, y),
+        args=(floats(8, 8, 256), floats(8, 8, 256)),
+        sizes={"a": 2, "b": 4},
+        options={"in_shardings": P("a", "b"), "out_shardings": P("b")},
+    ),
     "a part of a product's sum that is sliced": Program(
         run=lambda x, w: jnp.prod(jnp.stack(jnp.split(x @ w, 2, 1)), 0),
         args=(floats(256, 16), floats(16, 256)),
