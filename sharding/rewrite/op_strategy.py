@@ -23,7 +23,7 @@ from ..propagation.interned_shardings import ValueSharding
 from ..propagation.propagation_graph import OpForm
 from ..rules import Kind, Rule
 from ..spec import Dim, Spec, num_parts, occupied
-from .reshard import STEP_BYTES, Step, chain, local_bytes
+from .reshard import Step, chain, chain_cost, local_bytes
 from .sliding_windows import WINDOWS
 
 BYTES_PER_MULTIPLY_ADD = 2**-12
@@ -355,8 +355,8 @@ class _StrategySearch:
     def cost(self, factors: Factors, strategy: OpStrategy) -> float:
         """Returns the bytes that a device sends, plus its computation in bytes that it could send meanwhile."""
         shares = self.alike or itertools.repeat(1)
-        moved = sum(_sent(steps) / n for steps, n in zip(strategy.operand_steps, shares, strict=False))
-        return moved + sum(map(_sent, strategy.result_steps)) + self.work(factors)
+        moved = sum(chain_cost(steps) / n for steps, n in zip(strategy.operand_steps, shares, strict=False))
+        return moved + sum(map(chain_cost, strategy.result_steps)) + self.work(factors)
 
     def work(self, factors: Factors) -> float:
         rule, table = self.form.rule, self.strategies.table
@@ -364,10 +364,6 @@ class _StrategySearch:
         if Kind.REDUCE in rule.kinds and self.form.num_operands > 1:
             return BYTES_PER_MULTIPLY_ADD * math.prod(lengths)
         return BYTES_PER_ELEMENT * max(math.prod(lengths[f] for dim in dims for f in dim) for dims in self.form.arrays)
-
-
-def _sent(steps: Sequence[Step]) -> int:
-    return sum(step.wire_bytes + (STEP_BYTES if step.kind != "slice" else 0) for step in steps)
 
 
 def _spec(form: OpForm, array: int, factors: Factors, table: AtomTable) -> Spec | None:

@@ -92,7 +92,7 @@ def chain(
     if not pieces or sum(step.num_bytes for step in steps if step.kind != "slice") <= steps[-1].num_bytes:
         return steps
     start, goal = _refined(start, pieces, sizes), _refined(goal, pieces, sizes)
-    return min(steps, _chain(start, goal, shape, itemsize, named, permutes), key=_cost)
+    return min(steps, _chain(start, goal, shape, itemsize, named, permutes), key=chain_cost)
 
 
 def _is_even(specs: Sequence[DimAxes], shape: tuple[int, ...], sizes: Mapping[str, int]) -> bool:
@@ -126,7 +126,8 @@ def _gather_then_slice(
     return _joined(_step(move, _bytes_after(before, move, shape, itemsize, sizes), sizes) for before, move in run)
 
 
-def _cost(steps: Iterable[Step]) -> int:
+def chain_cost(steps: Iterable[Step]) -> int:
+    """The bytes that a device sends, plus `STEP_BYTES` per collective."""
     return sum(step.wire_bytes + (STEP_BYTES if step.kind != "slice" else 0) for step in steps)
 
 
