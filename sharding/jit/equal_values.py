@@ -42,8 +42,10 @@ class ValueNumbers:
         """The number of an argument or a literal."""
         if not compat.is_literal(atom):
             return self._number(atom)
-        number = self._number(atom if atom.aval.shape else (str(atom.aval), repr(atom.val)))
-        if not atom.aval.shape and jnp.issubdtype(atom.aval.dtype, jnp.number) and atom.val == 0:
+        if atom.aval.shape:
+            return self._new_number()
+        number = self._number((str(atom.aval), repr(atom.val)))
+        if jnp.issubdtype(atom.aval.dtype, jnp.number) and atom.val == 0:
             self._zeros.add(number)
         return number
 
@@ -53,7 +55,7 @@ class ValueNumbers:
             return self._of_body(eqn, operands)
         form = self._form(eqn)
         if form is None:
-            return [self._number(v) for v in eqn.outvars]  # equal to nothing else
+            return [self._new_number() for _ in eqn.outvars]
         name = eqn.primitive.name
         is_square = name == "square" or (name == "integer_pow" and eqn.params["y"] == 2)
         key: Hashable = (form, *operands)
@@ -78,10 +80,15 @@ class ValueNumbers:
     def _number(self, key: Hashable) -> int:
         return self._numbers.setdefault(key, len(self._numbers))
 
+    def _new_number(self) -> int:
+        """The number of a value that is equal to no other, not even to that of the same equation in another call."""
+        return self._number(object())
+
     def _of_body(self, eqn: Any, operands: Sequence[int]) -> list[int]:
         (_, _, body), *_ = compat.sub_jaxprs(eqn.params)
         jaxpr = compat.open_jaxpr(body)
         found = dict(zip(jaxpr.invars, operands, strict=True))
+        found.update((v, self._number(id(const))) for v, const in zip(jaxpr.constvars, body.consts, strict=True))
 
         def number(atom: Any) -> int:
             return found[atom] if not compat.is_literal(atom) and atom in found else self.of_atom(atom)

@@ -127,6 +127,13 @@ def test_equal_values_are_computed_once(f):
     assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(f(X)), found, strict=True))
 
 
+def test_calls_of_one_body_that_recomputes_differ():
+    block = jax.jit(jax.checkpoint(jnp.sin))
+    closed = jax.make_jaxpr(lambda x: block(x) - block(2 * x))(X)
+    found = jax.core.eval_jaxpr(*_parts(simplify(closed)), X)
+    np.testing.assert_array_equal(found[0], jnp.sin(X) - jnp.sin(2 * X))
+
+
 def test_gradients_of_integers():
     loss = jax.value_and_grad(jax.jit(lambda x, n: jnp.sum(x) * n), argnums=(0, 1), allow_int=True)
     simplify(jax.make_jaxpr(lambda x, n: jax.tree.map(lambda g: g.shape, loss(x, n)[1]) and loss(x, n)[0])(X, 3))
