@@ -83,7 +83,7 @@ class ProgramCollectives:
         self.live = self.graph.live_values()
         self.times = self.graph.times
         self.loop_invariants = self.graph.loop_invariants
-        self.regions = self.graph.regions()
+        self.regions = self.graph.regions
         children = (pair for scope in self.graph.scopes() for pair in scope.children_of("scan"))
         self.loop_bodies = {id(eqn): child for eqn, child in children}
         self.resharded: set[tuple] = set()

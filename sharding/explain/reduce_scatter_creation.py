@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import jax
 
 from ..graph import Graph, Op
 from ..hardware import Platform
 from ..rewrite.reshard import Step
+from ..rules import Rule
 from ..spec import Axis, Spec, local_shape, num_parts
 from ..xla.collective_lowering import is_scattered_by_all_reduce
 
@@ -77,7 +78,7 @@ def reduces_elementwise(op: Op | None) -> bool:
     """Whether an op is a product of vectors, or of rows: compilers multiply elementwise, and reduce it as they do."""
     if op is None or op.rule is None or op.name != "dot_general":
         return False
-    left, right = ({f for factors in dims for f in factors} for dims in op.rule.operands)
+    left, right = _factors_of_operands(op.rule)
     return all(op.rule.sizes[f] == 1 or f in left & right for factors in op.rule.results[0] for f in factors)
 
 
@@ -85,11 +86,15 @@ def _tile_of_product(op: Op | None) -> tuple[int, int] | None:
     """The dims of a product's result along lanes and rows: the last ones of its matrices; None for other ops."""
     if op is None or op.rule is None or op.name != "dot_general":
         return None
-    left, right = ({f for factors in dims for f in factors} for dims in op.rule.operands)
+    left, right = _factors_of_operands(op.rule)
     free = [(d, set(factors)) for d, factors in enumerate(op.rule.results[0]) if factors]
     rows = [d for d, factors in free if factors <= left - right]
     columns = [d for d, factors in free if factors <= right - left]
     return (columns[-1], rows[-1]) if rows and columns else None
+
+
+def _factors_of_operands(rule: Rule) -> Iterator[set[int]]:
+    return ({f for factors in dims for f in factors} for dims in rule.operands)
 
 
 def _is_masked(op: Op | None) -> bool:

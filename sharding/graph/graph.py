@@ -153,6 +153,7 @@ class Graph:
             yield scope
             waiting += scope.children.values()
 
+    @cached_property
     def regions(self) -> dict[int, Scope]:
         """id of an equation -> the innermost loop, branch or recomputation of it: XLA merges nothing across them."""
         found: dict[int, Scope] = {}

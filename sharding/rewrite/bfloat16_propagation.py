@@ -16,24 +16,12 @@ from .op_strategy import OpStrategies
 from .reshard import DimAxes
 
 PRODUCTS = frozenset({"conv_general_dilated", "dot_general"})
-FORMATTING = frozenset(
-    {
-        *(
-            "abs",
-            "annotate",
-            "broadcast_in_dim",
-            "clamp",
-            "concatenate",
-            "copy",
-            "copy_p",
-            "edge",
-            "expand_dims",
-            "max",
-        ),
-        *("min", "name", "optimization_barrier", "pad", "ppermute", "all_gather", "all_to_all", "reduce_max"),
-        *("reduce_min", "reduce_window_max", "reduce_window_min", "reshape", "rev", "scan xs", "scan ys", "slice"),
-        *("sort", "split", "squeeze", "transpose"),
-    }
+FORMATTING = frozenset({"scan xs", "scan ys"}).union(
+    """
+    abs all_gather all_to_all annotate broadcast_in_dim clamp concatenate copy copy_p edge expand_dims max min name
+    optimization_barrier pad ppermute reduce_max reduce_min reduce_window_max reduce_window_min reshape rev slice sort
+    split squeeze transpose
+    """.split()
 )
 """Ops that rounding commutes with."""
 FIRST_OPERANDS = {"dynamic_slice": (0, 1), "dynamic_update_slice": (0, 2), "gather": (0, 1), "select_n": (1, None)}

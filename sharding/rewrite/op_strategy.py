@@ -106,7 +106,7 @@ class OpStrategies:
         self.specs: Sequence[Spec] = assignment.specs
         self.table = AtomTable.of(assignment.sizes)
         self._values = {*self.graph.inputs, *self.graph.makers}
-        self._regions = self.graph.regions()
+        self._regions = self.graph.regions
         products = (op for op in self.graph.ops if op.name == REDUCE_SCATTERED and op.rule is not None)
         self._readers = Counter(reader for op in products for reader in self._reads(op))
         self._forms: dict[Rule, OpForm] = {}
