@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -32,7 +31,7 @@ from .collective_ledger import Collective, Ledger
 from .reduce_scatter_creation import reduce_scattered, reduces_elementwise, stays_all_reduce
 from .shard_exchanges import ShardExchanges, axis_names
 from .shard_map_collectives import MANUAL, explicit, in_bodies
-from .sum_reassociation import LOOKED_THROUGH, SPLITS, Reassociation, reassociate, split_all_reduce
+from .sum_reassociation import LOOKED_THROUGH, SPLITS, Reassociation, reassociate, split_all_reduce, sums_and_rest
 from .sums_behind_loops import Reduction
 
 _SUMMING = {
@@ -87,7 +86,7 @@ class ProgramCollectives:
         children = (pair for scope in self.graph.scopes() for pair in scope.children_of("scan"))
         self.loop_bodies = {id(eqn): child for eqn, child in children}
         self.resharded: set[tuple] = set()
-        self.reduce_scattered = reduce_scattered(self.graph, self.specs, self.operand_steps)
+        self.reduce_scattered = reduce_scattered(self.graph, self.specs, self.operand_steps, self.sizes)
         self.reassociation = self.reassociated(platform)
         self.dtypes = CollectiveDtypes(self.graph, self.strategies, platform)
         self.exchanges = ShardExchanges(self.graph, self.specs, self.sizes, self.collective)
@@ -103,18 +102,18 @@ class ProgramCollectives:
         if platform not in LOOKED_THROUGH:
             return Reassociation()
         found = [
-            (v, *self.sums_and_rest(v, steps))
+            (v, steps, *self.sums_and_rest(v, steps))
             for op in self.graph.ops
             if op.rule is not None and op.name != "edge" and op.name not in MANUAL
             for v, steps in zip(op.results, self.strategies.of(op).result_steps, strict=True)
         ]
-        used = {frozenset(step.axes) for _, sums, _ in found for step in sums} if platform in SPLITS else set()
+        used = {frozenset(step.axes) for _, _, sums, _ in found for step in sums} if platform in SPLITS else set()
         reductions: dict[int, list[Reduction]] = {}
-        for v, sums, rest in found:
+        for v, steps, sums, rest in found:
             if sums and not rest:
                 is_whole = platform == "gpu" or reduces_elementwise(self.graph.makers.get(v))
                 reductions[v] = [(self.kind_of_sum(v, step, is_whole=is_whole), step.axes) for step in sums]
-            elif split := split_all_reduce(sums, rest, used):
+            elif split := split_all_reduce([step for step in steps if step.is_sum], rest, used):
                 reductions[v] = split
 
         def moves(op: Op) -> bool:
@@ -128,7 +127,6 @@ class ProgramCollectives:
                 and all(v in reductions for v, steps in zip(op.results, strategy.result_steps, strict=True) if steps)
             )
 
-        names = list(self.sizes)
         return reassociate(
             self.graph,
             platform,
@@ -136,7 +134,7 @@ class ProgramCollectives:
             moves,
             reads_in_place,
             axes=lambda v: self.specs[v].axes,
-            order=lambda axis: names.index(axis) if isinstance(axis, str) else names.index(axis[0]),
+            sizes=self.sizes,
             spans_mesh=lambda axes: num_parts(tuple(axes), self.sizes) == math.prod(self.sizes.values()),
             shard_bytes=self.shard_bytes,
         )
@@ -258,16 +256,8 @@ class ProgramCollectives:
                 yield Transfer(c, v, False)
 
     def sums_and_rest(self, v: int, steps: Sequence[Step]) -> tuple[list[Step], Sequence[Step]]:
-        """The reductions of a result, and the steps that reshard it then.
-
-        An all-reduce of which each device first keeps a slice, over the same axes, is a reduce-scatter.
-        """
-        sums = [step for step in steps if step.is_sum]
-        rest = steps[len(sums) :]
-        slices = list(itertools.takewhile(lambda step: step.kind == "slice", rest))
-        if [step.kind for step in sums] == ["all-reduce"] and {a for s in slices for a in s.axes} == {*sums[0].axes}:
-            return [dataclasses.replace(sums[0], kind="reduce-scatter", spec=slices[-1].spec)], rest[len(slices) :]
-        return sums, rest
+        """The reductions of a result, and the steps that reshard it then."""
+        return sums_and_rest(self.graph.makers.get(v), steps, self.platform, self.sizes)
 
     def kind_of_sum(self, v: int, step: Step, *, is_whole: bool = True) -> Kind:
         """The kind of a reduction, which is a reduce-scatter if every use of its result is a slice.

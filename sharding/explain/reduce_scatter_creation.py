@@ -17,8 +17,22 @@ COMMUTES_WITH_SLICE = frozenset("add annotate barrier convert_element_type name"
 """Ops between a sum and its slice, such as a bias add, that may as well run after the slice."""
 
 
+def in_mesh_order(axes: Iterable[Axis], sizes: Mapping[str, int]) -> tuple[Axis, ...]:
+    """Some axes, as the devices along them are numbered."""
+    names = list(sizes)
+    return tuple(sorted(axes, key=lambda axis: names.index(axis if isinstance(axis, str) else axis[0])))
+
+
+def is_part_of_each(spec: Spec, axes: tuple[Axis, ...]) -> bool:
+    """Whether each device along some axes keeps the part of one dim that its number among them has."""
+    return any(tuple(axis for axis in dim if axis in axes) == axes for dim in spec.axes)
+
+
 def reduce_scattered(
-    graph: Graph, specs: Sequence[Spec], operand_steps: Callable[[Op], Iterable[tuple[int, Sequence[Step]]]]
+    graph: Graph,
+    specs: Sequence[Spec],
+    operand_steps: Callable[[Op], Iterable[tuple[int, Sequence[Step]]]],
+    sizes: Mapping[str, int],
 ) -> dict[int, frozenset[Axis]]:
     """Value -> the axes over which it is sliced, if that is all that it is used for.
 
@@ -28,6 +42,7 @@ def reduce_scattered(
         graph: the program.
         specs: of its values.
         operand_steps: op -> each operand, and the steps that reshard it for the op.
+        sizes: the mesh axis sizes.
     """
     seen: dict[int, list[tuple[Spec, frozenset[Axis]]]] = {}
     for op in graph.ops:
@@ -39,7 +54,9 @@ def reduce_scattered(
     waiting = [
         (v, slices[0][1])
         for v, slices in seen.items()
-        if len(slices) == graph.num_uses[v] and all(spec.axes == slices[0][0].axes for spec, _ in slices)
+        if len(slices) == graph.num_uses[v]
+        and all(spec.axes == slices[0][0].axes for spec, _ in slices)
+        and (len(slices[0][1]) == 1 or is_part_of_each(slices[0][0], in_mesh_order(slices[0][1], sizes)))
     ]
     while waiting:
         v, axes = waiting.pop()

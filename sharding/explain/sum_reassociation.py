@@ -11,6 +11,8 @@ sums with one factor are added before they are multiplied (`AlgebraicSimplifier`
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +26,7 @@ from ..hardware import Platform
 from ..propagation.partial_sums import SUMS
 from ..rewrite.reshard import Step
 from ..spec import Axis
+from .reduce_scatter_creation import in_mesh_order, is_part_of_each
 from .sums_behind_loops import ADDS, Reduction, SumsBehindLoop, sums_behind_loops
 
 _FORMATTING = frozenset({"annotate", "copy", "name", "pad", "reshape", "slice", "squeeze"})
@@ -38,6 +41,9 @@ CHANGES = LOOKED_THROUGH["gpu"] - {"annotate", "copy", "name"}
 
 MERGED = frozenset({"reduce_max", "reduce_min", "reduce_sum"})
 """Reductions of which compilers for TPUs and GPUs make one if the same one follows."""
+
+REDUCTIONS = MERGED | {"reduce_and", "reduce_or", "reduce_prod"}
+"""Reductions whose partial results are all-reduced over one axis after another before any slice is taken."""
 
 COMBINED: Mapping[str, frozenset[str]] = {
     **dict.fromkeys(ADDS, SUMS | ADDS),
@@ -60,11 +66,41 @@ class Reassociation:
     """Result of a loop -> those behind the loop."""
 
 
+def sums_and_rest(
+    op: Op | None, steps: Sequence[Step], platform: Platform, sizes: Mapping[str, int]
+) -> tuple[list[Step], Sequence[Step]]:
+    """The reductions of a result of an op, and the steps that reshard it then.
+
+    An all-reduce of which each device first keeps a slice, over the same axes, is a reduce-scatter.
+    """
+    summed = [step for step in steps if step.is_sum]
+    sums, rest = _folded_steps(op, summed, platform, sizes), steps[len(summed) :]
+    slices = list(itertools.takewhile(lambda step: step.kind == "slice", rest))
+    if [step.kind for step in sums] == ["all-reduce"] and {a for s in slices for a in s.axes} == {*sums[0].axes}:
+        if len(summed) == 1 or is_part_of_each(slices[-1].spec, sums[0].axes):
+            return [dataclasses.replace(sums[0], kind="reduce-scatter", spec=slices[-1].spec)], rest[len(slices) :]
+    return sums, rest
+
+
+def _folded_steps(op: Op | None, sums: Sequence[Step], platform: Platform, sizes: Mapping[str, int]) -> list[Step]:
+    """The all-reduces of a reduction's result, of which a slice may be kept, as one over all of their axes.
+
+    Only products run as a reduce-scatter over some axes and an all-reduce over the others.
+    """
+    if op is None or op.name not in REDUCTIONS or platform not in LOOKED_THROUGH or len(sums) < 2:
+        return list(sums)
+    axes = in_mesh_order((axis for step in sums for axis in step.axes), sizes)
+    is_scattered = any(step.kind == "reduce-scatter" for step in sums) and is_part_of_each(sums[-1].spec, axes)
+    kind = "reduce-scatter" if is_scattered else "all-reduce"
+    size = max(step.num_bytes for step in sums)
+    return [dataclasses.replace(sums[-1], kind=kind, axes=axes, num_bytes=size)]
+
+
 def split_all_reduce(sums: Sequence[Step], rest: Sequence[Step], used: Collection[frozenset[Axis]]) -> list[Reduction]:
     """The reduce-scatter and all-reduce of an all-reduce of which each device keeps a slice; empty if it stays whole.
 
     Args:
-        sums: the reductions of a result.
+        sums: the reductions of a result, before all-reduces of all-reduces are folded.
         rest: the steps that follow.
         used: the axes of each sum of the program; without another one over the same axes, nothing is gained.
     """
@@ -85,7 +121,7 @@ def reassociate(
     moves: Callable[[Op], bool],
     reads_in_place: Callable[[Op], bool],
     axes: Callable[[int], object],
-    order: Callable[[Axis], int],
+    sizes: Mapping[str, int],
     spans_mesh: Callable[[Collection[Axis]], bool],
     shard_bytes: Callable[[int], int],
 ) -> Reassociation:
@@ -98,14 +134,14 @@ def reassociate(
         moves: whether an op reshards any of its arrays.
         reads_in_place: whether an op reshards none of its operands, and its results only by `reductions`.
         axes: the sharding of a value, which must be that of both summands.
-        order: the sort key of an axis in mesh order.
+        sizes: the mesh axis sizes.
         spans_mesh: whether some axes are all of the mesh.
         shard_bytes: bytes of a value on one device.
     """
 
     def folds(v: int, found: Sequence[Reduction]) -> tuple[Reduction, ...]:
         """All-reduces of all-reduces as one, but on TPUs not of a scalar over some of the devices."""
-        folded = _folded(found, order)
+        folded = _folded(found, sizes)
         return folded if platform == "gpu" or graph.shapes[v] or spans_mesh(folded[0][1]) else tuple(found)
 
     left = {v: folds(v, found) for v, found in reductions.items()}
@@ -257,11 +293,11 @@ def _is_zero(atom: Any) -> bool:
     return compat.is_literal(atom) and not atom.aval.shape and atom.val == 0
 
 
-def _folded(reductions: Sequence[Reduction], order: Callable[[Axis], int]) -> tuple[Reduction, ...]:
+def _folded(reductions: Sequence[Reduction], sizes: Mapping[str, int]) -> tuple[Reduction, ...]:
     """All-reduces of all-reduces as one, over their axes in mesh order."""
     if {kind for kind, _ in reductions} != {"all-reduce"}:
         return tuple(reductions)
-    return (("all-reduce", tuple(sorted((axis for _, axes in reductions for axis in axes), key=order))),)
+    return (("all-reduce", in_mesh_order((axis for _, axes in reductions for axis in axes), sizes)),)
 
 
 def _common_end(one: Sequence[Reduction], other: Sequence[Reduction], *, scatters: bool) -> tuple[Reduction, ...]:

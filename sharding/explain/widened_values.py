@@ -1,7 +1,7 @@
-"""Values that are converted to a wider dtype right before they are resharded.
+"""Values that are converted to a wider dtype right before they are resharded, or to a narrower one right behind.
 
-XLA:GPU moves the narrow value and widens it then (its `CollectiveQuantizer`): masks and one-hot vectors as bytes,
-upcast logits as bfloat16.
+XLA:GPU moves the narrow value (its `CollectiveQuantizer`): masks and one-hot vectors as bytes, upcast logits as
+bfloat16, a slice of float32 weights that is only read in bfloat16.
 """
 
 from __future__ import annotations
@@ -32,4 +32,19 @@ def narrow_dtypes(graph: Graph) -> dict[int, Any]:
             others = [v for v in op.operands if v not in converted]
             if all(not graph.shapes[v] or v not in known for v in others):  # a scalar, or one that is broadcast
                 found[op.results[0]] = found[widened[0]]
+    return _narrowed(graph) | found
+
+
+def _narrowed(graph: Graph) -> dict[int, Any]:
+    """Value -> the narrower dtype that its only use converts it to."""
+    found: dict[int, Any] = {}
+    for op in reversed(graph.ops):
+        if op.name == "convert_element_type" and 0 < graph.itemsize(op.results[0]) < graph.itemsize(op.operands[0]):
+            dtype = graph.dtypes[op.results[0]]
+        elif op.name in FORMATTING and op.results[0] in found:
+            dtype = found[op.results[0]]
+        else:
+            continue
+        if graph.num_uses[op.operands[0]] == 1:
+            found[op.operands[0]] = dtype
     return found

@@ -22,8 +22,9 @@ import jax.numpy as jnp
 
 from .. import compat
 from ..graph import CALLS
-from .constant_indices import GIVEN_OPERANDS, without_constant_indices
+from .constant_folding import GIVEN_OPERANDS, branch_call, fold_constants
 from .equal_values import ValueNumbers
+from .known_indices import OF_EQUALS
 from .loop_invariants import hoist
 from .package_primitives import implementation
 
@@ -33,16 +34,13 @@ REDUCTIONS = {"pmax": jax.lax.reduce_max, "pmin": jax.lax.reduce_min, "psum": ja
 IDEMPOTENT = frozenset({"and", "max", "min", "or", "select_n"})
 """Primitives that return what two equal operands are."""
 
-OF_EQUALS = {"eq": 1, "ge": 1, "gt": 0, "le": 1, "lt": 0, "ne": 0, "sub": 0, "xor": 0}
-"""Primitive -> its result for two equal integers."""
-
 SIMPLIFIED_INSIDE = CALLS | {"cond", "scan", "shard_map", "while"}
 """Primitives whose bodies are simplified, too."""
 
 
 def simplify(jaxpr: Any, platform: str = "cpu") -> Any:
     """The simplified jaxpr, which computes the same on a platform; itself if nothing changes."""
-    return _Simplifier(platform).jaxpr(without_constant_indices(jaxpr))
+    return _Simplifier(platform).jaxpr(fold_constants(jaxpr))
 
 
 class _Simplifier:
@@ -151,17 +149,10 @@ def _equal(atoms: Sequence[Any]) -> tuple[int, ...]:
 def _branch_of_platform(eqn: Any, platform: str) -> Any:
     """A call of the branch that a platform-dependent conditional takes; any other equation as it is."""
     platforms = eqn.params.get("branches_platforms") if eqn.primitive.name == "cond" else None
-    if not platforms or eqn.effects:
+    if not platforms:
         return eqn
     fitting = [k for k, names in enumerate(platforms) if names is None or platform in names]
-    if not fitting:
-        return eqn
-    branch = compat.jaxpr_fun(eqn.params["branches"][fitting[0]])
-    traced = jax.make_jaxpr(jax.jit(lambda *operands: branch(*operands)))(*(v.aval for v in eqn.invars[1:]))
-    if compat.constants(traced):
-        return eqn
-    (call,) = compat.open_jaxpr(traced).eqns
-    return compat.new_eqn(eqn, eqn.invars[1:], eqn.outvars, call.primitive, call.params)
+    return branch_call(eqn, fitting[0]) if fitting else eqn
 
 
 def _as_reductions(eqn: Any) -> list[Any]:

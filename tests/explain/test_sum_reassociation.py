@@ -252,3 +252,34 @@ def test_a_tied_table_as_compiled(dtype, backend, described):
     f, args, options = tied(dtype)
     predicted, compiled = predicted_and_compiled(f, args, backend, described, SIZES, **options)
     assert predicted == compiled
+
+
+def summed_over_two_axes(x):
+    return jnp.sum(x, (0, 2))
+
+
+@pytest.mark.parametrize(("backend", "described"), COMPILERS.values())
+@pytest.mark.parametrize(
+    "kept",
+    [P("model"), P(None, "data"), P("data", "model"), P(None, ("data", "model")), P(None, ("model", "data"))],
+    ids=str,
+)
+def test_a_slice_of_a_sum_over_two_axes(kept, backend, described):
+    x, spec = floats(16, 64, 8, 256), P("data", None, "model")
+    predicted, compiled = predicted_and_compiled(
+        summed_over_two_axes, (x,), backend, described, SIZES, in_shardings=spec, out_shardings=kept
+    )
+    assert predicted == compiled
+
+
+@pytest.mark.parametrize("platform", ["tpu", "gpu"])
+def test_only_a_slice_in_the_order_of_the_devices_is_scattered(platform):
+    def kinds(kept):
+        with sharding.mesh(SIZES):
+            step = sharding.jit(summed_over_two_axes, in_shardings=P("data", None, "model"), out_shardings=kept)
+            ledger = step.complete(floats(16, 64, 8, 256)).communication().lowered(platform)
+        return [str(c.kind) for c in ledger]
+
+    assert kinds(P(None, ("model", "data"))) == ["all-reduce"]
+    scattered = "reduce-scatter" if platform == "gpu" else "all-reduce"  # not over a whole slice of a TPU pod
+    assert kinds(P(None, ("data", "model"))) == [scattered]

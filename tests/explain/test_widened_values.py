@@ -1,4 +1,4 @@
-"""GPUs move what is widened and used twice in its narrow dtype; other platforms move the wide value."""
+"""GPUs move what is widened, or only used narrow, in its narrow dtype; other platforms move the wide value."""
 
 import importlib.util
 
@@ -56,3 +56,17 @@ def test_as_compiled(name):
         predicted = step.complete(X).communication().lowered("gpu").by_kind()
         compiled = cost.read_compiled(step.lower(X).compile(quick_compile.OPTIONS))
     assert predicted == compiled.by_kind()
+
+
+@pytest.mark.parametrize(("times", "dtype"), [(1, "bfloat16"), (2, "float32")])
+def test_what_is_only_read_narrow(times, dtype):
+    def program(x):
+        kept = sharding.annotate(jnp.sin(x), P("a")).reshape(32, 8, 8)
+        moved = sharding.annotate(kept, P(None, "a"))
+        return (moved.transpose(1, 0, 2).astype(jnp.bfloat16), *[moved] * (times - 1))
+
+    with sharding.mesh(a=8):
+        args = jax.ShapeDtypeStruct((32, 64), "float32")
+        ledger = sharding.jit(program, in_shardings=P("a")).complete(args).communication()
+    assert {c.dtype for c in ledger.lowered("gpu")} == {dtype}
+    assert {c.dtype for c in ledger.lowered("cpu")} <= {"float32", dtype}

@@ -149,6 +149,7 @@ CALLS = {
     "checkpoint": "jax.checkpoint($f0)({})",
     "checkpoint by policy": "jax.checkpoint($f0, policy=jax.checkpoint_policies.dots_saveable)({})",
     "nested jit": "jax.jit($f0)({})",
+    "nested jit, called twice": "twice($f0, {})",
     "nested sharding.jit": "jit($f0)({})",
     "custom_vjp": "custom_vjp($f0, {})",
     "custom_jvp": "custom_jvp($f0, {})",

@@ -132,7 +132,7 @@ def one_hot(g: Builder) -> None:
 
 
 def in_batches(g: Builder) -> None:
-    """A gather, dynamic slice or scatter under vmap, with batch dims of operand and indices."""
+    """A gather, dynamic slice or scatter with batch dims of operand and indices: by vmap, or by a counting index."""
     x = g.number(2, 3)
     f = g.facts[x]
     n, m = f.shape[:2]
@@ -147,6 +147,10 @@ def in_batches(g: Builder) -> None:
             f"jax.vmap(lambda a, j: lax.dynamic_slice_in_dim(a, j, {k}))($0, $1)",
             f"jax.vmap(lambda a, j: a.at[j % {m}].set(1))($0, $1)",
             f"jax.vmap(lambda a, j: a.at[j % {m}].add(a[0]))($0, $1)",
+            f"$0[jnp.arange({n}), $1 % {m}]",
+            f"jnp.swapaxes($0, 0, 1)[$1 % {m}, jnp.arange({n})]",
+            f"$0.at[jnp.arange({n}), $1 % {m}].set(1)",
+            f"$0.at[jnp.arange({n}), $1].add($0[:, 0])",
         ]
     )
     grid = None if f.grid is None else max(f.grid, 0)

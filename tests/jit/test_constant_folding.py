@@ -9,7 +9,7 @@ from support.compilers import COMPILERS, predicted_and_compiled
 
 import sharding
 from sharding import P
-from sharding.jit.constant_indices import without_constant_indices
+from sharding.jit.constant_folding import fold_constants
 
 X = np.linspace(-1.0, 1.0, 24, dtype=np.float32).reshape(3, 8, 1)
 
@@ -52,14 +52,14 @@ def test_the_same_numbers(name):
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_whole_arrays_are_not_indexed(name):
-    found = {*primitives(without_constant_indices(jax.make_jaxpr(WHOLE[name])(X)))}
+    found = {*primitives(fold_constants(jax.make_jaxpr(WHOLE[name])(X)))}
     assert not found & {"gather", "scatter-add"}
 
 
 @pytest.mark.parametrize("name", PARTS)
 def test_others_stay(name):
     jaxpr = jax.make_jaxpr(PARTS[name])(X)
-    assert without_constant_indices(jaxpr) is jaxpr
+    assert fold_constants(jaxpr) is jaxpr
 
 
 def cross_entropy(w, x, y):
@@ -102,3 +102,35 @@ def test_remainders_are_the_same():
     with sharding.mesh({"a": 8}):
         for ours, plain in zip(sharding.jit(fn)(jnp.arange(8)), fn(jnp.arange(8)), strict=True):
             np.testing.assert_array_equal(ours, plain)
+
+
+def one_branch(x):
+    done = jnp.logical_and(False, jnp.sum(x) > 0)
+    return jax.lax.cond(done, lambda x: jnp.sin(x), lambda x: jnp.cos(x), x)
+
+
+def branch_of_equals(x, i):
+    return jax.lax.cond(i <= i, lambda x: jnp.sin(x), lambda x: jnp.cos(x), x)
+
+
+@pytest.mark.parametrize(("f", "args", "taken"), [(one_branch, (X,), "cos"), (branch_of_equals, (X, 3), "sin")])
+def test_a_branch_that_is_always_taken(f, args, taken):
+    found = {*primitives(fold_constants(jax.make_jaxpr(f)(*args)))}
+    assert not found & {"cond"}
+    assert found & {"sin", "cos"} == {taken}
+    np.testing.assert_array_equal(jax.jit(f)(*args), jax.core.eval_jaxpr(*closed(f, args), *args)[0])
+
+
+def closed(f, args):
+    """A folded program as open jaxpr and constants."""
+    folded = fold_constants(jax.make_jaxpr(f)(*args))
+    return getattr(folded, "jaxpr", folded), folded.consts
+
+
+@pytest.mark.parametrize("i", [-1, 0, 5])
+def test_a_switch_with_a_known_index(i):
+    def f(x):
+        return jax.lax.switch(i, [jnp.sin, jnp.cos, jnp.tanh], x)
+
+    with sharding.mesh({"a": 8}):
+        np.testing.assert_allclose(sharding.jit(f)(X), f(X), rtol=1e-6)

@@ -1,47 +1,37 @@
-"""Gathers and scatters of whole arrays, at indices that are known while tracing, as reshapes.
+"""Constant folding: what a program computes with known indices and predicates becomes simpler.
 
-`jnp.take(x, 0, axis)` along a dim of size 1 gathers all of `x`, and its transpose scatters all of it into zeros.
-Compilers for accelerators find that out after partitioning, when the collectives are there already. A remainder of a
-division by 1 is 0, whatever is divided.
+`jnp.take(x, 0, axis)` along a dim of size 1 gathers all of `x`, and its transpose scatters all of it into zeros: both
+are reshapes. Compilers for accelerators find that out after partitioning, when the collectives are there already.
+Indices that count along a batch dim are left out (`batched_indices`). A conditional with a known predicate becomes its
+branch. A remainder of a division by 1 is 0, whatever is divided.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from .. import compat
 from ..graph import CALLS
+from .batched_indices import batched
+from .known_indices import Index, Known, constant, of_atom, of_constant, of_result, of_row, of_stack
 
-Known = Mapping[Any, int]
-"""Variable of integers or booleans that are all equal -> their value."""
-
-Indices = tuple[int | None, ...]
-"""The values of inputs or outputs; None for those that aren't known."""
-
-PASSED = frozenset({"broadcast_in_dim", "reshape", "squeeze"})
-FOLDED: Mapping[str, Callable[..., Any]] = {
-    "add": np.add,
-    "and": np.bitwise_and,
-    "eq": np.equal,
-    "ge": np.greater_equal,
-    "lt": np.less,
-    "ne": np.not_equal,
-    "sub": np.subtract,
-}
-"""What JAX wraps negative indices with, beside `select_n` and conversions."""
+Indices = tuple[Index | None, ...]
+"""What is known of inputs or outputs; None for those of which nothing is."""
 
 GIVEN_OPERANDS = frozenset({"closed_call", "core_call", "eval_jaxpr", "jit", "pjit"})
 """Calls whose body has their operands as inputs."""
 
+OF_OPERANDS = GIVEN_OPERANDS | {"checkpoint", "remat", "remat2"}
+"""The same, with those whose results are computed again."""
 
-def without_constant_indices(jaxpr: Any) -> Any:
-    """The jaxpr, which computes the same, without gathers and scatters of whole arrays; itself if it has none."""
+
+def fold_constants(jaxpr: Any) -> Any:
+    """The jaxpr, which computes the same, with what is known folded; itself if nothing changes."""
     return _Pass().jaxpr(jaxpr, ())[0]
 
 
@@ -59,6 +49,8 @@ class _Pass:
     def rewritten(self, jaxpr: Any, inputs: Indices) -> tuple[Any, Indices]:
         source = compat.open_jaxpr(jaxpr)
         known = {v: x for v, x in zip(source.invars, inputs, strict=False) if x is not None}
+        consts = [(v, of_constant(x)) for v, x in zip(source.constvars, compat.constants(jaxpr), strict=False)]
+        known.update((v, index) for v, index in consts if index is not None)
         zeros: set[Any] = set()
         eqns: list[Any] = []
         literals: dict[Any, Any] = {}
@@ -69,72 +61,76 @@ class _Pass:
         for eqn in source.eqns:
             if any(read(v) is not v for v in eqn.invars):
                 eqn = eqn.replace(invars=[read(v) for v in eqn.invars])
-            if eqn.primitive.name == "rem" and _value(eqn.invars[1], known) == 1:
+            if eqn.primitive.name == "rem" and constant(eqn.invars[1], known) == 1:
                 if not eqn.outvars[0].aval.shape:
                     known[eqn.outvars[0]], literals[eqn.outvars[0]] = 0, compat.new_literal(0, eqn.outvars[0].aval)
                     continue
                 eqn = _zeros(eqn)
-            eqns.append(_reshaped(self.with_bodies(eqn, known), known, zeros))
-            if (index := _folded(eqn, known)) is not None:
+            if eqn.primitive.name == "cond" and (branch := constant(eqn.invars[0], known)) is not None:
+                eqn = branch_call(eqn, min(max(branch, 0), len(eqn.params["branches"]) - 1))
+            eqn = _reshaped(self.with_bodies(eqn, known), known, zeros)
+            eqns += batched(eqn, of_atom(eqn.invars[1], known) if len(eqn.invars) > 1 else None)
+            if (index := of_result(eqn, known)) is not None:
                 known[eqn.outvars[0]] = index
             if _is_zero_array(eqn):
                 zeros.update(eqn.outvars)
-        outputs = tuple(_value(v, known) for v in source.outvars)
-        if not literals and all(new is old for new, old in zip(eqns, source.eqns, strict=True)):
+        outputs = tuple(of_atom(v, known) for v in source.outvars)
+        is_same = len(eqns) == len(source.eqns) and all(a is b for a, b in zip(eqns, source.eqns, strict=True))
+        if not literals and is_same:
             return jaxpr, outputs
         return compat.rebuild(jaxpr, eqns=eqns, outvars=[*map(read, source.outvars)]), outputs
 
-    def with_bodies(self, eqn: Any, known: dict[Any, int]) -> Any:
+    def with_bodies(self, eqn: Any, known: dict[Any, Index]) -> Any:
         """An equation with rewritten bodies; adds what is known of its results."""
         name, params = eqn.primitive.name, eqn.params
         if name not in CALLS and name not in ("cond", "scan", "shard_map", "while"):
             return eqn
-        given = tuple(_value(v, known) for v in eqn.invars) if name in GIVEN_OPERANDS else ()
+        given = _given(eqn, known)
         for key, position, body in compat.sub_jaxprs(params):
             new, outputs = self.jaxpr(body, given)
             if new is not body:
                 params = compat.with_jaxpr(params, key, position, new)
-            if name in GIVEN_OPERANDS:
-                known.update((v, x) for v, x in zip(eqn.outvars, outputs, strict=True) if x is not None)
+            found = zip(eqn.outvars, _returned(eqn, outputs), strict=False)
+            known.update((v, x) for v, x in found if x is not None)
         return eqn if params is eqn.params else eqn.replace(params=params)
 
 
-def _value(atom: Any, known: Known) -> int | None:
-    if not _is_index(atom):
-        return None
-    if not compat.is_literal(atom):
-        return known.get(atom)
-    return int(np.asarray(atom.val).item()) if not atom.aval.shape else None
+def branch_call(eqn: Any, branch: int) -> Any:
+    """A call of a branch of a conditional; the conditional itself if it has effects."""
+    if eqn.effects:
+        return eqn
+    taken = compat.jaxpr_fun(eqn.params["branches"][branch])
+    traced = jax.make_jaxpr(jax.jit(lambda *operands: taken(*operands)))(*(v.aval for v in eqn.invars[1:]))
+    if compat.constants(traced):
+        return eqn
+    (call,) = compat.open_jaxpr(traced).eqns
+    return compat.new_eqn(eqn, eqn.invars[1:], eqn.outvars, call.primitive, call.params)
 
 
-def _is_index(atom: Any) -> bool:
-    """Whether an atom is integers or booleans."""
-    dtype = getattr(atom.aval, "dtype", None)
-    return dtype is not None and not compat.is_extended(dtype) and np.dtype(dtype).kind in "iub"
+def _given(eqn: Any, known: Known) -> Indices:
+    """What is known of the inputs of an equation's bodies."""
+    name, operands = eqn.primitive.name, tuple(of_atom(v, known) for v in eqn.invars)
+    if name == "scan":
+        consts, carried = compat.scan_parts(eqn.params)
+        first = consts + carried
+        return (*operands[:consts], *[None] * carried, *map(of_row, operands[first:]))
+    if name == "cond":
+        return operands[1:]
+    return operands if name in OF_OPERANDS else ()
 
 
-def _folded(eqn: Any, known: Known) -> int | None:
-    """The value of an equation's result, if it is an index that is computed from known ones."""
-    name = eqn.primitive.name
-    if len(eqn.outvars) != 1 or not _is_index(eqn.outvars[0]):
-        return None
-    values = [_value(v, known) for v in eqn.invars]
-    operands = [np.asarray(x, v.aval.dtype) for x, v in zip(values, eqn.invars, strict=True) if x is not None]
-    if len(operands) < len(values) or not operands:
-        return None
-    if name in PASSED:
-        return int(operands[0])
-    if name == "convert_element_type":
-        return int(operands[0].astype(eqn.params["new_dtype"]))
-    if name == "select_n":
-        return int(operands[1 + int(operands[0])])
-    return int(FOLDED[name](*operands)) if name in FOLDED else None
+def _returned(eqn: Any, outputs: Indices) -> Indices:
+    """What is known of an equation's results."""
+    if eqn.primitive.name == "scan":
+        _, carried = compat.scan_parts(eqn.params)
+        return (*[None] * carried, *map(of_stack, outputs[carried:]))
+    return outputs if eqn.primitive.name in OF_OPERANDS else ()
 
 
 def _reshaped(eqn: Any, known: Known, zeros: Collection[Any]) -> Any:
     """A gather of a whole array, or a scatter of one into zeros, as a reshape; any other equation as it is."""
     name = eqn.primitive.name
-    if name not in ("gather", "scatter-add") or _value(eqn.invars[1], known) != 0:
+    if name not in ("gather", "scatter-add") or constant(eqn.invars[1], known) != 0:
         return eqn
     operand, (result,) = eqn.invars[0], eqn.outvars
     if name == "gather":
