@@ -5,7 +5,8 @@ After `WhileLoopAllReduceCodeMotion` of openxla/xla, which leaves reduce-scatter
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from ..cost import Kind
@@ -53,13 +54,20 @@ def sums_behind_loops(
         (result,) = edge.results
         for v, is_stacked in _only_updates(graph, edge, moves):
             source = reduced(v)
-            if source is None or {kind for kind, _ in left[source]} != {"all-reduce"}:
+            last = () if source is None else _last_all_reduces(left[source])
+            if source is None or not last:
                 continue
             stack_bytes = shard_bytes(result) * graph.itemsize(source) // graph.itemsize(result)
             if not is_stacked or stack_bytes <= MOST_STACKED_BYTES:
-                found[result] = SumsBehindLoop(left[source], str(graph.dtypes[source]))
-                left[source] = ()
+                found[result] = SumsBehindLoop(last, str(graph.dtypes[source]))
+                left[source] = left[source][: -len(last)]
     return found
+
+
+def _last_all_reduces(reductions: Sequence[Reduction]) -> tuple[Reduction, ...]:
+    """The all-reduces that no reduce-scatter follows."""
+    found = [*itertools.takewhile(lambda reduction: reduction[0] == "all-reduce", reversed(reductions))]
+    return tuple(reversed(found))
 
 
 def _only_updates(graph: Graph, edge: Op, moves: Callable[[Op], bool]) -> Iterator[tuple[int, bool]]:

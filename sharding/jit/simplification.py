@@ -7,8 +7,8 @@ arrays (`vdot`) contracts their own dims: a flattened array cannot keep the shar
 `while` is written as JAX lowers it: it runs while the condition of any example holds, and the others keep their values.
 Primitives of other packages become calls of their implementations, and gathers of whole arrays reshapes. A selection
 between a value and itself is that value, integers minus themselves are zeros, and an array of which a pad cuts off all
-elements is padding. A reshape in another order of dims becomes a transposition and a reshape, and a platform-dependent
-conditional its platform's branch.
+elements is padding. A reshape in another order of dims becomes a transposition and a reshape, a platform-dependent
+conditional its platform's branch, and a transposed product the product in the other order.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from .constant_indices import GIVEN_OPERANDS, without_constant_indices
 from .equal_values import ValueNumbers
 from .loop_invariants import hoist
 from .package_primitives import implementation
+from .transposed_products import turned
 
 REDUCTIONS = {"pmax": jax.lax.reduce_max, "pmin": jax.lax.reduce_min, "psum": jax.lax.reduce_sum}
 """Collective -> the same over dims."""
@@ -121,9 +122,11 @@ class _Simplifier:
             if len(equals) < len(new) or not new:
                 computed.update((n, v) for v, n in reversed(new) if v not in equals)
                 eqns.append(eqn)
-        if not is_changed:
-            return jaxpr
         outvars = [*map(read, source.outvars)]
+        in_order = turned(eqns, outvars)
+        if not is_changed and len(in_order) == len(eqns):
+            return jaxpr
+        eqns = in_order
         used = {v for eqn in eqns for v in eqn.invars if not compat.is_literal(v)}
         used.update(v for v in outvars if not compat.is_literal(v))
         unused = flattened.keys() - used
