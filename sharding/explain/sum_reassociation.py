@@ -231,7 +231,7 @@ def _only_turns(graph: Graph, op: Op) -> bool:
 
 def _only_operand(graph: Graph, op: Op, looked_through: Collection[str]) -> int | None:
     """The array that an op passes on: that of a formatting op, or what is added to zero."""
-    if len(op.operands) == 1 and (op.name in looked_through or _is_reshape(graph, op) or _is_turned_product(graph, op)):
+    if len(op.operands) == 1 and (op.name in looked_through or _is_reshape(graph, op)):
         return op.operands[0]
     if op.name not in ADDS or not op.site:
         return None
@@ -243,14 +243,6 @@ def _is_reshape(graph: Graph, op: Op) -> bool:
     """Whether an op only adds or removes dims of size 1."""
     before, after = (graph.shapes[v] for v in (op.operands[0], op.results[0]))
     return op.name in ("broadcast_in_dim", "reduce_sum") and math.prod(before) == math.prod(after)
-
-
-def _is_turned_product(graph: Graph, op: Op) -> bool:
-    """Whether an op transposes a matrix product, which is the product of the other order."""
-    maker: Op | None = op
-    while maker is not None and maker.name == "transpose" and len(graph.shapes[maker.results[0]]) == 2:
-        maker = graph.makers.get(maker.operands[0])
-    return op.name == "transpose" and maker is not None and maker.name == "dot_general"
 
 
 def _is_zero(atom: Any) -> bool:

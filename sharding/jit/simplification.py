@@ -8,7 +8,8 @@ arrays (`vdot`) contracts their own dims: a flattened array cannot keep the shar
 Primitives of other packages become calls of their implementations, and gathers of whole arrays reshapes. A selection
 between a value and itself is that value, integers minus themselves are zeros, and an array of which a pad cuts off all
 elements is padding. A reshape in another order of dims becomes a transposition and a reshape, a platform-dependent
-conditional its platform's branch, and a transposed product the product in the other order.
+conditional its platform's branch, a loop of one iteration what it computes, and a transposed product the product in
+the other order.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from .constant_indices import GIVEN_OPERANDS, without_constant_indices
 from .equal_values import ValueNumbers
 from .loop_invariants import hoist
 from .package_primitives import implementation
+from .single_iterations import same_as_p, unrolled
 from .transposed_products import turned
 
 REDUCTIONS = {"pmax": jax.lax.reduce_max, "pmin": jax.lax.reduce_min, "psum": jax.lax.reduce_sum}
@@ -82,7 +84,8 @@ class _Simplifier:
 
         given = [
             new
-            for eqn in source.eqns
+            for whole in source.eqns
+            for eqn in unrolled(whole)
             for one in _as_reductions(_with_one_condition(implementation(_branch_of_platform(eqn, self.platform))))
             for simpler in _transposed_first(one)
             for new in hoist(self.with_simple_bodies(simpler))
@@ -251,7 +254,9 @@ def _is_only_padding(eqn: Any) -> bool:
 
 
 def _passed_on(eqn: Any) -> Any:
-    """The operand that an equation returns as it is, since both of its operands or cases are the same; else None."""
+    """The operand that an equation returns as it is, such as one of two equal operands or cases; else None."""
+    if eqn.primitive is same_as_p:
+        return eqn.invars[0]
     operands = eqn.invars[1:] if eqn.primitive.name == "select_n" else eqn.invars
     is_same = eqn.primitive.name in IDEMPOTENT and len(operands) > 1 and all(v is operands[0] for v in operands)
     if not is_same or compat.is_literal(operands[0]) or compat.is_drop(eqn.outvars[0]):

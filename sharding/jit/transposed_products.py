@@ -15,20 +15,21 @@ from .. import compat
 
 def turned(eqns: Sequence[Any], outvars: Sequence[Any]) -> list[Any]:
     """The equations of a jaxpr, with each product that is only transposed to the other order computed in that order."""
-    products = {e.outvars[0]: e for e in eqns if e.primitive.name == "dot_general"}
-    transposes = [e for e in eqns if e.primitive.name == "transpose" and e.invars[0] in products]
-    if not transposes:
-        return list(eqns)
+    makers: dict[Any, int] = {}
+    found: list[Any] = []
     uses = Counter(v for e in eqns for v in e.invars if not compat.is_literal(v))
     uses.update(v for v in outvars if not compat.is_literal(v))
-    dropped: set[int] = set()
-    instead: dict[int, Any] = {}
-    for transpose in transposes:
-        product = products[transpose.invars[0]]
-        if uses[transpose.invars[0]] == 1 and transpose.params["permutation"] == _other_order(product):
-            instead[id(product)] = _swapped(product, transpose.outvars)
-            dropped.add(id(transpose))
-    return [instead.get(id(e), e) for e in eqns if id(e) not in dropped]
+    for eqn in eqns:
+        is_transposed = eqn.primitive.name == "transpose" and not compat.is_literal(eqn.invars[0])
+        at = makers.get(eqn.invars[0]) if is_transposed and uses[eqn.invars[0]] == 1 else None
+        if at is not None and eqn.params["permutation"] == _other_order(found[at]):
+            found[at] = eqn = _swapped(found[at], eqn.outvars)
+        else:
+            at = len(found)
+            found.append(eqn)
+        if eqn.primitive.name == "dot_general":
+            makers[eqn.outvars[0]] = at
+    return found
 
 
 def _other_order(product: Any) -> tuple[int, ...]:
