@@ -26,9 +26,10 @@ from ..rewrite.reshard import Step
 from ..spec import Axis
 from .sums_behind_loops import ADDS, Reduction, SumsBehindLoop, sums_behind_loops
 
+CONVERT = "convert_element_type"
 _FORMATTING = frozenset({"annotate", "copy", "name", "pad", "reshape", "slice", "squeeze"})
 LOOKED_THROUGH: Mapping[Platform, frozenset[str]] = {
-    "gpu": _FORMATTING | {"convert_element_type"},
+    "gpu": _FORMATTING | {CONVERT},
     "tpu": _FORMATTING,
 }
 """Platform whose compiler reassociates -> ops on one array that may be between a reduction and the addition."""
@@ -120,13 +121,15 @@ def reassociate(
         if graph.num_uses[source] == 1:
             left[source] = ()
 
-    def reduced(v: int, makers: Collection[str] = COMBINED["add"]) -> int | None:
+    def reduced(
+        v: int, makers: Collection[str] = COMBINED["add"], through: Collection[str] = LOOKED_THROUGH[platform]
+    ) -> int | None:
         """The value, reduced as one of some ops does, that is looked through to."""
         while graph.num_uses[v] == 1:
             op = graph.makers.get(v)
             if left.get(v):
                 return v if op is not None and op.name in makers and not _negates(graph, op) else None
-            operand = None if op is None or moves(op) else _only_operand(graph, op, LOOKED_THROUGH[platform])
+            operand = None if op is None or moves(op) else _only_operand(graph, op, through)
             if operand is None:
                 return None
             v = operand
@@ -159,7 +162,11 @@ def reassociate(
             for v in (first, second):
                 left[v] = left[v][: -len(common)]
             left[result] = common
-    return Reassociation(left, sums_behind_loops(graph, left, reduced, moves, shard_bytes))
+
+    def updated_by(v: int) -> int | None:
+        return reduced(v, COMBINED["add"] | {CONVERT}, LOOKED_THROUGH[platform] | {CONVERT})
+
+    return Reassociation(left, sums_behind_loops(graph, platform, left, updated_by, moves, shard_bytes))
 
 
 def _scaled(
@@ -198,7 +205,7 @@ def _narrows(graph: Graph, op: Op, left: Mapping[int, Sequence[Reduction]], move
 
     Such integers are the sums of quantised products.
     """
-    if op.name != "convert_element_type" or moves(op):
+    if op.name != CONVERT or moves(op):
         return False
     (v,), (result,) = op.operands, op.results
     is_looped = any(eqn.primitive.name in ("scan", "while") for eqn in op.site[1:])

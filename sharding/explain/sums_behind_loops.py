@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from ..cost import Kind
 from ..graph import Graph, Op
+from ..hardware import Platform
 from ..spec import Axis
 
 Reduction = tuple[Kind, tuple[Axis, ...]]
@@ -33,6 +34,7 @@ class SumsBehindLoop(NamedTuple):
 
 def sums_behind_loops(
     graph: Graph,
+    platform: Platform,
     left: dict[int, tuple[Reduction, ...]],
     reduced: Callable[[int], int | None],
     moves: Callable[[Op], bool],
@@ -42,6 +44,7 @@ def sums_behind_loops(
 
     Args:
         graph: the program.
+        platform: whose compiler moves them.
         left: value -> the reductions behind its op.
         reduced: the reduced value that a value is a formatted form of, if any.
         moves: whether an op reshards any of its arrays.
@@ -57,11 +60,31 @@ def sums_behind_loops(
             last = () if source is None else _last_all_reduces(left[source])
             if source is None or not last:
                 continue
-            stack_bytes = shard_bytes(result) * graph.itemsize(source) // graph.itemsize(result)
+            stack_bytes = shard_bytes(result) * _summed_itemsize(graph, source) // graph.itemsize(result)
             if not is_stacked or stack_bytes <= MOST_STACKED_BYTES:
-                found[result] = SumsBehindLoop(last, str(graph.dtypes[source]))
+                dtype = _dtype(graph, platform, source, result, is_stacked=is_stacked)
+                found[result] = SumsBehindLoop(last, dtype)
                 left[source] = left[source][: -len(last)]
     return found
+
+
+def _dtype(graph: Graph, platform: Platform, source: int, result: int, *, is_stacked: bool) -> str:
+    """The dtype in which sums are reduced behind a loop: XLA:TPU adds up what is converted, and stacks what is narrow."""
+    of = source
+    if platform == "tpu":
+        of = min(source, result, key=graph.itemsize) if is_stacked else result
+    return str(graph.dtypes[of])
+
+
+def _summed_itemsize(graph: Graph, source: int) -> int:
+    """Bytes per element of a sum, which is narrowed only behind the loop if its terms were not as narrow."""
+    op = graph.makers[source]
+    if op.name != "convert_element_type":
+        return graph.itemsize(source)
+    (summed,) = op.operands
+    terms = graph.makers.get(graph.makers[summed].operands[0])
+    is_widened = terms is not None and terms.name == op.name
+    return graph.itemsize(terms.operands[0] if is_widened else summed)
 
 
 def _last_all_reduces(reductions: Sequence[Reduction]) -> tuple[Reduction, ...]:

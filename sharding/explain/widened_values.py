@@ -1,7 +1,7 @@
 """Values that are converted to a wider dtype right before they are resharded.
 
 XLA:GPU moves the narrow value and widens it then (its `CollectiveQuantizer`): masks and one-hot vectors as bytes,
-upcast logits as bfloat16.
+upcast logits as bfloat16. XLA:TPU takes the maximum of the narrow values.
 """
 
 from __future__ import annotations
@@ -32,4 +32,19 @@ def narrow_dtypes(graph: Graph) -> dict[int, Any]:
             others = [v for v in op.operands if v not in converted]
             if all(not graph.shapes[v] or v not in known for v in others):  # a scalar, or one that is broadcast
                 found[op.results[0]] = found[widened[0]]
+    return found
+
+
+def narrow_maxima(graph: Graph) -> set[int]:
+    """Maxima of bfloat16 values that are converted to float32, as in a softmax: XLA:TPU converts them then."""
+    widened: set[int] = set()
+    found: set[int] = set()
+    for op in graph.ops:
+        if op.name == "convert_element_type":
+            dtypes = tuple(str(graph.dtypes[v]) for v in (*op.operands, *op.results))
+            widened.update(op.results if dtypes == ("bfloat16", "float32") else ())
+        elif op.name in FORMATTING and op.operands[0] in widened:
+            widened.update(op.results)
+        elif op.name == "reduce_max" and op.operands[0] in widened:
+            found.update(op.results)
     return found
