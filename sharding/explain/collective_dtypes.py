@@ -8,7 +8,7 @@ from ..rewrite.bfloat16_propagation import narrow_reshards, rounded_values
 from ..rewrite.op_strategy import OpStrategies
 from ..spec import Spec
 from .collective_ledger import Collective
-from .widened_values import MOVED, narrow_dtypes
+from .widened_values import MOVED, narrow_dtypes, narrow_maxima
 
 
 class CollectiveDtypes:
@@ -16,8 +16,9 @@ class CollectiveDtypes:
 
     def __init__(self, graph: Graph, strategies: OpStrategies, platform: Platform):
         is_tpu = platform == "tpu"
-        self._rounded = rounded_values(graph) if is_tpu else frozenset()
-        self._rounded_reshards = narrow_reshards(graph, strategies, self._rounded) if is_tpu else frozenset()
+        rounded = rounded_values(graph) if is_tpu else set()
+        self._rounded = rounded | narrow_maxima(graph) if is_tpu else rounded
+        self._rounded_reshards = narrow_reshards(graph, strategies, rounded) if is_tpu else frozenset()
         self._widened = narrow_dtypes(graph) if platform == "gpu" else {}
 
     def of_value(self, collective: Collective, v: int) -> Collective:

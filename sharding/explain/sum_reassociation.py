@@ -29,9 +29,10 @@ from ..spec import Axis
 from .reduce_scatter_creation import in_mesh_order, is_part_of_each
 from .sums_behind_loops import ADDS, Reduction, SumsBehindLoop, sums_behind_loops
 
+CONVERT = "convert_element_type"
 _FORMATTING = frozenset({"annotate", "copy", "name", "pad", "reshape", "slice", "squeeze"})
 LOOKED_THROUGH: Mapping[Platform, frozenset[str]] = {
-    "gpu": _FORMATTING | {"convert_element_type"},
+    "gpu": _FORMATTING | {CONVERT},
     "tpu": _FORMATTING,
 }
 """Platform whose compiler reassociates -> ops on one array that may be between a reduction and the addition."""
@@ -156,13 +157,15 @@ def reassociate(
         if graph.num_uses[source] == 1:
             left[source] = ()
 
-    def reduced(v: int, makers: Collection[str] = COMBINED["add"]) -> int | None:
+    def reduced(
+        v: int, makers: Collection[str] = COMBINED["add"], through: Collection[str] = LOOKED_THROUGH[platform]
+    ) -> int | None:
         """The value, reduced as one of some ops does, that is looked through to."""
         while graph.num_uses[v] == 1:
             op = graph.makers.get(v)
             if left.get(v):
                 return v if op is not None and op.name in makers and not _negates(graph, op) else None
-            operand = None if op is None or moves(op) else _only_operand(graph, op, LOOKED_THROUGH[platform])
+            operand = None if op is None or moves(op) else _only_operand(graph, op, through)
             if operand is None:
                 return None
             v = operand
@@ -195,7 +198,11 @@ def reassociate(
             for v in (first, second):
                 left[v] = left[v][: -len(common)]
             left[result] = common
-    return Reassociation(left, sums_behind_loops(graph, left, reduced, moves, shard_bytes))
+
+    def updated_by(v: int) -> int | None:
+        return reduced(v, COMBINED["add"] | {CONVERT}, LOOKED_THROUGH[platform] | {CONVERT})
+
+    return Reassociation(left, sums_behind_loops(graph, platform, left, updated_by, moves, shard_bytes))
 
 
 def _scaled(
@@ -234,7 +241,7 @@ def _narrows(graph: Graph, op: Op, left: Mapping[int, Sequence[Reduction]], move
 
     Such integers are the sums of quantised products.
     """
-    if op.name != "convert_element_type" or moves(op):
+    if op.name != CONVERT or moves(op):
         return False
     (v,), (result,) = op.operands, op.results
     is_looped = any(eqn.primitive.name in ("scan", "while") for eqn in op.site[1:])
@@ -267,7 +274,7 @@ def _only_turns(graph: Graph, op: Op) -> bool:
 
 def _only_operand(graph: Graph, op: Op, looked_through: Collection[str]) -> int | None:
     """The array that an op passes on: that of a formatting op, or what is added to zero."""
-    if len(op.operands) == 1 and (op.name in looked_through or _is_reshape(graph, op) or _is_turned_product(graph, op)):
+    if len(op.operands) == 1 and (op.name in looked_through or _is_reshape(graph, op)):
         return op.operands[0]
     if op.name not in ADDS or not op.site:
         return None
@@ -279,14 +286,6 @@ def _is_reshape(graph: Graph, op: Op) -> bool:
     """Whether an op only adds or removes dims of size 1."""
     before, after = (graph.shapes[v] for v in (op.operands[0], op.results[0]))
     return op.name in ("broadcast_in_dim", "reduce_sum") and math.prod(before) == math.prod(after)
-
-
-def _is_turned_product(graph: Graph, op: Op) -> bool:
-    """Whether an op transposes a matrix product, which is the product of the other order."""
-    maker: Op | None = op
-    while maker is not None and maker.name == "transpose" and len(graph.shapes[maker.results[0]]) == 2:
-        maker = graph.makers.get(maker.operands[0])
-    return op.name == "transpose" and maker is not None and maker.name == "dot_general"
 
 
 def _is_zero(atom: Any) -> bool:

@@ -5,11 +5,13 @@ After `WhileLoopAllReduceCodeMotion` of openxla/xla, which leaves reduce-scatter
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from ..cost import Kind
 from ..graph import Graph, Op
+from ..hardware import Platform
 from ..spec import Axis
 
 Reduction = tuple[Kind, tuple[Axis, ...]]
@@ -32,6 +34,7 @@ class SumsBehindLoop(NamedTuple):
 
 def sums_behind_loops(
     graph: Graph,
+    platform: Platform,
     left: dict[int, tuple[Reduction, ...]],
     reduced: Callable[[int], int | None],
     moves: Callable[[Op], bool],
@@ -41,6 +44,7 @@ def sums_behind_loops(
 
     Args:
         graph: the program.
+        platform: whose compiler moves them.
         left: value -> the reductions behind its op.
         reduced: the reduced value that a value is a formatted form of, if any.
         moves: whether an op reshards any of its arrays.
@@ -53,13 +57,40 @@ def sums_behind_loops(
         (result,) = edge.results
         for v, is_stacked in _only_updates(graph, edge, moves):
             source = reduced(v)
-            if source is None or {kind for kind, _ in left[source]} != {"all-reduce"}:
+            last = () if source is None else _last_all_reduces(left[source])
+            if source is None or not last:
                 continue
-            stack_bytes = shard_bytes(result) * graph.itemsize(source) // graph.itemsize(result)
+            stack_bytes = shard_bytes(result) * _summed_itemsize(graph, source) // graph.itemsize(result)
             if not is_stacked or stack_bytes <= MOST_STACKED_BYTES:
-                found[result] = SumsBehindLoop(left[source], str(graph.dtypes[source]))
-                left[source] = ()
+                dtype = _dtype(graph, platform, source, result, is_stacked=is_stacked)
+                found[result] = SumsBehindLoop(last, dtype)
+                left[source] = left[source][: -len(last)]
     return found
+
+
+def _dtype(graph: Graph, platform: Platform, source: int, result: int, *, is_stacked: bool) -> str:
+    """The dtype in which sums are reduced behind a loop: XLA:TPU adds up what is converted, and stacks what is narrow."""
+    of = source
+    if platform == "tpu":
+        of = min(source, result, key=graph.itemsize) if is_stacked else result
+    return str(graph.dtypes[of])
+
+
+def _summed_itemsize(graph: Graph, source: int) -> int:
+    """Bytes per element of a sum, which is narrowed only behind the loop if its terms were not as narrow."""
+    op = graph.makers[source]
+    if op.name != "convert_element_type":
+        return graph.itemsize(source)
+    (summed,) = op.operands
+    terms = graph.makers.get(graph.makers[summed].operands[0])
+    is_widened = terms is not None and terms.name == op.name
+    return graph.itemsize(terms.operands[0] if is_widened else summed)
+
+
+def _last_all_reduces(reductions: Sequence[Reduction]) -> tuple[Reduction, ...]:
+    """The all-reduces that no reduce-scatter follows."""
+    found = [*itertools.takewhile(lambda reduction: reduction[0] == "all-reduce", reversed(reductions))]
+    return tuple(reversed(found))
 
 
 def _only_updates(graph: Graph, edge: Op, moves: Callable[[Op], bool]) -> Iterator[tuple[int, bool]]:
@@ -69,7 +100,16 @@ def _only_updates(graph: Graph, edge: Op, moves: Callable[[Op], bool]) -> Iterat
         yield from ((v, True) for v in update.operands)
     if update is None or len(edge.operands) != 2 or update.name not in ADDS or moves(update):
         return
-    added = [v for v in update.operands if v != carry]
-    inside = [op for op in graph.users[carry] if op.times > edge.times]
+    carried, inside = [carry], []
+    for v in carried:
+        users = [op for op in graph.users[v] if op.times > edge.times]
+        carried += [v for op in users if _is_same(graph, op) for v in op.results]
+        inside += [op for op in users if not _is_same(graph, op)]
+    added = [v for v in update.operands if v not in carried]
     if inside == [update] and len(added) == 1 and len(graph.users[edge.operands[-1]]) == 1:
         yield added[0], False
+
+
+def _is_same(graph: Graph, op: Op) -> bool:
+    """Whether an op converts an array to the dtype that it has, such as a weakly typed one."""
+    return op.name == "convert_element_type" and graph.dtypes[op.operands[0]] == graph.dtypes[op.results[0]]

@@ -1,7 +1,7 @@
 """Values that are converted to a wider dtype right before they are resharded, or to a narrower one right behind.
 
 XLA:GPU moves the narrow value (its `CollectiveQuantizer`): masks and one-hot vectors as bytes, upcast logits as
-bfloat16, a slice of float32 weights that is only read in bfloat16.
+bfloat16, a slice of float32 weights that is only read in bfloat16. XLA:TPU takes the maximum of narrow values.
 """
 
 from __future__ import annotations
@@ -47,4 +47,19 @@ def _narrowed(graph: Graph) -> dict[int, Any]:
             continue
         if graph.num_uses[op.operands[0]] == 1:
             found[op.operands[0]] = dtype
+    return found
+
+
+def narrow_maxima(graph: Graph) -> set[int]:
+    """Maxima of bfloat16 values that are converted to float32, as in a softmax: XLA:TPU converts them then."""
+    widened: set[int] = set()
+    found: set[int] = set()
+    for op in graph.ops:
+        if op.name == "convert_element_type":
+            dtypes = tuple(str(graph.dtypes[v]) for v in (*op.operands, *op.results))
+            widened.update(op.results if dtypes == ("bfloat16", "float32") else ())
+        elif op.name in FORMATTING and op.operands[0] in widened:
+            widened.update(op.results)
+        elif op.name == "reduce_max" and op.operands[0] in widened:
+            found.update(op.results)
     return found

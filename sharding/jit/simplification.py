@@ -7,8 +7,9 @@ arrays (`vdot`) contracts their own dims: a flattened array cannot keep the shar
 `while` is written as JAX lowers it: it runs while the condition of any example holds, and the others keep their values.
 Primitives of other packages become calls of their implementations, and gathers of whole arrays reshapes. A selection
 between a value and itself is that value, integers minus themselves are zeros, and an array of which a pad cuts off all
-elements is padding. A reshape in another order of dims becomes a transposition and a reshape, and a platform-dependent
-conditional its platform's branch.
+elements is padding. A reshape in another order of dims becomes a transposition and a reshape, a platform-dependent
+conditional its platform's branch, a loop of one iteration what it computes, and a transposed product the product in
+the other order.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from .equal_values import ValueNumbers
 from .known_indices import OF_EQUALS
 from .loop_invariants import hoist
 from .package_primitives import implementation
+from .single_iterations import same_as_p, unrolled
+from .transposed_products import turned
 
 REDUCTIONS = {"pmax": jax.lax.reduce_max, "pmin": jax.lax.reduce_min, "psum": jax.lax.reduce_sum}
 """Collective -> the same over dims."""
@@ -79,7 +82,8 @@ class _Simplifier:
 
         given = [
             new
-            for eqn in source.eqns
+            for whole in source.eqns
+            for eqn in unrolled(whole)
             for one in _as_reductions(_with_one_condition(implementation(_branch_of_platform(eqn, self.platform))))
             for simpler in _transposed_first(one)
             for new in hoist(self.with_simple_bodies(simpler))
@@ -119,9 +123,11 @@ class _Simplifier:
             if len(equals) < len(new) or not new:
                 computed.update((n, v) for v, n in reversed(new) if v not in equals)
                 eqns.append(eqn)
-        if not is_changed:
-            return jaxpr
         outvars = [*map(read, source.outvars)]
+        in_order = turned(eqns, outvars)
+        if not is_changed and len(in_order) == len(eqns):
+            return jaxpr
+        eqns = in_order
         used = {v for eqn in eqns for v in eqn.invars if not compat.is_literal(v)}
         used.update(v for v in outvars if not compat.is_literal(v))
         unused = flattened.keys() - used
@@ -239,7 +245,9 @@ def _is_only_padding(eqn: Any) -> bool:
 
 
 def _passed_on(eqn: Any) -> Any:
-    """The operand that an equation returns as it is, since both of its operands or cases are the same; else None."""
+    """The operand that an equation returns as it is, such as one of two equal operands or cases; else None."""
+    if eqn.primitive is same_as_p:
+        return eqn.invars[0]
     operands = eqn.invars[1:] if eqn.primitive.name == "select_n" else eqn.invars
     is_same = eqn.primitive.name in IDEMPOTENT and len(operands) > 1 and all(v is operands[0] for v in operands)
     if not is_same or compat.is_literal(operands[0]) or compat.is_drop(eqn.outvars[0]):

@@ -150,6 +150,9 @@ SHARDS = [
     ((128, 4, 32), 0, "float32", False),
     ((128, 4, 32), 0, "bfloat16", True),
     ((64, 4, 64), 0, "bfloat16", False),
+    ((4792, 512), 1, "float32", True),  # 599 tiles of rows are too many for one block, and a prime number
+    ((4800, 512), 1, "float32", False),
+    ((4, 4792, 256), 2, "float32", True),
 ]
 """Shape of a device's shard, the scattered dim, the dtype, and whether a TPU all-reduces and slices."""
 
