@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from .. import compat
 from ..cost import Kind
 from ..graph import Op
 from ..hardware import Platform
@@ -195,7 +197,7 @@ class ProgramCollectives:
             what = f"annotation of {self.graph.label(target)}"
             advise = functools.partial(self.hints.result, target, have)
             steps = self.chain(op, v, have, want)
-            times = self.loop_invariants.get(v, op.times)
+            times = self.times_moved(op, v)
             yield from (Transfer(c, v, True) for c in self.reshards(op, v, have, steps, times, what, advise))
 
     def rotated(self, op: Op) -> Iterator[Transfer]:
@@ -211,6 +213,11 @@ class ProgramCollectives:
                 yield Transfer(c, v, True)
         for c in self.exchanges.rotated(op):
             yield Transfer(self.dtypes.of_value(c, result), v, True)
+
+    def times_moved(self, op: Op, v: int) -> int:
+        """How often an operand is resharded: a loop invariant before its loop, but not what is behind a barrier."""
+        inner = itertools.takewhile(lambda eqn: eqn.primitive.name not in ("scan", "while"), op.site[1:])
+        return op.times if any(map(compat.is_recomputed, inner)) else self.loop_invariants.get(v, op.times)
 
     def output_spec(self, target: int) -> Spec:
         """The spec of an output of the program: only axes that divide their dim."""
@@ -228,7 +235,7 @@ class ProgramCollectives:
         strategy = self.strategies.of(op)
         operand_specs, result_specs = self.with_workarounds(op, strategy)
         for k, (v, steps) in enumerate(zip(op.operands, strategy.operand_steps, strict=True)):
-            times, what = self.loop_invariants.get(v, op.times), f"operand {k} of {op.name}, {self.graph.label(v)}"
+            times, what = self.times_moved(op, v), f"operand {k} of {op.name}, {self.graph.label(v)}"
             advise = functools.partial(self.hints.operand, op, v, operand_specs[k])
             if v in self.times and operand_specs[k].axes != strategy.operand_specs[k].axes:
                 steps = self.chain(op, v, self.specs[v], operand_specs[k])

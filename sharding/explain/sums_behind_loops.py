@@ -69,7 +69,7 @@ def sums_behind_loops(
 
 
 def _dtype(graph: Graph, platform: Platform, source: int, result: int, *, is_stacked: bool) -> str:
-    """The dtype in which sums are reduced behind a loop: XLA:TPU adds up what is converted, and stacks what is narrow."""
+    """The dtype in which sums are reduced behind a loop: XLA:TPU adds up what is converted, and stacks the narrow."""
     of = source
     if platform == "tpu":
         of = min(source, result, key=graph.itemsize) if is_stacked else result

@@ -1,15 +1,16 @@
 """Loop-invariant code motion: what every iteration of a loop would compute, and reduce, again is computed before it.
 
 XLA does this on CPUs and TPUs, after partitioning; on GPUs a sum of an invariant is reduced in every iteration. Only
-ops that do work are moved (reductions, products, gathers, ...), with the elementwise and shape ops that they need, and
-index arithmetic; and only where the results take no more memory than the operands, as they are stored for as long as
-the loop runs.
+ops that do work are moved (reductions, products, gathers, ...) and those that make an operand of a product, such as
+rounded weights, with the elementwise and shape ops that they need, and index arithmetic; and only where the results
+take no more memory than the operands, as they are stored for as long as the loop runs. A call in the body is inlined if
+something in it is moved.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -17,12 +18,17 @@ import jax.numpy as jnp
 from .. import compat
 from ..annotations.propagation_barrier import barrier_p
 from ..rules import CONSTANT_PRESERVING, ELEMENTWISE
+from .constant_folding import GIVEN_OPERANDS
 
 STAY = frozenset({"checkpoint", "optimization_barrier", "remat", "remat2"})
 """Primitives that say when something is computed."""
 
 CHEAP = ELEMENTWISE | CONSTANT_PRESERVING | frozenset("annotate copy_p pad rev same slice squeeze transpose".split())
 """Primitives that are moved only if another one needs them."""
+
+
+PRODUCTS = frozenset({"conv_general_dilated", "dot_general", "ragged_dot_general"})
+"""Primitives whose operands are moved by themselves."""
 
 
 def hoist(eqn: Any) -> list[Any]:
@@ -33,11 +39,12 @@ def hoist(eqn: Any) -> list[Any]:
     body = compat.open_jaxpr(eqn.params[key])
     first, end = _constants(eqn)
     outside = dict(zip(body.invars, eqn.invars[first:end], strict=False))
-    moved = _moved(body, outside)
+    eqns = _with_inlined_calls(body.eqns, outside)
+    moved = _moved(eqns, outside)
     if not moved:
         return [eqn]
     before = [compat.renamed(e, outside) for e in moved.values()]
-    kept = [e for e in body.eqns if id(e) not in moved]
+    kept = [e for e in eqns if id(e) not in moved]
     read = {v for e in kept for v in e.invars if not compat.is_literal(v)}
     read.update(v for v in body.outvars if not compat.is_literal(v))
     new = [v for e in moved.values() for v in e.outvars if v in read]
@@ -56,11 +63,49 @@ def _constants(eqn: Any) -> tuple[int, int]:
     return first, first + eqn.params["body_nconsts"]
 
 
-def _moved(body: Any, outside: dict[Any, Any]) -> dict[int, Any]:
+def _with_inlined_calls(eqns: Sequence[Any], outside: Collection[Any]) -> list[Any]:
+    """The equations of a body; calls are inlined if something in them can run before the loop."""
+    invariant = set(outside)
+    found: list[Any] = []
+    for eqn in eqns:
+        is_invariant = [compat.is_literal(v) or v in invariant for v in eqn.invars]
+        inner = _inlined(eqn) if any(is_invariant) and not all(is_invariant) else [eqn]
+        if inner != [eqn]:
+            inner = _with_inlined_calls(inner, invariant)
+            found += inner if _moved(inner, invariant) else [eqn]
+        else:
+            found.append(eqn)
+        if all(is_invariant) and _is_movable(eqn):
+            invariant.update(eqn.outvars)
+    return found
+
+
+def _inlined(call: Any) -> list[Any]:
+    """The equations that a call runs; itself if it is none, or returns one of its operands."""
+    if call.primitive.name not in GIVEN_OPERANDS or call.effects or not compat.has_free_shardings(call):
+        return [call]
+    (_, _, jaxpr), *_ = compat.sub_jaxprs(call.params)
+    body = compat.open_jaxpr(jaxpr)
+    results = {v: out for v, out in zip(body.outvars, call.outvars, strict=True) if not compat.is_literal(v)}
+    made = {v for eqn in body.eqns for v in eqn.outvars}
+    if compat.constants(jaxpr) or len(results) < len(body.outvars) or not results.keys() <= made:
+        return [call]
+    names = dict(zip(body.invars, call.invars, strict=True))
+    found = []
+    for eqn in body.eqns:
+        inner = compat.renamed(eqn, names)
+        outvars = [results[v] if v in results and not compat.is_drop(results[v]) else names[v] for v in eqn.outvars]
+        names.update(zip(eqn.outvars, outvars, strict=True))
+        found.append(inner.replace(outvars=outvars))
+    return found
+
+
+def _moved(eqns: Sequence[Any], outside: Collection[Any]) -> dict[int, Any]:
     """The equations of a body to run before the loop, in order, by id."""
     makers: dict[Any, Any] = {}
     invariant = set(outside)
     moved: set[int] = set()
+    factors = {v for e in eqns if e.primitive.name in PRODUCTS for v in e.invars if not compat.is_literal(v)}
 
     def move(eqn: Any) -> None:
         waiting = [eqn]
@@ -70,14 +115,15 @@ def _moved(body: Any, outside: dict[Any, Any]) -> dict[int, Any]:
                 moved.add(id(one))
                 waiting += [makers[v] for v in one.invars if not compat.is_literal(v) and v in makers]
 
-    for eqn in body.eqns:
+    for eqn in eqns:
         if not all(compat.is_literal(v) or v in invariant for v in eqn.invars) or not _is_movable(eqn):
             continue
         invariant.update(eqn.outvars)
         makers.update((v, eqn) for v in eqn.outvars)
-        if _works(eqn) and _size(eqn.outvars) <= _size(eqn.invars):
+        is_factor = not factors.isdisjoint(eqn.outvars) and eqn.primitive.name != "annotate"
+        if (_works(eqn) or is_factor) and _size(eqn.outvars) <= _size(eqn.invars):
             move(eqn)
-    return {id(eqn): eqn for eqn in body.eqns if id(eqn) in moved}
+    return {id(eqn): eqn for eqn in eqns if id(eqn) in moved}
 
 
 def _is_movable(eqn: Any) -> bool:

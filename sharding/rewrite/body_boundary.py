@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from .. import compat
-from ..graph import CALLS, Atom
+from ..graph import CALLS, Atom, Scope
 from ..spec import Dim, Spec, divisible
 from .constraint_emitter import ConstraintEmitter
 
@@ -18,6 +18,26 @@ def argument(emitter: ConstraintEmitter, var: Any, eqn: Any) -> None:
     if spec is not None:
         annotation = program.annotations.get(atom) if atom is not None else None
         emitter.replaced[var] = emitter.emit(var, spec, eqn, asked=annotation.spec if annotation else None)
+
+
+def kept_arguments(
+    scope: Scope, resharded: Collection[Any], carried: Collection[Atom], *, is_remat: bool
+) -> Iterator[Any]:
+    """Arguments of a body that are resharded for some uses; Shardy would give the resharded spec to all.
+
+    Args:
+        scope: the body.
+        resharded: its resharded variables.
+        carried: values that loops carry and branches return.
+        is_remat: whether the body is computed again for the backward pass.
+    """
+    stacks = zip(scope.jaxpr.invars, scope.stacked_inputs, strict=False)
+    rows = {var for var, stacked in stacks if stacked is not None}
+    recomputing = (eqn for eqn in scope.jaxpr.eqns if compat.is_recomputed(eqn))
+    again = {v for eqn in recomputing for v in eqn.invars if not compat.is_literal(v) and v in rows}
+    for var in scope.jaxpr.invars:
+        if var in resharded and (is_remat or var in again or scope.env[var] in carried):
+            yield var
 
 
 def shard_map_argument(emitter: ConstraintEmitter, var: Any, eqn: Any) -> None:

@@ -173,9 +173,10 @@ class _Body(ConstraintEmitter):
         for var in source.invars if self.scope is self.program.scope else ():
             if inputs or not self.program.arrives_as_inferred(self.atom(var)):
                 body_boundary.argument(self, var, first)
-        for var in source.invars if self.scope is not self.program.scope else ():
-            is_carried = self.scope.env[var] in self.rewriter.carried
-            if var in self.resharded and (is_carried or is_remat):  # Shardy gives other uses the resharded spec, too
+        if self.scope is not self.program.scope:
+            for var in body_boundary.kept_arguments(
+                self.scope, self.resharded, self.rewriter.carried, is_remat=is_remat
+            ):
                 body_boundary.argument(self, var, first)
         for var in source.invars if self.scope.manual else ():
             body_boundary.shard_map_argument(self, var, first)

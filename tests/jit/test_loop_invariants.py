@@ -47,7 +47,20 @@ def with_several_results(w, x):
     return lax.scan(body, x, None, length=2)
 
 
+def rounded_weights(w, x):
+    def body(c, _):
+        return jnp.tanh(c.astype("bfloat16") @ w.astype("bfloat16")).astype(c.dtype), None
+
+    return lax.scan(body, x, None, length=3)[0]
+
+
+def in_a_call_on_what_varies(w, x):
+    layer = jax.jit(lambda c, w: jnp.tanh(c * jnp.sum(w, 0, keepdims=True)))
+    return lax.scan(lambda c, _: (layer(c, w), None), x, None, length=3)[0]
+
+
 MOVED = {
+    in_a_call_on_what_varies: set(),
     in_a_call: {"dot_general"},
     in_a_fori_loop: {"dot_general"},
     in_a_scan: set(),
@@ -63,7 +76,7 @@ def larger_than_its_operands(w, x):
 
 
 def elementwise(w, x):
-    return lax.scan(lambda c, _: (c @ jnp.exp(w), None), x, None, length=3)[0]
+    return lax.scan(lambda c, _: (jnp.tanh(c + jnp.exp(w)[:4]), None), x, None, length=3)[0]
 
 
 def behind_a_barrier(w, x):
@@ -89,7 +102,7 @@ def work_in_loop(f):
     return {name for name in ("dot_general", "reduce_max", "reduce_sum", "top_k") if name in body}
 
 
-@pytest.mark.parametrize("f", [*MOVED, *STAYING])
+@pytest.mark.parametrize("f", [*MOVED, *STAYING, rounded_weights])
 def test_values_are_the_same(f):
     closed = jax.make_jaxpr(f)(W, X)
     simple = simplify(closed)
@@ -101,6 +114,12 @@ def test_values_are_the_same(f):
 @pytest.mark.parametrize("f", MOVED)
 def test_work_is_moved(f):
     assert work_in_loop(f) == MOVED[f]
+
+
+def test_weights_are_rounded_before_the_loop():
+    jaxpr = simplify(jax.make_jaxpr(rounded_weights)(W, X))
+    eqns = getattr(jaxpr, "jaxpr", jaxpr).eqns
+    assert [e.primitive.name for e in eqns] == ["convert_element_type", "scan"]
 
 
 @pytest.mark.parametrize("f", STAYING)
