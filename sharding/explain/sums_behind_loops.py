@@ -83,8 +83,7 @@ def _summed_itemsize(graph: Graph, source: int) -> int:
         return graph.itemsize(source)
     (summed,) = op.operands
     terms = graph.makers.get(graph.makers[summed].operands[0])
-    is_widened = terms is not None and terms.name == op.name
-    return graph.itemsize(terms.operands[0] if is_widened else summed)
+    return graph.itemsize(terms.operands[0] if terms is not None and terms.name == op.name else summed)
 
 
 def _last_all_reduces(reductions: Sequence[Reduction]) -> tuple[Reduction, ...]:
