@@ -30,7 +30,7 @@ from ..xla.collective_lowering import is_gathered_by_all_reduce
 from .collective_dtypes import CollectiveDtypes
 from .collective_hints import Hints
 from .collective_ledger import Collective, Ledger
-from .reduce_scatter_creation import reduce_scattered, reduces_elementwise, stays_all_reduce
+from .reduce_scatter_creation import in_mesh_order, reduce_scattered, reduces_elementwise, stays_all_reduce
 from .shard_exchanges import ShardExchanges, axis_names
 from .shard_map_collectives import MANUAL, explicit, in_bodies
 from .sum_reassociation import LOOKED_THROUGH, SPLITS, Reassociation, reassociate, split_all_reduce, sums_and_rest
@@ -288,6 +288,7 @@ class ProgramCollectives:
         """A reduction of a value that is sharded as inferred."""
         sliced = tuple(axis for dim in self.specs[v].axes for axis in dim if axis in axes)
         size = self.shard_bytes(v) * num_parts(sliced, self.sizes)
+        axes = in_mesh_order(axes, self.sizes)
         return Step(kind=kind, axes=axes, spec=self.specs[v], num_bytes=size, wire_bytes=0, is_sum=True)
 
     def with_workarounds(self, op: Op, strategy: OpStrategy) -> tuple[Sequence[Spec], Sequence[Spec]]:

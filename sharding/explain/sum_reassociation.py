@@ -90,7 +90,8 @@ def _folded_steps(op: Op | None, sums: Sequence[Step], platform: Platform, sizes
     """
     if op is None or op.name not in REDUCTIONS or platform not in LOOKED_THROUGH or len(sums) < 2:
         return list(sums)
-    axes = in_mesh_order((axis for step in sums for axis in step.axes), sizes)
+    axes = tuple(axis for step in reversed(sums) for axis in step.axes)
+    axes = axes if platform == "tpu" else in_mesh_order(axes, sizes)
     is_scattered = any(step.kind == "reduce-scatter" for step in sums) and is_part_of_each(sums[-1].spec, axes)
     kind = "reduce-scatter" if is_scattered else "all-reduce"
     size = max(step.num_bytes for step in sums)
@@ -121,7 +122,7 @@ def reassociate(
     reductions: Mapping[int, Sequence[Reduction]],
     moves: Callable[[Op], bool],
     reads_in_place: Callable[[Op], bool],
-    axes: Callable[[int], object],
+    axes: Callable[[int], Sequence[Sequence[Axis]]],
     sizes: Mapping[str, int],
     spans_mesh: Callable[[Collection[Axis]], bool],
     shard_bytes: Callable[[int], int],
@@ -140,9 +141,17 @@ def reassociate(
         shard_bytes: bytes of a value on one device.
     """
 
-    def folds(v: int, found: Sequence[Reduction]) -> tuple[Reduction, ...]:
-        """All-reduces of all-reduces as one, but on TPUs not of a scalar over some of the devices."""
-        folded = _folded(found, sizes)
+    def folds(v: int, found: Sequence[Reduction], source: int | None = None) -> tuple[Reduction, ...]:
+        """All-reduces of all-reduces as one, but on TPUs not of a scalar over some of the devices.
+
+        Args:
+            v: the reduced value.
+            found: its reductions.
+            source: the result of the first reduction, if that is another value.
+        """
+        maker = graph.makers.get(v if source is None else source)
+        dims = axes(maker.operands[0]) if maker is not None and maker.name in REDUCTIONS else ()
+        folded = _folded(found, platform, sizes, [axis for dim in dims for axis in dim])
         return folded if platform == "gpu" or graph.shapes[v] or spans_mesh(folded[0][1]) else tuple(found)
 
     left = {v: folds(v, found) for v, found in reductions.items()}
@@ -153,7 +162,7 @@ def reassociate(
         if source is None:
             continue
         (v,) = op.results
-        left[v] = folds(v, (*left[source], *left.get(v, ())))
+        left[v] = folds(v, (*left[source], *left.get(v, ())), source)
         if graph.num_uses[source] == 1:
             left[source] = ()
 
@@ -292,11 +301,27 @@ def _is_zero(atom: Any) -> bool:
     return compat.is_literal(atom) and not atom.aval.shape and atom.val == 0
 
 
-def _folded(reductions: Sequence[Reduction], sizes: Mapping[str, int]) -> tuple[Reduction, ...]:
-    """All-reduces of all-reduces as one, over their axes in mesh order."""
+def _folded(
+    reductions: Sequence[Reduction], platform: Platform, sizes: Mapping[str, int], reduced: Sequence[Axis]
+) -> tuple[Reduction, ...]:
+    """All-reduces of all-reduces as one over their axes, sorted by XLA:GPU, in the order of dims by XLA:TPU.
+
+    All-reduces are added only if their devices are in one order.
+
+    Args:
+        reductions: the reductions of a value.
+        platform: whose compiler folds them.
+        sizes: the mesh axis sizes.
+        reduced: the axes of the array that is reduced, in the order of its dims.
+    """
     if {kind for kind, _ in reductions} != {"all-reduce"}:
         return tuple(reductions)
-    return (("all-reduce", in_mesh_order((axis for _, axes in reductions for axis in axes), sizes)),)
+    axes = tuple(axis for _, axes in reductions for axis in axes)
+    if platform == "gpu" and len(reductions) > 1:
+        axes = in_mesh_order(axes, sizes)
+    elif platform == "tpu" and set(axes) <= set(reduced):
+        axes = tuple(axis for axis in reduced if axis in axes)
+    return (("all-reduce", axes),)
 
 
 def _common_end(one: Sequence[Reduction], other: Sequence[Reduction], *, scatters: bool) -> tuple[Reduction, ...]:

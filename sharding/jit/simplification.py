@@ -8,8 +8,8 @@ arrays (`vdot`) contracts their own dims: a flattened array cannot keep the shar
 Primitives of other packages become calls of their implementations, and gathers of whole arrays reshapes. A selection
 between a value and itself is that value, integers minus themselves are zeros, and an array of which a pad cuts off all
 elements is padding. A reshape in another order of dims becomes a transposition and a reshape, a platform-dependent
-conditional its platform's branch, a loop of one iteration what it computes, and a transposed product the product in
-the other order.
+conditional its platform's branch, a loop of one iteration what it computes, a transposed product the product in the
+other order, and a reduction of arrays side by side those of each.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from .equal_values import ValueNumbers
 from .known_indices import OF_EQUALS
 from .loop_invariants import hoist
 from .package_primitives import implementation
+from .reduced_parts import reduced_apart
 from .single_iterations import same_as_p, unrolled
 from .transposed_products import turned
 
@@ -124,10 +125,9 @@ class _Simplifier:
                 computed.update((n, v) for v, n in reversed(new) if v not in equals)
                 eqns.append(eqn)
         outvars = [*map(read, source.outvars)]
-        in_order = turned(eqns, outvars)
-        if not is_changed and len(in_order) == len(eqns):
+        given, eqns = eqns, reduced_apart(turned(eqns, outvars), outvars)
+        if not is_changed and len(given) == len(eqns) and all(a is b for a, b in zip(given, eqns, strict=True)):
             return jaxpr
-        eqns = in_order
         used = {v for eqn in eqns for v in eqn.invars if not compat.is_literal(v)}
         used.update(v for v in outvars if not compat.is_literal(v))
         unused = flattened.keys() - used

@@ -283,3 +283,18 @@ def test_only_a_slice_in_the_order_of_the_devices_is_scattered(platform):
     assert kinds(P(None, ("model", "data"))) == ["all-reduce"]
     scattered = "reduce-scatter" if platform == "gpu" else "all-reduce"  # not over a whole slice of a TPU pod
     assert kinds(P(None, ("data", "model"))) == [scattered]
+
+
+def squares(a, b):
+    return (a * a).sum() + (b * b).sum(0).sum()
+
+
+ORDERS = [P("data", "model"), P("model", "data"), P(("data", "model")), P(("model", "data"))]
+
+
+@pytest.mark.parametrize(("backend", "described"), COMPILERS.values())
+@pytest.mark.parametrize("specs", [(a, b) for a in ORDERS for b in ORDERS[:2]], ids=str)
+def test_sums_over_devices_in_another_order_stay_apart(specs, backend, described):
+    args = (floats(64, 64), floats(64, 64))
+    predicted, compiled = predicted_and_compiled(squares, args, backend, described, SIZES, in_shardings=specs)
+    assert predicted == compiled
