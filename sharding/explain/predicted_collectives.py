@@ -115,7 +115,9 @@ class ProgramCollectives:
             if sums and not rest:
                 is_whole = platform == "gpu" or reduces_elementwise(self.graph.makers.get(v))
                 reductions[v] = [(self.kind_of_sum(v, step, is_whole=is_whole), step.axes) for step in sums]
-            elif split := split_all_reduce([step for step in steps if step.is_sum], rest, used):
+            elif split := split_all_reduce(
+                self.graph.makers.get(v), [step for step in steps if step.is_sum], rest, used
+            ):
                 reductions[v] = split
 
         def moves(op: Op) -> bool:

@@ -98,15 +98,19 @@ def _folded_steps(op: Op | None, sums: Sequence[Step], platform: Platform, sizes
     return [dataclasses.replace(sums[-1], kind=kind, axes=axes, num_bytes=size)]
 
 
-def split_all_reduce(sums: Sequence[Step], rest: Sequence[Step], used: Collection[frozenset[Axis]]) -> list[Reduction]:
+def split_all_reduce(
+    op: Op | None, sums: Sequence[Step], rest: Sequence[Step], used: Collection[frozenset[Axis]]
+) -> list[Reduction]:
     """The reduce-scatter and all-reduce of an all-reduce of which each device keeps a slice; empty if it stays whole.
 
     Args:
+        op: what makes the result; those of a reduction stay whole.
         sums: the reductions of a result, before all-reduces of all-reduces are folded.
         rest: the steps that follow.
         used: the axes of each sum of the program; without another one over the same axes, nothing is gained.
     """
-    if [step.kind for step in sums] != ["all-reduce"] or {step.kind for step in rest} != {"slice"}:
+    is_whole = op is not None and op.name in REDUCTIONS
+    if is_whole or [step.kind for step in sums] != ["all-reduce"] or {step.kind for step in rest} != {"slice"}:
         return []
     sliced = {axis for step in rest for axis in step.axes}
     scattered = tuple(axis for axis in sums[0].axes if axis in sliced)
