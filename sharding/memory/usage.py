@@ -28,6 +28,8 @@ class Usage:
     lifetimes: Lifetimes
     aliases: Mapping[int, int]
     """Result -> the donated argument whose buffer it reuses."""
+    counts_gaps_twice: bool = False
+    """See `CompilerTraits`."""
 
     @cached_property
     def argument_bytes(self) -> int:
@@ -43,7 +45,8 @@ class Usage:
     @cached_property
     def temporary_bytes(self) -> int:
         """The heap of temporaries, without those placed in the buffers of results."""
-        return block_bytes(self.lifetimes.intervals(), self.lifetimes.peak_bytes())
+        heap = block_bytes(self.lifetimes.intervals(), self.lifetimes.peak_bytes())
+        return 2 * heap - self.lifetimes.peak_bytes_without_stacks() if self.counts_gaps_twice else heap
 
     @property
     def peak_bytes(self) -> int:
@@ -65,7 +68,8 @@ def usage(assignment: Assignment, donated: Collection[int] = (), *, platform: Pl
     aliases = donations(assignment, program, donated)
     pairs = [(program.inputs[a], k) for k, a in aliases.items()]
     order, outputs = ORDERS[traits.schedule], {*program.outputs}
-    return Usage(program, lifetimes(program.body, pairs, outputs, order, are_donated=True), aliases)
+    found = lifetimes(program.body, pairs, outputs, order, are_donated=True)
+    return Usage(program, found, aliases, traits.counts_gaps_twice)
 
 
 def donations(assignment: Assignment, program: DeviceProgram, donated: Collection[int]) -> dict[int, int]:
