@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from ..cost.heap_simulator import Interval, aligned
 from .fusion import Kernel, fuse
-from .heap_simulator import Interval, aligned
 from .instruction import Body, Instruction
 from .kernel_order import Order, Step
 from .primitive_traits import BARRIER
@@ -68,10 +68,7 @@ class Lifetimes:
         return found
 
     def intervals(self) -> list[Interval]:
-        """Bytes of every temporary buffer, and its first and last instant, those of nested bodies included.
-
-        Each step is an instant, preceded by the instants of its nested bodies.
-        """
+        """Bytes of every temporary buffer, and its first and last instant; a step follows those of its bodies."""
         return self._intervals(0)[0]
 
     def _intervals(self, now: int) -> tuple[list[Interval], int]:
@@ -99,10 +96,8 @@ def lifetimes(
     """The buffers of one body.
 
     Args:
-        body: the instructions.
         carried: (argument, result) pairs that share a buffer.
         not_temporary: results whose buffers are counted elsewhere.
-        order: of the kernels.
         are_donated: whether the pairs are donated arguments: a result that is written while its argument is still
             read is a temporary, copied in the end.
     """
@@ -261,10 +256,8 @@ class _BufferAssignment:
                 new.is_temporary = False
 
     def copy_interfering(self) -> None:
-        """Keep a donated result apart from its argument where a reader of the argument needs the result, too.
-
-        Other readers run before the result is written: XLA's copy insertion orders them so.
-        """
+        """Keep a donated result apart from its argument where a reader of the argument needs the result, too; other
+        readers run before the result is written."""
         for argument, number in self.carried:
             new, old = self.buffer_of.get(self.body.results[number]), self.buffer_of.get(argument)
             if new is None or new is old or new.makers[0][1].role == "argument":

@@ -7,12 +7,12 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from ..cost.heap_simulator import block_bytes
 from ..graph.garbage_collection import no_collection
 from ..hardware import Platform
 from ..propagation import Assignment
 from .compiler_traits import TRAITS
 from .device_program import DeviceProgram, lower
-from .heap_simulator import block_bytes
 from .kernel_order import ORDERS
 from .liveness import Lifetimes, lifetimes
 
@@ -56,13 +56,7 @@ class Usage:
 
 @no_collection()
 def usage(assignment: Assignment, donated: Collection[int] = (), *, platform: Platform = "cpu") -> Usage:
-    """The memory of a completed program on one device.
-
-    Args:
-        assignment: a spec per value.
-        donated: indices of the graph's donated inputs.
-        platform: whose compiler is modelled, see `compiler_traits`.
-    """
+    """The memory of a completed program on one device, with some of the graph's inputs donated, by index."""
     traits = TRAITS[platform]
     program = lower(assignment, traits)
     aliases = donations(assignment, program, donated)
