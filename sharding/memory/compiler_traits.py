@@ -36,6 +36,8 @@ class CompilerTraits:
     """Whether the kernels of products and convolutions compute their operands."""
     merges_products: bool = False
     """Whether products that share an operand are slices of one."""
+    reduces_in_place: bool = False
+    """Whether every all-reduce writes into its operand's buffer."""
     counts_gaps_twice: bool = False
     """Whether `memory_analysis()` adds to the heap what exceeds the buffers live at once, of which stacks count only
     until a loop fills them: libtpu 0.0.51, by the buffer assignments that it dumps."""
@@ -59,6 +61,8 @@ TRAITS: Mapping[Platform, CompilerTraits] = {
         adds_before_reducing=False,
         schedule="breadth first",
     ),
-    "tpu": replace(ACCELERATOR, rounds_early=True, fuses_into_products=True, counts_gaps_twice=True),
+    "tpu": replace(
+        ACCELERATOR, rounds_early=True, fuses_into_products=True, reduces_in_place=True, counts_gaps_twice=True
+    ),
     "gpu": replace(ACCELERATOR, schedule="latency hiding", merges_products=True),
 }

@@ -126,8 +126,8 @@ class Emitter:
         """An all-reduce of partial sums; 16-bit floats are reduced in 32 bits."""
         facts: Mapping[str, Any] = {"value": x.value, "eqn": x.eqn}
         if itemsize != 2 or not self.traits.widens_16_bits:
-            group = (axes, itemsize)
-            return self.emit("all-reduce", "unfusible", [x], x.shape, itemsize, group=group, axes=axes, **facts)
+            facts = {**facts, "group": (axes, itemsize), "in_place": ((0, 0),) if self.traits.reduces_in_place else ()}
+            return self.emit("all-reduce", "unfusible", [x], x.shape, itemsize, axes=axes, **facts)
         x = self.emit("convert", "fusible", [x], x.shape, 4, elementwise=True, **facts)
         x = self.emit("all-reduce", "unfusible", [x], x.shape, 4, group=(axes, 4), axes=axes, **facts)
         return self.emit("convert", "fusible", [x], x.shape, itemsize, elementwise=True, expensive=True, **facts)

@@ -15,7 +15,7 @@ from ..cost.heap_simulator import Interval, aligned
 from .fusion import Kernel, fuse
 from .instruction import Body, Instruction
 from .kernel_order import Order, Step
-from .primitive_traits import BARRIER
+from .primitive_traits import BARRIER, updates
 
 
 @dataclass(slots=True, eq=False)
@@ -220,7 +220,7 @@ class _BufferAssignment:
     def is_stack(self, one: Instruction) -> bool:
         """Whether an instruction is a result of a loop that updates it in place in each iteration."""
         bodies = one.operands[0].bodies if one.role == "tuple-element" else ()
-        return len(bodies) == 1 and bool(bodies[0].results[self.numbers[one]].in_place)
+        return len(bodies) == 1 and updates(bodies[0].results[self.numbers[one]].name)
 
     def freed_buffer(self, operand: Instruction, step: int) -> Buffer | None:
         """The buffer of an operand that is not read after a step."""

@@ -91,3 +91,15 @@ def test_what_a_tpu_heap_wastes_counts_twice_and_stacks_only_until_a_loop_fills_
         assert found.temporary_bytes >= found.lifetimes.peak_bytes()
         without = found.lifetimes.peak_bytes_without_stacks()
         assert (without < found.lifetimes.peak_bytes()) == (f is stacked)
+
+
+@pytest.mark.parametrize(("platform", "arrays"), [("tpu", 1), ("gpu", 2)])
+def test_an_all_reduce_that_nothing_overlaps_is_in_place_on_tpus(platform, arrays):
+    def summed(x, w):
+        return jnp.sort(jnp.sort(x, axis=0) @ w, axis=0)
+
+    x, w = floats(8, 8 * N), floats(8 * N, 64 * N)
+    with sharding.mesh({"model": 8}):
+        found = sharding.jit(summed, in_shardings=(P(None, "model"), P("model"))).complete(x, w)
+    peak = usage(found.assignment, platform=platform).lifetimes.peak_bytes()
+    assert arrays * 8 * 64 * N * 4 <= peak < (arrays + 1) * 8 * 64 * N * 4
