@@ -15,7 +15,6 @@ from .. import compat
 from ..graph import Graph
 from ..hardware import Platform
 from ..memory import POINTER_BYTES, Usage, usage
-from ..memory.compiler_traits import PEAK_ERRORS, PeakError
 from ..memory.instruction import Instruction
 from ..memory.liveness import Buffer, Lifetimes
 from ..propagation import Assignment
@@ -25,6 +24,7 @@ from . import array_categories
 from .array_categories import Category
 from .collective_buffers import collective_buffer_bytes
 from .memory_fit import Fit, fit
+from .peak_error import PEAK_ERRORS, PeakError
 from .units import bytes_text
 
 ARGUMENTS = "(arguments)"

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Literal
 
 from ..hardware import Platform
@@ -16,37 +14,14 @@ Schedule = Literal["program order", "breadth first", "latency hiding"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PeakError:
-    """Errors of predicted peaks over programs that others wrote (`tests/benchmarks/prediction.py --corpus --fit`)."""
-
-    num_programs: int | None
-    median: float
-    """Half of the programs stay within it, relative to the compiled peak."""
-    large: float
-    """Nine of ten do."""
-    low: float
-    """Compiled over predicted peak: one program of twenty is below."""
-    high: float
-    """One of twenty is above."""
-
-
-PEAK_ERRORS_FILE = Path(__file__).with_name("peak_errors.json")
-PEAK_ERRORS: Mapping[Platform, PeakError] = {
-    platform: PeakError(**error) for platform, error in json.loads(PEAK_ERRORS_FILE.read_text()).items()
-}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class CompilerTraits:
     """How one compiler's buffers differ from the program's arrays."""
 
     widens_16_bits: bool
     """Whether arithmetic, dots and collectives of 16-bit floats run in 32 bits."""
-    transposes_operands: bool
-    """Whether transposes are stored, and operands of dots and convolutions transposed to the order of a library; others
-    choose layouts so that none is needed."""
-    stores_around_reductions: bool
-    """Whether a library runs large reductions with the elementwise ops around them, and stores what they share."""
+    uses_library: bool
+    """Whether a library runs dots and convolutions, their operands transposed to its order, and large reductions with
+    the elementwise ops around them; others choose layouts so that no transpose is needed."""
     reduce_scatters: bool
     """Whether a reduce-scatter stores only its result; otherwise it is an all-reduce and a slice."""
     stored_once: frozenset[str]
@@ -57,12 +32,20 @@ class CompilerTraits:
     """The order of the kernels."""
     rounds_early: bool = False
     """Whether float32 values that are only read in bfloat16 are stored so."""
+    fuses_into_products: bool = False
+    """Whether the kernels of products and convolutions compute their operands."""
+    merges_products: bool = False
+    """Whether products that share an operand are slices of one."""
+    reduces_in_place: bool = False
+    """Whether every all-reduce writes into its operand's buffer."""
+    counts_gaps_twice: bool = False
+    """Whether `memory_analysis()` adds to the heap what exceeds the buffers live at once, of which stacks count only
+    until a loop fills them: libtpu 0.0.51, by the buffer assignments that it dumps."""
 
 
 ACCELERATOR = CompilerTraits(
     widens_16_bits=False,
-    transposes_operands=False,
-    stores_around_reductions=False,
+    uses_library=False,
     reduce_scatters=True,
     stored_once=frozenset({"gather", "threefry2x32", "threefry4x32"}),
     adds_before_reducing=True,
@@ -72,13 +55,14 @@ ACCELERATOR = CompilerTraits(
 TRAITS: Mapping[Platform, CompilerTraits] = {
     "cpu": CompilerTraits(
         widens_16_bits=True,
-        transposes_operands=True,
-        stores_around_reductions=True,
+        uses_library=True,
         reduce_scatters=False,
         stored_once=TRANSCENDENTAL,
         adds_before_reducing=False,
         schedule="breadth first",
     ),
-    "tpu": replace(ACCELERATOR, rounds_early=True),
-    "gpu": replace(ACCELERATOR, schedule="latency hiding"),
+    "tpu": replace(
+        ACCELERATOR, rounds_early=True, fuses_into_products=True, reduces_in_place=True, counts_gaps_twice=True
+    ),
+    "gpu": replace(ACCELERATOR, schedule="latency hiding", merges_products=True),
 }

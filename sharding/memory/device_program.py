@@ -14,6 +14,7 @@ from .emitter import Emitter
 from .equation_lowering import Env, Handler, Lowering
 from .instruction import Body, Instruction
 from .reduction_reassociation import add_before_reducing
+from .shared_operands import merge_products
 
 HANDLERS: dict[str, Handler] = {
     "cond": control_flow_lowering.cond,
@@ -62,6 +63,8 @@ def lower(assignment: Assignment, traits: CompilerTraits) -> DeviceProgram:
     emitter.body.results = outputs
     if traits.adds_before_reducing:
         add_before_reducing(emitter.body)
+    if traits.merges_products:
+        merge_products(emitter.body)
     used = compat.inputs_used(scope.jaxpr, [True] * len(outputs))
     kept = frozenset(x for x, is_used in zip(inputs, used, strict=True) if is_used)
     return DeviceProgram(emitter.body, tuple(inputs), kept, tuple(outputs))

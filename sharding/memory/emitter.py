@@ -37,14 +37,9 @@ class Emitter:
 
     def emit(self, name: str, role: Role, operands: Sequence[Instruction], shape: Sequence[int], itemsize: int,
              *, key: Any = None, **facts: Any) -> Instruction:  # fmt: skip
-        """Append an instruction, or return the equal one that the body already has.
+        """Append an instruction of a local shape, or return the equal one that the body already has.
 
         Args:
-            name: of the primitive.
-            role: how it is computed.
-            operands: the instructions it reads.
-            shape: local shape of the result.
-            itemsize: bytes per element.
             key: what it depends on besides name, operands and shape, for common-subexpression elimination; None: never
                 shared.
             facts: further fields of the instruction.
@@ -103,11 +98,8 @@ class Emitter:
         return x
 
     def apply_step(self, x: Instruction, shape: tuple[int, ...], itemsize: int, step: Step) -> Instruction:
-        """The array after one reshard step.
-
-        An all-to-all slices its operand and concatenates the result. A reduce-scatter is an all-reduce and a slice, as
-        on XLA:CPU; an all-reduce to a smaller local shape slices first.
-        """
+        """The array after one reshard step: an all-to-all slices first and concatenates last, and on XLA:CPU a
+        reduce-scatter is an all-reduce and a slice."""
         key, facts = step.spec.axes, {"value": x.value, "eqn": x.eqn}
         sent = {**facts, "axes": step.axes}
         if step.kind == "all-gather":
@@ -134,8 +126,8 @@ class Emitter:
         """An all-reduce of partial sums; 16-bit floats are reduced in 32 bits."""
         facts: Mapping[str, Any] = {"value": x.value, "eqn": x.eqn}
         if itemsize != 2 or not self.traits.widens_16_bits:
-            group = (axes, itemsize)
-            return self.emit("all-reduce", "unfusible", [x], x.shape, itemsize, group=group, axes=axes, **facts)
+            facts = {**facts, "group": (axes, itemsize), "in_place": ((0, 0),) if self.traits.reduces_in_place else ()}
+            return self.emit("all-reduce", "unfusible", [x], x.shape, itemsize, axes=axes, **facts)
         x = self.emit("convert", "fusible", [x], x.shape, 4, elementwise=True, **facts)
         x = self.emit("all-reduce", "unfusible", [x], x.shape, 4, group=(axes, 4), axes=axes, **facts)
         return self.emit("convert", "fusible", [x], x.shape, itemsize, elementwise=True, expensive=True, **facts)

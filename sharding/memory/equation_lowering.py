@@ -235,8 +235,10 @@ class Lowering:
             return [emitter.emit(name, "bitcast", present, shape, itemsize, **facts)]
         if name == "dot_general" and len(present) == 2 and contracts_nothing(eqn, present[0]):
             return [emitter.emit("mul", "fusible", present, shape, itemsize, **facts)]
-        if name in ("dot_general", "conv_general_dilated") and traits.transposes_operands:
+        if name in ("dot_general", "conv_general_dilated") and traits.uses_library:
             return [self.external_call(eqn, present, shape, itemsize, facts, emitter)]
+        if name == "dot_general" and len(present) == 2 and multiplies_a_vector(eqn, present):
+            return [emitter.emit("reduce_sum", "fusible", present, shape, itemsize, expensive=True, **facts)]
         if name == "convert_element_type" and itemsize == 4 and present:
             wide = widening.before_rounding(present[0])
             if wide is not present[0]:
@@ -246,7 +248,9 @@ class Lowering:
             "expensive": primitive_traits.is_expensive(name, eqn, traits),
             "in_place": ((0, 0),) if primitive_traits.updates(name) and operands[0] is not None else (),
         }
-        if traits.stores_around_reductions and name in primitive_traits.REDUCTIONS:
+        if name in ("dot_general", "conv_general_dilated"):
+            facts["fuses_operands"] = traits.fuses_into_products
+        if traits.uses_library and name in primitive_traits.REDUCTIONS:
             facts["is_library_reduction"] = present[0].num_elements >= MIN_LIBRARY_ELEMENTS
         if facts["elementwise"] and widening.is_computed_in_f32(eqn, traits):
             return [widening.rounded(emitter.emit(name, "fusible", present, shape, 4, **facts), emitter)]
@@ -284,7 +288,7 @@ class Lowering:
 
     def is_view(self, name: str, operands: Sequence[Instruction], shape: Sequence[int]) -> bool:
         """Whether the result is the operand under another shape, as where a dim of size 1 is summed or added."""
-        if name in primitive_traits.RESHAPES or self.traits.transposes_operands:
+        if name in primitive_traits.RESHAPES or self.traits.uses_library:
             return name in primitive_traits.RESHAPES
         if name in primitive_traits.REDUCTIONS or name == "broadcast_in_dim":
             return len(operands) == 1 and operands[0].num_elements == math.prod(shape)
@@ -295,6 +299,12 @@ def contracts_nothing(eqn: Any, lhs: Instruction) -> bool:
     """Whether a dot is an outer product, which XLA computes elementwise."""
     (contracted, _), _ = eqn.params["dimension_numbers"]
     return math.prod(lhs.shape[d] for d in contracted) == 1
+
+
+def multiplies_a_vector(eqn: Any, operands: Sequence[Instruction]) -> bool:
+    """Whether one operand of a dot is a vector, or one per batch: accelerators run it as a reduction."""
+    sizes = zip(operands, *eqn.params["dimension_numbers"], strict=True)
+    return any(x.num_elements == math.prod(x.shape[d] for d in (*summed, *batch)) for x, summed, batch in sizes)
 
 
 def _key(eqn: Any, operands: Sequence[Instruction | None]) -> Any:

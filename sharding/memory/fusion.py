@@ -15,6 +15,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from .instruction import Instruction, users
+from .primitive_traits import REDUCTIONS
+
+SLICES = frozenset({"slice", "dynamic_slice"})
 
 
 @dataclass(slots=True, eq=False)
@@ -29,12 +32,7 @@ class Kernel:
 
 
 def fuse(instructions: Sequence[Instruction], results: Sequence[Instruction]) -> list[Kernel]:
-    """The kernels of a body in the order of their roots.
-
-    Args:
-        instructions: operands before their users.
-        results: always stored.
-    """
+    """The kernels of a body in the order of their roots; instructions come after their operands, results are stored."""
     return _Fusion(instructions, results).kernels()
 
 
@@ -48,7 +46,19 @@ class _Fusion:
         for one in reversed(instructions):
             if one.is_library_reduction:
                 self.stored.update(self.stored_around(one))
+        self.scaled = self.scaled_by_reductions()
         self.once = self.costly()
+
+    def scaled_by_reductions(self) -> set[Instruction]:
+        """What is computed from reduced values that are broadcast again, as a softmax is."""
+        reduced, found = set[Instruction](), set[Instruction]()
+        for one in self.instructions:
+            sources = [x for x in one.operands if x.num_elements > 1]
+            if one.name in REDUCTIONS or (sources and reduced.issuperset(sources)):
+                reduced.add(one)
+            elif not reduced.isdisjoint(sources) or (_is_fusible(one) and not found.isdisjoint(sources)):
+                found.add(one)
+        return found
 
     def costly(self) -> set[Instruction]:
         """What is read faster from memory than computed again by each of several users."""
@@ -56,8 +66,8 @@ class _Fusion:
         sources: dict[Instruction, frozenset[Instruction]] = {}
         """Per instruction what must be read to compute it: itself if it is stored."""
         for one in self.instructions:
-            sources[one] = frozenset((one,))
-            if _is_fusible(one) and one not in self.stored:
+            sources[one] = frozenset((one,))  # a slice is read as what it is, not as its operand
+            if _is_fusible(one) and one not in self.stored and one.name not in SLICES:
                 reads = frozenset[Instruction]().union(*(sources[x] for x in one.operands))
                 if self.is_costly(one, sum(x.num_bytes for x in reads)):
                     found.add(one)
@@ -72,7 +82,7 @@ class _Fusion:
             return False
         if one.expensive:
             return True
-        if not all(map(_is_fusible, readers)):  # it is stored for one of them anyway
+        if not all(_is_fusible(x) or x.fuses_operands for x in readers):  # it is stored for one of them anyway
             return read_bytes > one.num_bytes
         return len(readers) * read_bytes > read_bytes + (len(readers) + 1) * one.num_bytes
 
@@ -103,12 +113,14 @@ class _Fusion:
     def kernel_of(self, root: Instruction, readers: dict[Instruction, set[Instruction]]) -> Kernel:
         """The kernel of a root: producers with no other reader move into it, others are duplicated."""
         members, inside, gone = [root], {root}, {root}
-        seen = set(root.operands) if _is_fusible(root) else set()
+        seen = set(root.operands) if _is_fusible(root) or root.fuses_operands else set()
         waiting = [(-self.place[x], x) for x in seen]
         heapq.heapify(waiting)
         while waiting:
             _, producer = heapq.heappop(waiting)
             others = readers[producer] - gone
+            if root.fuses_operands and producer in self.scaled and producer.phase == "backward":
+                continue
             if not _is_fusible(producer) or producer in self.stored or (producer in self.once and others):
                 continue
             members.append(producer)

@@ -32,6 +32,8 @@ class Instruction:
     elementwise: bool = False
     expensive: bool = False
     """Whether fusion must not duplicate it."""
+    fuses_operands: bool = False
+    """Whether its kernel computes its operands, although it is stored."""
     is_library_reduction: bool = False
     """Whether a library runs it, a reduction, together with its neighbours."""
     in_place: tuple[tuple[int, int], ...] = ()

@@ -131,8 +131,8 @@ def _kernel_us(kernel: Kernel) -> float:
         return 0.0
     if root.name == "conv_general_dilated":
         return gpu_latencies.CONVOLUTION_US
-    if root.name == "dot_general" and root.eqn is not None and len(root.operands) == 2:
-        lhs, rhs = root.operands
+    if root.name == "dot_general" and root.eqn is not None and len(root.operands) > 1:
+        lhs, rhs = root.operands[:2]
         (contracted, _), (batch, _) = root.eqn.params["dimension_numbers"]
         b, k = (max(1, math.prod(lhs.shape[d] for d in dims)) for dims in (batch, contracted))
         m = max(1, lhs.num_elements // (b * k))

@@ -8,14 +8,14 @@ that is the operand's last reader.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from ..cost.heap_simulator import Interval, aligned
 from .fusion import Kernel, fuse
-from .heap_simulator import Interval, aligned
 from .instruction import Body, Instruction
 from .kernel_order import Order, Step
-from .primitive_traits import BARRIER
+from .primitive_traits import BARRIER, updates
 
 
 @dataclass(slots=True, eq=False)
@@ -29,6 +29,8 @@ class Buffer:
     """The instructions that write it, each with its step, in order."""
     is_temporary: bool = True
     """Whether it is a temporary of this body: neither an argument nor in a result's buffer."""
+    filled: int | None = None
+    """The first step of a loop that fills it row by row, as one does a stack."""
 
 
 @dataclass(slots=True, eq=False)
@@ -40,32 +42,33 @@ class Lifetimes:
     nested: dict[int, list[Lifetimes]]
     """Step -> the lifetimes in the bodies of its loops and branches."""
 
-    def nested_peak_bytes(self, step: int) -> int:
-        """Peak bytes inside the loops and branches of a step."""
-        return max((body.peak_bytes() for body in self.nested.get(step, ())), default=0)
-
     def timeline(self) -> list[int]:
         """Live temporary bytes at each step, those of nested bodies included."""
-        change = [0] * (len(self.steps) + 1)
-        for b in self.buffers:
-            if b.is_temporary:
-                change[b.born] += b.num_bytes
-                change[b.dies + 1] -= b.num_bytes
-        found, now = [], 0
-        for k in range(len(self.steps)):
-            now += change[k]
-            found.append(now + self.nested_peak_bytes(k))
-        return found
+        return self._timeline([b.dies for b in self.buffers], Lifetimes.peak_bytes)
 
     def peak_bytes(self) -> int:
         """The maximum of the timeline."""
         return max(self.timeline(), default=0)
 
-    def intervals(self) -> list[Interval]:
-        """Bytes of every temporary buffer, and its first and last instant, those of nested bodies included.
+    def peak_bytes_without_stacks(self) -> int:
+        """The maximum of the timeline if stacks were free from the loop on that fills them."""
+        ends = [b.dies if b.filled is None else b.filled - 1 for b in self.buffers]
+        return max(self._timeline(ends, Lifetimes.peak_bytes_without_stacks), default=0)
 
-        Each step is an instant, preceded by the instants of its nested bodies.
-        """
+    def _timeline(self, ends: Sequence[int], nested_peak: Callable[[Lifetimes], int]) -> list[int]:
+        change = [0] * (len(self.steps) + 1)
+        for b, end in zip(self.buffers, ends, strict=True):
+            if b.is_temporary:
+                change[b.born] += b.num_bytes
+                change[max(end + 1, b.born)] -= b.num_bytes
+        found, now = [], 0
+        for k in range(len(self.steps)):
+            now += change[k]
+            found.append(now + max(map(nested_peak, self.nested.get(k, ())), default=0))
+        return found
+
+    def intervals(self) -> list[Interval]:
+        """Bytes of every temporary buffer, and its first and last instant; a step follows those of its bodies."""
         return self._intervals(0)[0]
 
     def _intervals(self, now: int) -> tuple[list[Interval], int]:
@@ -93,10 +96,8 @@ def lifetimes(
     """The buffers of one body.
 
     Args:
-        body: the instructions.
         carried: (argument, result) pairs that share a buffer.
         not_temporary: results whose buffers are counted elsewhere.
-        order: of the kernels.
         are_donated: whether the pairs are donated arguments: a result that is written while its argument is still
             read is a temporary, copied in the end.
     """
@@ -170,6 +171,8 @@ class _BufferAssignment:
             reused.dies = max(reused.dies, dies)
             reused.makers.append((born, root))
             reused.is_temporary = reused.is_temporary and root not in self.not_temporary
+            if reused.filled is None and self.is_stack(root):
+                reused.filled = born
             self.buffer_of[root] = reused
             return
         is_argument = root.role == "argument"
@@ -214,6 +217,11 @@ class _BufferAssignment:
                     return found
         return None
 
+    def is_stack(self, one: Instruction) -> bool:
+        """Whether an instruction is a result of a loop that updates it in place in each iteration."""
+        bodies = one.operands[0].bodies if one.role == "tuple-element" else ()
+        return len(bodies) == 1 and updates(bodies[0].results[self.numbers[one]].name)
+
     def freed_buffer(self, operand: Instruction, step: int) -> Buffer | None:
         """The buffer of an operand that is not read after a step."""
         buffer = self.buffer_of.get(operand)
@@ -248,10 +256,8 @@ class _BufferAssignment:
                 new.is_temporary = False
 
     def copy_interfering(self) -> None:
-        """Keep a donated result apart from its argument where a reader of the argument needs the result, too.
-
-        Other readers run before the result is written: XLA's copy insertion orders them so.
-        """
+        """Keep a donated result apart from its argument where a reader of the argument needs the result, too; other
+        readers run before the result is written."""
         for argument, number in self.carried:
             new, old = self.buffer_of.get(self.body.results[number]), self.buffer_of.get(argument)
             if new is None or new is old or new.makers[0][1].role == "argument":

@@ -16,10 +16,7 @@ def fuse_siblings(units: Sequence[list[Kernel]]) -> list[list[Kernel]]:
     """The units in program order, reductions merged into a unit that reads the same array.
 
     A reduction moves up to the array's last reader before it, or down to the next one, where its operands and readers
-    let it.
-
-    Args:
-        units: of kernels that run at once, in program order.
+    let it. A unit is kernels that run at once.
     """
     place = {kernel.root: k for k, unit in enumerate(units) for kernel in unit}
     first_reader = [len(units)] * len(units)

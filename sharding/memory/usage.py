@@ -7,12 +7,12 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from ..cost.heap_simulator import block_bytes
 from ..graph.garbage_collection import no_collection
 from ..hardware import Platform
 from ..propagation import Assignment
 from .compiler_traits import TRAITS
 from .device_program import DeviceProgram, lower
-from .heap_simulator import block_bytes
 from .kernel_order import ORDERS
 from .liveness import Lifetimes, lifetimes
 
@@ -28,6 +28,8 @@ class Usage:
     lifetimes: Lifetimes
     aliases: Mapping[int, int]
     """Result -> the donated argument whose buffer it reuses."""
+    counts_gaps_twice: bool = False
+    """See `CompilerTraits`."""
 
     @cached_property
     def argument_bytes(self) -> int:
@@ -43,7 +45,8 @@ class Usage:
     @cached_property
     def temporary_bytes(self) -> int:
         """The heap of temporaries, without those placed in the buffers of results."""
-        return block_bytes(self.lifetimes.intervals(), self.lifetimes.peak_bytes())
+        heap = block_bytes(self.lifetimes.intervals(), self.lifetimes.peak_bytes())
+        return 2 * heap - self.lifetimes.peak_bytes_without_stacks() if self.counts_gaps_twice else heap
 
     @property
     def peak_bytes(self) -> int:
@@ -53,19 +56,14 @@ class Usage:
 
 @no_collection()
 def usage(assignment: Assignment, donated: Collection[int] = (), *, platform: Platform = "cpu") -> Usage:
-    """The memory of a completed program on one device.
-
-    Args:
-        assignment: a spec per value.
-        donated: indices of the graph's donated inputs.
-        platform: whose compiler is modelled, see `compiler_traits`.
-    """
+    """The memory of a completed program on one device, with some of the graph's inputs donated, by index."""
     traits = TRAITS[platform]
     program = lower(assignment, traits)
     aliases = donations(assignment, program, donated)
     pairs = [(program.inputs[a], k) for k, a in aliases.items()]
     order, outputs = ORDERS[traits.schedule], {*program.outputs}
-    return Usage(program, lifetimes(program.body, pairs, outputs, order, are_donated=True), aliases)
+    found = lifetimes(program.body, pairs, outputs, order, are_donated=True)
+    return Usage(program, found, aliases, traits.counts_gaps_twice)
 
 
 def donations(assignment: Assignment, program: DeviceProgram, donated: Collection[int]) -> dict[int, int]:

@@ -34,8 +34,8 @@ import tyro
 
 import sharding
 from sharding import cost
+from sharding.explain.peak_error import PEAK_ERRORS, PEAK_ERRORS_FILE, PeakError
 from sharding.hardware import Platform
-from sharding.memory.compiler_traits import PEAK_ERRORS, PEAK_ERRORS_FILE, PeakError
 from sharding.mesh import tracing_context
 from sharding.spec import sizes_text
 

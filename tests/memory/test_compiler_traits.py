@@ -9,8 +9,9 @@ from support.train_steps.small_models import gpt_step
 
 import sharding
 from sharding import P, cost
+from sharding.explain.peak_error import PEAK_ERRORS
 from sharding.memory import usage
-from sharding.memory.compiler_traits import PEAK_ERRORS, TRAITS
+from sharding.memory.compiler_traits import TRAITS
 
 N = 256
 HALF = jax.ShapeDtypeStruct((N, N), "bfloat16")

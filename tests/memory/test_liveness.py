@@ -10,9 +10,9 @@ from support import peak_memory
 
 import sharding
 from sharding import P
+from sharding.cost.heap_simulator import block_bytes
 from sharding.memory import usage
 from sharding.memory.fusion import fuse
-from sharding.memory.heap_simulator import block_bytes
 from sharding.memory.instruction import Body, Instruction
 from sharding.memory.kernel_order import program_order, xla_cpu_order
 from sharding.memory.liveness import lifetimes
@@ -140,7 +140,7 @@ def test_a_loop_holds_its_carry_once_and_its_stack_from_the_start():
     assert (5 * SQUARE, ["broadcast", "scan"]) in alive  # the stack reuses the zeros' buffer
     assert (SQUARE, ["copy", "scan"]) in alive  # the carry begins as a copy of an argument
     assert (
-        max(found.lifetimes.nested_peak_bytes(k) for k in range(len(found.lifetimes.steps))) == SQUARE
+        max(body.peak_bytes() for inner in found.lifetimes.nested.values() for body in inner) == SQUARE
     )  # the new carry, while the old one is still read
 
 

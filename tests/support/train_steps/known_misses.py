@@ -7,7 +7,6 @@ Key = tuple[str, int, str]
 """(step, index of the mesh, style)."""
 
 LIBRARY = "XLA:CPU's library runs further ops with a reduction, and stores what they read"
-SHARED = "XLA:CPU stores more of what several ops read"
 HALF_DOTS = "XLA:CPU runs some bfloat16 dots in 16 bits"
 PEAKS: dict[Key, tuple[float, str]] = {
     ("gpt, scanned", 0, "weights"): (0.12, LIBRARY),
@@ -19,8 +18,6 @@ PEAKS: dict[Key, tuple[float, str]] = {
     ("vit", 0, "weights"): (0.24, LIBRARY),
     ("vit", 2, "weights"): (0.20, LIBRARY),
     ("ring attention", 0, "weights"): (0.20, "not understood"),
-    ("u-net", 0, "weights"): (0.27, SHARED),
-    ("u-net", 2, "weights"): (0.19, SHARED),
     ("graph net", 3, "weights"): (0.14, SUB_AXES),
     ("lstm", 1, "weights"): (0.18, LOOP_CARRY),
 }
