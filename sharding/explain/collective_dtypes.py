@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
+
 from ..graph import Graph
 from ..hardware import Platform
 from ..rewrite.bfloat16_propagation import narrow_reshards, rounded_values
 from ..rewrite.op_strategy import OpStrategies
 from ..spec import Spec
+from ..xla.collective_lowering import is_slice_wide
 from .collective_ledger import Collective
 from .widened_values import MOVED, narrow_dtypes, narrow_maxima
 
 
 class CollectiveDtypes:
-    """XLA:TPU rounds what is only read in bfloat16 first; XLA:GPU widens what was narrow later."""
+    """XLA:TPU rounds what is only read in bfloat16 first, but no reduce-scatter; XLA:GPU widens what was narrow later."""
 
     def __init__(self, graph: Graph, strategies: OpStrategies, platform: Platform):
         is_tpu = platform == "tpu"
@@ -20,10 +23,12 @@ class CollectiveDtypes:
         self._rounded = rounded | narrow_maxima(graph) if is_tpu else rounded
         self._rounded_reshards = narrow_reshards(graph, strategies, rounded) if is_tpu else frozenset()
         self._widened = narrow_dtypes(graph) if platform == "gpu" else {}
+        self._num_devices = math.prod(strategies.sizes.values())
 
     def of_value(self, collective: Collective, v: int) -> Collective:
         """A collective whose result is a value, in the dtype in which it runs."""
-        return _rounded(collective) if v in self._rounded else collective
+        is_fused = collective.kind == "reduce-scatter" and not is_slice_wide(collective.num_devices, self._num_devices)
+        return _rounded(collective) if v in self._rounded and not is_fused else collective
 
     def of_reshard(self, collective: Collective, v: int, spec: Spec) -> Collective:
         """A collective that moves a value to a spec, in the dtype in which it runs."""

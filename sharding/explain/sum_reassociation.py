@@ -85,7 +85,7 @@ def reassociate(
     reductions: Mapping[int, Sequence[Reduction]],
     moves: Callable[[Op], bool],
     reads_in_place: Callable[[Op], bool],
-    axes: Callable[[int], object],
+    axes: Callable[[int], Sequence[Sequence[Axis]]],
     order: Callable[[Axis], int],
     spans_mesh: Callable[[Collection[Axis]], bool],
     shard_bytes: Callable[[int], int],
@@ -166,7 +166,12 @@ def reassociate(
     def updated_by(v: int) -> int | None:
         return reduced(v, COMBINED["add"] | {CONVERT}, LOOKED_THROUGH[platform] | {CONVERT})
 
-    return Reassociation(left, sums_behind_loops(graph, platform, left, updated_by, moves, shard_bytes))
+    def is_sliced(v: int) -> bool:
+        """Whether a device keeps a slice of what was all-reduced."""
+        reduced_axes = {axis for kind, over in left[v] if kind == "all-reduce" for axis in over}
+        return any(not reduced_axes.isdisjoint(dim) for dim in axes(v))
+
+    return Reassociation(left, sums_behind_loops(graph, platform, left, updated_by, moves, is_sliced, shard_bytes))
 
 
 def _scaled(

@@ -38,6 +38,7 @@ def sums_behind_loops(
     left: dict[int, tuple[Reduction, ...]],
     reduced: Callable[[int], int | None],
     moves: Callable[[Op], bool],
+    is_sliced: Callable[[int], bool],
     shard_bytes: Callable[[int], int],
 ) -> dict[int, SumsBehindLoop]:
     """Result of a loop -> the all-reduces that move behind it; they are removed from `left`.
@@ -48,6 +49,7 @@ def sums_behind_loops(
         left: value -> the reductions behind its op.
         reduced: the reduced value that a value is a formatted form of, if any.
         moves: whether an op reshards any of its arrays.
+        is_sliced: whether each device keeps a slice of an all-reduced value.
         shard_bytes: bytes of a value on one device.
     """
     found: dict[int, SumsBehindLoop] = {}
@@ -58,7 +60,7 @@ def sums_behind_loops(
         for v, is_stacked in _only_updates(graph, edge, moves):
             source = reduced(v)
             last = () if source is None else _last_all_reduces(left[source])
-            if source is None or not last:
+            if source is None or not last or is_sliced(source):
                 continue
             stack_bytes = shard_bytes(result) * _summed_itemsize(graph, source) // graph.itemsize(result)
             if not is_stacked or stack_bytes <= MOST_STACKED_BYTES:
