@@ -81,12 +81,19 @@ def _dtype(graph: Graph, platform: Platform, source: int, result: int, *, is_sta
 def _summed_itemsize(graph: Graph, source: int) -> int:
     """Bytes per element of a sum, which is narrowed only behind the loop if its terms were not as narrow."""
     op = graph.makers[source]
-    if op.name != "convert_element_type":
-        return graph.itemsize(source)
-    (summed,) = op.operands
-    terms = graph.makers.get(graph.makers[summed].operands[0])
-    is_widened = terms is not None and terms.name == op.name
-    return graph.itemsize(terms.operands[0] if is_widened else summed)
+    is_narrowed = op.name == "convert_element_type" and not is_narrow_sum(graph, op)
+    return graph.itemsize(op.operands[0] if is_narrowed else source)
+
+
+def is_narrow_sum(graph: Graph, op: Op) -> bool:
+    """Whether an op narrows the sum of what was widened, which compilers sum in the narrow dtype."""
+    (v,) = op.operands
+    maker = graph.makers.get(v)
+    while maker is not None and maker.name in ("annotate", "reduce_sum", "reshape"):
+        v = maker.operands[0]
+        maker = graph.makers.get(v)
+    is_widened = maker is not None and maker.name == op.name
+    return is_widened and graph.dtypes[maker.operands[0]] == graph.dtypes[op.results[0]]
 
 
 def _last_all_reduces(reductions: Sequence[Reduction]) -> tuple[Reduction, ...]:
