@@ -15,7 +15,7 @@ from .widened_values import MOVED, narrow_dtypes, narrow_maxima
 
 
 class CollectiveDtypes:
-    """XLA:TPU rounds what is only read in bfloat16 first, but no reduce-scatter; XLA:GPU widens what was narrow later."""
+    """XLA:TPU first rounds what is only read in bfloat16, but no reduce-scatter; XLA:GPU widens later what was narrow."""
 
     def __init__(self, graph: Graph, strategies: OpStrategies, platform: Platform):
         is_tpu = platform == "tpu"

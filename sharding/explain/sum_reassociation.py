@@ -205,9 +205,7 @@ def _negates(graph: Graph, op: Op) -> bool:
     return maker is not None and maker.name == "neg"
 
 
-def _narrowed(
-    graph: Graph, op: Op, left: Mapping[int, Sequence[Reduction]], moves: Callable[[Op], bool]
-) -> int | None:
+def _narrowed(graph: Graph, op: Op, left: Mapping[int, Sequence[Reduction]], moves: Callable[[Op], bool]) -> int | None:
     """The all-reduced float32 value that an op converts to bfloat16, as its only use; or an int32 one, outside loops.
 
     Such integers are the sums of quantised products.

@@ -71,7 +71,7 @@ def sums_behind_loops(
 
 
 def _dtype(graph: Graph, platform: Platform, source: int, result: int, *, is_stacked: bool) -> str:
-    """The dtype in which sums are reduced behind a loop: XLA:TPU adds up what is converted, and stacks what is narrow."""
+    """The dtype in which sums are reduced behind a loop: XLA:TPU adds up the converted, and stacks the narrow ones."""
     of = source
     if platform == "tpu":
         of = min(source, result, key=graph.itemsize) if is_stacked else result
@@ -92,8 +92,9 @@ def is_narrow_sum(graph: Graph, op: Op) -> bool:
     while maker is not None and maker.name in ("annotate", "reduce_sum", "reshape"):
         v = maker.operands[0]
         maker = graph.makers.get(v)
-    is_widened = maker is not None and maker.name == op.name
-    return is_widened and graph.dtypes[maker.operands[0]] == graph.dtypes[op.results[0]]
+    return (
+        maker is not None and maker.name == op.name and graph.dtypes[maker.operands[0]] == graph.dtypes[op.results[0]]
+    )
 
 
 def _last_all_reduces(reductions: Sequence[Reduction]) -> tuple[Reduction, ...]:

@@ -75,8 +75,8 @@ SUBLANES = 8
 """Rows of a TPU's vector registers."""
 
 SCATTER_BYTES = (1_850_000, 15_000_000)
-"""The least and most bytes in vector memory of a block of rows that is reduce-scattered along the lanes: of the block and
-four of its shards, as 32-bit words. Measured (libtpu 0.0.52, 2 to 8 devices) to 4 % and 1 %."""
+"""The least and most bytes in vector memory of a block of rows that is reduce-scattered along the lanes: of the block
+and four of its shards, as 32-bit words. Measured (libtpu 0.0.52, 2 to 8 devices) to 4 % and 1 %."""
 
 
 def is_slice_wide(num_devices: int, all_devices: int) -> bool:
