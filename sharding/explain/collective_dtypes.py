@@ -15,7 +15,7 @@ from .widened_values import MOVED, narrow_dtypes, narrow_maxima
 
 
 class CollectiveDtypes:
-    """XLA:TPU first rounds what is only read in bfloat16, but no reduce-scatter; XLA:GPU widens later what was narrow."""
+    """XLA:TPU first rounds what is only read in bfloat16, but no reduce-scatter; XLA:GPU widens last."""
 
     def __init__(self, graph: Graph, strategies: OpStrategies, platform: Platform):
         is_tpu = platform == "tpu"

@@ -92,9 +92,9 @@ def is_narrow_sum(graph: Graph, op: Op) -> bool:
     while maker is not None and maker.name in ("annotate", "reduce_sum", "reshape"):
         v = maker.operands[0]
         maker = graph.makers.get(v)
-    return (
-        maker is not None and maker.name == op.name and graph.dtypes[maker.operands[0]] == graph.dtypes[op.results[0]]
-    )
+    if maker is None or maker.name != op.name:
+        return False
+    return graph.dtypes[maker.operands[0]] == graph.dtypes[op.results[0]]
 
 
 def _last_all_reduces(reductions: Sequence[Reduction]) -> tuple[Reduction, ...]:
