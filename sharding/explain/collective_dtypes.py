@@ -28,14 +28,15 @@ class CollectiveDtypes:
     def of_value(self, collective: Collective, v: int) -> Collective:
         """A collective whose result is a value, in the dtype in which it runs."""
         is_fused = collective.kind == "reduce-scatter" and not is_slice_wide(collective.num_devices, self._num_devices)
-        return _rounded(collective) if v in self._rounded and not is_fused else collective
+        return in_bfloat16(collective) if v in self._rounded and not is_fused else collective
 
     def of_reshard(self, collective: Collective, v: int, spec: Spec) -> Collective:
         """A collective that moves a value to a spec, in the dtype in which it runs."""
         if v in self._widened and collective.kind in MOVED:
             collective = collective.in_dtype(str(self._widened[v]))
-        return _rounded(collective) if (v, spec.axes) in self._rounded_reshards else collective
+        return in_bfloat16(collective) if (v, spec.axes) in self._rounded_reshards else collective
 
 
-def _rounded(collective: Collective) -> Collective:
+def in_bfloat16(collective: Collective) -> Collective:
+    """The collective of what is rounded first: one of float32 values in bfloat16, any other one as it is."""
     return collective.in_dtype("bfloat16") if collective.dtype == "float32" else collective

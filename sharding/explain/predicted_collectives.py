@@ -144,7 +144,7 @@ class ProgramCollectives:
     def in_shard_maps(self) -> Iterator[Collective]:
         """The explicit collectives of `shard_map`s over all mesh axes."""
         if self.graph.scope is not None:
-            yield from in_bodies(self.graph.scope, self.sizes)
+            yield from in_bodies(self.graph.scope, self.sizes, self.platform)
 
     def transfers(self, op: Op) -> Iterator[Transfer]:
         if op.rule is None:
