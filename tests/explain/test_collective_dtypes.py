@@ -92,3 +92,32 @@ def test_dtypes_as_compiled(name, backend, described):
     f, args, specs, sizes, _ = PROGRAMS[name]
     predicted, compiled = predicted_and_compiled(f, args, backend, described, sizes, in_shardings=specs)
     assert predicted == compiled
+
+
+def ring(x, y):
+    """Products of each device's rows with those of all others, in a `shard_map` over all axes."""
+
+    def local(x, y):
+        neighbours = [(i, (i + 1) % 8) for i in range(8)]
+        found = 0.0
+        for _ in range(8):
+            found, y = found + jnp.einsum("sd,td->st", x, y), jax.lax.ppermute(y, "data", neighbours)
+        return found
+
+    return jax.shard_map(local, in_specs=P("data"), out_specs=P("data"))(x, y)
+
+
+ROWS = [floats(1024, 256)] * 2
+
+
+def test_a_ring_sends_what_is_multiplied_in_bfloat16():
+    with sharding.mesh(data=8):
+        ledger = sharding.jit(ring, in_shardings=P("data")).complete(*ROWS).communication()
+    assert ledger.lowered("tpu").by_kind() == {"collective-permute": (7, 7 * 128 * 256 * 2)}  # the last one is dead
+    assert ledger.lowered("gpu").by_kind() == {"collective-permute": (7, 7 * 128 * 256 * 4)}
+
+
+@pytest.mark.parametrize(("backend", "described"), COMPILERS.values())
+def test_a_ring_as_compiled(backend, described):
+    predicted, compiled = predicted_and_compiled(ring, ROWS, backend, described, {"data": 8}, in_shardings=P("data"))
+    assert predicted == compiled
