@@ -16,9 +16,6 @@ from .collective_ledger import Collective
 COMPLEX = "complex64"
 """The complex dtype of TPUs."""
 
-PARTS = frozenset({"imag", "real"})
-"""The ops that read one part of a complex array."""
-
 
 def in_parts(collective: Collective, number: int = 2) -> Collective:
     """The collectives of the parts of a complex array, counted together."""
@@ -45,8 +42,15 @@ def sum_in_parts(collective: Collective, graph: Graph, v: int) -> Collective:
 
 def _is_read_in_part(graph: Graph, v: int) -> bool:
     """Whether only the real part of a value is read, or only the imaginary one."""
-    names = {use.name for use in _readers(graph, v)}
-    return len(names) == 1 and names <= PARTS
+    parts = {_part(graph, use) for use in _readers(graph, v)}
+    return len(parts) == 1 and None not in parts
+
+
+def _part(graph: Graph, use: Op) -> str | None:
+    """The only part of a complex value that an op reads, if it reads one; a conversion to real reads the real part."""
+    if use.name == "convert_element_type" and str(graph.dtypes[use.results[0]]) != COMPLEX:
+        return "real"
+    return use.name if use.name in ("imag", "real") else None
 
 
 def _readers(graph: Graph, v: int) -> Iterator[Op]:

@@ -66,14 +66,14 @@ def _in_body(jaxpr: Any, sizes: Mapping[str, int], platform: Platform, times: in
     body = compat.open_jaxpr(jaxpr)
     ins, outs = ([None] * len(atoms) for atoms in (body.invars, body.outvars))
     names = [[f"{side}{k}" for k in range(len(atoms))] for side, atoms in (("in", ins), ("out", outs))]
-    graph = build(
-        jaxpr, sizes=sizes, in_names=names[0], out_names=names[1], in_annotations=ins, out_annotations=outs
-    )
+    graph = build(jaxpr, sizes=sizes, in_names=names[0], out_names=names[1], in_annotations=ins, out_annotations=outs)
     live, rounded = graph.live_values(), rounded_values(graph) if platform == "tpu" else ()
     for op in graph.ops:
         for v in op.results if op.name in MANUAL else ():
             if v in live:
-                found = explicit(op.site[0], graph.num_bytes(v), str(graph.dtypes[v]), times * op.times, op.source, sizes)
+                found = explicit(
+                    op.site[0], graph.num_bytes(v), str(graph.dtypes[v]), times * op.times, op.source, sizes
+                )
                 yield from (in_bfloat16(c) if v in rounded and c.kind != "reduce-scatter" else c for c in found)
 
 
