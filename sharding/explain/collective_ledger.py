@@ -13,7 +13,7 @@ from ..cost import Kind, Repeated, by_kind, lower_collective
 from ..hardware import Platform
 from ..spec import Axis, axis_name
 from ..text_table import aligned
-from ..xla.collective_lowering import CUBE
+from ..xla.collective_lowering import is_slice_wide
 from ..xla.collective_ops import totals
 from .units import bytes_text
 
@@ -106,7 +106,7 @@ class Ledger(Sequence[Collective]):
             backend: `"cpu"`, `"gpu"` or `"tpu"`.
         """
         own = self if self._on_platform is None else self._on_platform(backend)
-        found = [_lowered(c, backend, CUBE <= c.num_devices == self._num_devices) for c in own]
+        found = [_lowered(c, backend, is_slice_wide(c.num_devices, self._num_devices)) for c in own]
         return Ledger(found, name=self.name, num_devices=self._num_devices)
 
     def rows(self) -> list[tuple[str, str, int, int, str, str]]:

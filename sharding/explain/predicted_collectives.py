@@ -146,7 +146,7 @@ class ProgramCollectives:
     def in_shard_maps(self) -> Iterator[Collective]:
         """The explicit collectives of `shard_map`s over all mesh axes."""
         if self.graph.scope is not None:
-            yield from in_bodies(self.graph.scope, self.sizes)
+            yield from in_bodies(self.graph.scope, self.sizes, self.platform)
 
     def transfers(self, op: Op) -> Iterator[Transfer]:
         if op.rule is None:
@@ -345,7 +345,7 @@ class ProgramCollectives:
         source = entered.operands[0] if entered is not None and is_stack else v
         is_row = op.name in ("scan xs", "scan ys") and not is_stack  # a stack is resharded before its loop
         region = (self.loop_bodies if is_row else self.regions).get(id(op.site[0])) if op.site else None
-        body = tuple(map(id, op.site[1:]))
+        body = () if self.platform == "tpu" else tuple(map(id, op.site[1:]))  # its compiler inlines calls first
         for i, step in enumerate(steps):
             own = body if i or step.kind in MOVES_SHARDS else None  # another body reshards a copy of its own
             key = (source, step.spec.axes, region, step.kind == "slice", own)

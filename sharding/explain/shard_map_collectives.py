@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from .. import compat
 from ..cost import Kind
-from ..graph import Scope, line
+from ..graph import Scope, build
+from ..hardware import Platform
+from ..rewrite.bfloat16_propagation import rounded_values
 from ..spec import num_parts
+from .collective_dtypes import in_bfloat16
 from .collective_ledger import Collective
 
 MANUAL: Mapping[str, Kind] = {
@@ -26,13 +28,13 @@ MANUAL: Mapping[str, Kind] = {
 """The collective primitives of a `shard_map`."""
 
 
-def in_bodies(scope: Scope, sizes: Mapping[str, int], times: int = 1) -> Iterator[Collective]:
+def in_bodies(scope: Scope, sizes: Mapping[str, int], platform: Platform, times: int = 1) -> Iterator[Collective]:
     """The collectives of `shard_map`s over all mesh axes, whose bodies are not in the graph."""
     for i, eqn in enumerate(scope.jaxpr.eqns):
         if eqn.primitive.name == "shard_map" and (i, "jaxpr", 0) not in scope.children:
-            yield from _in_body(eqn.params["jaxpr"], sizes, times)
+            yield from _in_body(eqn.params["jaxpr"], sizes, platform, times)
     for (i, _, _), child in scope.children.items():
-        yield from in_bodies(child, sizes, times * _length(scope.jaxpr.eqns[i]))
+        yield from in_bodies(child, sizes, platform, times * _length(scope.jaxpr.eqns[i]))
 
 
 def explicit(
@@ -60,14 +62,19 @@ def explicit(
         )  # fmt: skip
 
 
-def _in_body(jaxpr: Any, sizes: Mapping[str, int], times: int) -> Iterator[Collective]:
-    for eqn in compat.open_jaxpr(jaxpr).eqns:
-        if eqn.primitive.name in MANUAL:
-            for var in eqn.outvars:
-                size = math.prod(var.aval.shape) * var.aval.dtype.itemsize
-                yield from explicit(eqn, size, str(var.aval.dtype), times, line((eqn,)), sizes)
-        for _, _, inner in compat.sub_jaxprs(eqn.params):
-            yield from _in_body(inner, sizes, times * _length(eqn))
+def _in_body(jaxpr: Any, sizes: Mapping[str, int], platform: Platform, times: int) -> Iterator[Collective]:
+    body = compat.open_jaxpr(jaxpr)
+    ins, outs = ([None] * len(atoms) for atoms in (body.invars, body.outvars))
+    names = [[f"{side}{k}" for k in range(len(atoms))] for side, atoms in (("in", ins), ("out", outs))]
+    graph = build(jaxpr, sizes=sizes, in_names=names[0], out_names=names[1], in_annotations=ins, out_annotations=outs)
+    live, rounded = graph.live_values(), rounded_values(graph) if platform == "tpu" else ()
+    for op in graph.ops:
+        for v in op.results if op.name in MANUAL else ():
+            if v in live:
+                found = explicit(
+                    op.site[0], graph.num_bytes(v), str(graph.dtypes[v]), times * op.times, op.source, sizes
+                )
+                yield from (in_bfloat16(c) if v in rounded and c.kind != "reduce-scatter" else c for c in found)
 
 
 def _length(eqn: Any) -> int:

@@ -27,7 +27,7 @@ from ..propagation.partial_sums import SUMS
 from ..rewrite.reshard import Step
 from ..spec import Axis
 from .reduce_scatter_creation import in_mesh_order, is_part_of_each
-from .sums_behind_loops import ADDS, Reduction, SumsBehindLoop, sums_behind_loops
+from .sums_behind_loops import ADDS, Reduction, SumsBehindLoop, is_narrow_sum, sums_behind_loops
 
 CONVERT = "convert_element_type"
 _FORMATTING = frozenset({"annotate", "copy", "name", "pad", "reshape", "slice", "squeeze"})
@@ -160,8 +160,8 @@ def reassociate(
 
     left = {v: folds(v, found) for v, found in reductions.items()}
     for op in graph.ops:
-        if platform == "tpu" and _narrows(graph, op, left, moves):
-            left[op.results[0]], left[op.operands[0]] = left[op.operands[0]], ()
+        if platform == "tpu" and (summed := _narrowed(graph, op, left, moves)) is not None:
+            left[op.results[0]], left[summed] = left[summed], ()
         source = _merged_with(graph, op, left, reads_in_place) if op.name in MERGED else None
         if source is None:
             continue
@@ -215,7 +215,12 @@ def reassociate(
     def updated_by(v: int) -> int | None:
         return reduced(v, COMBINED["add"] | {CONVERT}, LOOKED_THROUGH[platform] | {CONVERT})
 
-    return Reassociation(left, sums_behind_loops(graph, platform, left, updated_by, moves, shard_bytes))
+    def is_sliced(v: int) -> bool:
+        """Whether a device keeps a slice of what was all-reduced."""
+        reduced_axes = {axis for kind, over in left[v] if kind == "all-reduce" for axis in over}
+        return any(not reduced_axes.isdisjoint(dim) for dim in axes(v))
+
+    return Reassociation(left, sums_behind_loops(graph, platform, left, updated_by, moves, is_sliced, shard_bytes))
 
 
 def _scaled(
@@ -249,19 +254,24 @@ def _negates(graph: Graph, op: Op) -> bool:
     return maker is not None and maker.name == "neg"
 
 
-def _narrows(graph: Graph, op: Op, left: Mapping[int, Sequence[Reduction]], moves: Callable[[Op], bool]) -> bool:
-    """Whether an op converts an all-reduced float32 value to bfloat16, as its only use; or an int32 one, outside loops.
+def _narrowed(graph: Graph, op: Op, left: Mapping[int, Sequence[Reduction]], moves: Callable[[Op], bool]) -> int | None:
+    """The all-reduced float32 value that an op converts to bfloat16, as its only use; or an int32 one, outside loops.
 
     Such integers are the sums of quantised products.
     """
     if op.name != CONVERT or moves(op):
-        return False
+        return None
     (v,), (result,) = op.operands, op.results
+    while not left.get(v) and graph.num_uses[v] == 1 and (maker := graph.makers.get(v)) is not None:
+        if moves(maker) or not (maker.name in ("annotate", "reshape") or _is_reshape(graph, maker)):
+            return None
+        v = maker.operands[0]
     is_looped = any(eqn.primitive.name in ("scan", "while") for eqn in op.site[1:])
     narrowed = ("float32",) if is_looped else ("float32", "int32")
     is_sum = {kind for kind, _ in left.get(v, ())} == {"all-reduce"}
     is_only_use = is_sum and graph.num_uses[v] == 1
-    return is_only_use and str(graph.dtypes[v]) in narrowed and str(graph.dtypes[result]) == "bfloat16"
+    is_narrowed = str(graph.dtypes[v]) in narrowed and str(graph.dtypes[result]) == "bfloat16"
+    return v if is_only_use and is_narrowed else None
 
 
 def _merged_with(
@@ -272,7 +282,8 @@ def _merged_with(
         return None
     (v,) = op.operands
     while (maker := graph.makers.get(v)) is not None and reads_in_place(maker):
-        if maker.name == op.name and left.get(v):
+        is_same = maker.name == op.name or (maker.name == CONVERT and is_narrow_sum(graph, maker))
+        if is_same and left.get(v):
             return v if {kind for kind, _ in left[v]} == {"all-reduce"} else None
         if graph.num_uses[v] > 1 or len(maker.operands) != 1 or not _only_turns(graph, maker):
             return None

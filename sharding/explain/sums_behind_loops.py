@@ -38,6 +38,7 @@ def sums_behind_loops(
     left: dict[int, tuple[Reduction, ...]],
     reduced: Callable[[int], int | None],
     moves: Callable[[Op], bool],
+    is_sliced: Callable[[int], bool],
     shard_bytes: Callable[[int], int],
 ) -> dict[int, SumsBehindLoop]:
     """Result of a loop -> the all-reduces that move behind it; they are removed from `left`.
@@ -48,6 +49,7 @@ def sums_behind_loops(
         left: value -> the reductions behind its op.
         reduced: the reduced value that a value is a formatted form of, if any.
         moves: whether an op reshards any of its arrays.
+        is_sliced: whether each device keeps a slice of an all-reduced value.
         shard_bytes: bytes of a value on one device.
     """
     found: dict[int, SumsBehindLoop] = {}
@@ -58,7 +60,7 @@ def sums_behind_loops(
         for v, is_stacked in _only_updates(graph, edge, moves):
             source = reduced(v)
             last = () if source is None else _last_all_reduces(left[source])
-            if source is None or not last:
+            if source is None or not last or is_sliced(source):
                 continue
             stack_bytes = shard_bytes(result) * _summed_itemsize(graph, source) // graph.itemsize(result)
             if not is_stacked or stack_bytes <= MOST_STACKED_BYTES:
@@ -69,7 +71,7 @@ def sums_behind_loops(
 
 
 def _dtype(graph: Graph, platform: Platform, source: int, result: int, *, is_stacked: bool) -> str:
-    """The dtype in which sums are reduced behind a loop: XLA:TPU adds up what is converted, and stacks the narrow."""
+    """The dtype in which sums are reduced behind a loop: XLA:TPU adds up the converted, and stacks the narrow ones."""
     of = source
     if platform == "tpu":
         of = min(source, result, key=graph.itemsize) if is_stacked else result
@@ -79,11 +81,20 @@ def _dtype(graph: Graph, platform: Platform, source: int, result: int, *, is_sta
 def _summed_itemsize(graph: Graph, source: int) -> int:
     """Bytes per element of a sum, which is narrowed only behind the loop if its terms were not as narrow."""
     op = graph.makers[source]
-    if op.name != "convert_element_type":
-        return graph.itemsize(source)
-    (summed,) = op.operands
-    terms = graph.makers.get(graph.makers[summed].operands[0])
-    return graph.itemsize(terms.operands[0] if terms is not None and terms.name == op.name else summed)
+    is_narrowed = op.name == "convert_element_type" and not is_narrow_sum(graph, op)
+    return graph.itemsize(op.operands[0] if is_narrowed else source)
+
+
+def is_narrow_sum(graph: Graph, op: Op) -> bool:
+    """Whether an op narrows the sum of what was widened, which compilers sum in the narrow dtype."""
+    (v,) = op.operands
+    maker = graph.makers.get(v)
+    while maker is not None and maker.name in ("annotate", "reduce_sum", "reshape"):
+        v = maker.operands[0]
+        maker = graph.makers.get(v)
+    if maker is None or maker.name != op.name:
+        return False
+    return graph.dtypes[maker.operands[0]] == graph.dtypes[op.results[0]]
 
 
 def _last_all_reduces(reductions: Sequence[Reduction]) -> tuple[Reduction, ...]:

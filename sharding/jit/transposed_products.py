@@ -1,7 +1,8 @@
 """Products whose result is transposed, as products of the operands in the other order.
 
 Differentiation leaves a transposition behind the gradient of each weight. Compilers drop it, too, but only where no
-constraint is in between, and move what they can behind loops only where it is dropped.
+constraint is in between, and move what they can behind loops only where it is dropped. What another product reads keeps
+its order.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ def turned(eqns: Sequence[Any], outvars: Sequence[Any]) -> list[Any]:
     found: list[Any] = []
     uses = Counter(v for e in eqns for v in e.invars if not compat.is_literal(v))
     uses.update(v for v in outvars if not compat.is_literal(v))
+    multiplied = {v for e in eqns if e.primitive.name == "dot_general" for v in e.invars if not compat.is_literal(v)}
     for eqn in eqns:
-        is_transposed = eqn.primitive.name == "transpose" and not compat.is_literal(eqn.invars[0])
+        is_transposed = eqn.primitive.name == "transpose" and multiplied.isdisjoint(eqn.outvars)
         at = makers.get(eqn.invars[0]) if is_transposed and uses[eqn.invars[0]] == 1 else None
         if at is not None and eqn.params["permutation"] == _other_order(found[at]):
             found[at] = eqn = _swapped(found[at], eqn.outvars)

@@ -79,6 +79,11 @@ SCATTER_BYTES = (1_850_000, 15_000_000)
 and four of its shards, as 32-bit words. Measured (libtpu 0.0.52, 2 to 8 devices) to 4 % and 1 %."""
 
 
+def is_slice_wide(num_devices: int, all_devices: int) -> bool:
+    """Whether a collective is over all devices, and those are at least `CUBE`."""
+    return CUBE <= num_devices == all_devices
+
+
 def is_gathered_by_all_reduce(backend: Platform, shape: Sequence[int], num_devices: int) -> bool:
     """Whether an all-gather becomes an all-reduce of shards that are padded with zeros.
 

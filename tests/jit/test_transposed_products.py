@@ -1,0 +1,58 @@
+"""A product that is only transposed becomes the product in the other order, with the same values."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from sharding.jit.simplification import simplify
+
+A, B = np.random.default_rng(0).normal(size=(2, 3, 4, 5)).astype(np.float32)
+
+
+def weight_gradient(x, y):
+    return jax.grad(lambda w: jnp.einsum("bsm,mhd->bshd", x, w).sum())(jnp.ones((5, 2, 2)))
+
+
+def of_batches(x, y):
+    return jnp.einsum("bsm,btm->bts", x, y)
+
+
+def turned_twice(x, y):
+    return jnp.einsum("bsm,bsn->mn", x, y).T.T
+
+
+def of_mixed_precision(x, y):
+    found = jax.lax.dot_general(x, y, (((0, 1), (0, 1)), ((), ())), precision=("highest", "default"))
+    return found.T
+
+
+def used_twice(x, y):
+    product = jax.lax.dot_general(x, y, (((0, 1), (0, 1)), ((), ())))
+    return product.T, product
+
+
+def multiplied_again(x, y):
+    return jax.lax.dot_general(x, y, (((0, 1), (0, 1)), ((), ()))).T @ x[0, 0]
+
+
+def in_another_order(x, y):
+    return jax.lax.dot_general(x, y, (((2,), (2,)), ((), ()))).transpose(0, 2, 1, 3)
+
+
+def equations(f):
+    closed = simplify(jax.make_jaxpr(f)(A, B))
+    return closed, [eqn.primitive.name for eqn in getattr(closed, "jaxpr", closed).eqns]
+
+
+@pytest.mark.parametrize("f", [weight_gradient, of_batches, turned_twice, of_mixed_precision])
+def test_no_transposition_is_left(f):
+    closed, names = equations(f)
+    assert "transpose" not in names
+    found = jax.core.eval_jaxpr(getattr(closed, "jaxpr", closed), closed.consts, A, B)
+    np.testing.assert_allclose(found[0], f(A, B), rtol=1e-6)
+
+
+@pytest.mark.parametrize("f", [used_twice, multiplied_again, in_another_order])
+def test_transpositions_that_are_needed_stay(f):
+    assert "transpose" in equations(f)[1]
