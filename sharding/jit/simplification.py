@@ -246,7 +246,7 @@ def _is_only_padding(eqn: Any) -> bool:
 
 def _passed_on(eqn: Any) -> Any:
     """The operand that an equation returns as it is, such as one of two equal operands or cases; else None."""
-    if eqn.primitive is same_as_p:
+    if eqn.primitive is same_as_p or _turns_nothing(eqn):
         return eqn.invars[0]
     operands = eqn.invars[1:] if eqn.primitive.name == "select_n" else eqn.invars
     is_same = eqn.primitive.name in IDEMPOTENT and len(operands) > 1 and all(v is operands[0] for v in operands)
@@ -254,3 +254,9 @@ def _passed_on(eqn: Any) -> Any:
         return None
     given, returned = operands[0].aval, eqn.outvars[0].aval
     return operands[0] if getattr(given, "weak_type", False) == getattr(returned, "weak_type", False) else None
+
+
+def _turns_nothing(eqn: Any) -> bool:
+    """Whether an equation turns dims of size 1, as the gradient of a convolution with 1 x 1 kernels does."""
+    is_turn = eqn.primitive.name == "rev" and not compat.is_literal(eqn.invars[0])
+    return is_turn and all(eqn.invars[0].aval.shape[d] == 1 for d in eqn.params["dimensions"])

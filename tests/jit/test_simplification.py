@@ -253,3 +253,14 @@ def test_a_choice_between_a_value_and_itself_is_the_value(fn):
         c, x = np.arange(64).reshape(8, 8) % 3 == 0, np.arange(64, dtype=np.float32).reshape(8, 8)
         np.testing.assert_array_equal(jitted(c, x), fn(c, x))
     assert compiled == predicted == {}
+
+
+def test_kernels_of_one_element_are_not_turned():
+    """The gradient of a convolution turns its kernel, and would gather it once more."""
+
+    def f(x, w):
+        return jax.grad(lambda x: (jax.lax.conv(x, w, (1, 1), "SAME") ** 2).sum())(x)
+
+    x = np.ones((2, 3, 8, 8), np.float32)
+    for size, left in ((1, 0), (3, 1)):
+        assert count(simplify(jax.make_jaxpr(f)(x, np.ones((3, 3, size, size), np.float32))), "rev") == left
