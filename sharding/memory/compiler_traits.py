@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from .. import compat
 from ..hardware import Platform
 from ..rules.rule_table import TRANSCENDENTAL
 
@@ -19,6 +20,8 @@ class CompilerTraits:
 
     widens_16_bits: bool
     """Whether arithmetic, dots and collectives of 16-bit floats run in 32 bits."""
+    multiplies_16_bits: bool
+    """Whether dots of 16-bit floats don't, unless their left operand is transposed."""
     uses_library: bool
     """Whether a library runs dots and convolutions, their operands transposed to its order, and large reductions with
     the elementwise ops around them; others choose layouts so that no transpose is needed."""
@@ -26,6 +29,11 @@ class CompilerTraits:
     """Whether a reduce-scatter stores only its result; otherwise it is an all-reduce and a slice."""
     stored_once: frozenset[str]
     """Primitives that are stored rather than computed in each of several consumers."""
+    runs_op_by_op: bool
+    """Whether a loop computes random bits, two words for each, what a scatter updates is copied as soon as it is there,
+    and concatenations of rows are kernels of their own."""
+    counts_bytes: bool
+    """Whether the bytes to read decide what several consumers compute again."""
     adds_before_reducing: bool
     """Whether partial sums over the same devices are added before one reduction."""
     schedule: Schedule
@@ -45,9 +53,12 @@ class CompilerTraits:
 
 ACCELERATOR = CompilerTraits(
     widens_16_bits=False,
+    multiplies_16_bits=True,
     uses_library=False,
     reduce_scatters=True,
     stored_once=frozenset({"gather", "threefry2x32", "threefry4x32"}),
+    runs_op_by_op=False,
+    counts_bytes=True,
     adds_before_reducing=True,
     schedule="program order",
 )
@@ -55,9 +66,12 @@ ACCELERATOR = CompilerTraits(
 TRAITS: Mapping[Platform, CompilerTraits] = {
     "cpu": CompilerTraits(
         widens_16_bits=True,
+        multiplies_16_bits=compat.MULTIPLIES_16_BITS,
         uses_library=True,
         reduce_scatters=False,
         stored_once=TRANSCENDENTAL,
+        runs_op_by_op=True,
+        counts_bytes=False,
         adds_before_reducing=False,
         schedule="breadth first",
     ),

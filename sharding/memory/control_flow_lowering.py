@@ -68,14 +68,9 @@ def emit_loop(
         carried: indices of those operands; a copy is carried where one is an argument or already carried.
         outputs: per carried operand the index of the equation's result, and the equation that makes it.
     """
-    seen: set[Instruction] = set()
     inputs = list(operands)
     for k in carried:
-        x = inputs[k]
-        if x.role == "argument" or x in seen or x in emitter.carried:
-            inputs[k] = emitter.emit("copy", "unfusible", [x], x.shape, x.itemsize, value=x.value, eqn=x.eqn)
-        seen.add(x)
-    emitter.carried |= seen
+        inputs[k] = emitter.owned(inputs[k])
     loop = emitter.emit(eqn.primitive.name, "unfusible", inputs, (0,), 1, eqn=eqn, bodies=(body,))
     loop.in_place = tuple((at, k) for k, at in enumerate(carried))
     variables = [eqn.outvars[k] for k, _ in outputs]

@@ -24,7 +24,7 @@ class Emitter:
     """Appends instructions to a body."""
 
     def __init__(self, sizes: Mapping[str, int], cursor: Cursor, traits: CompilerTraits, *, permutes: bool = True):
-        self.body = Body()
+        self.body = Body(counts_bytes=traits.counts_bytes)
         self.sizes = sizes
         self.traits = traits
         self.permutes = permutes
@@ -66,6 +66,13 @@ class Emitter:
     def constant(self, shape: Sequence[int], itemsize: int) -> Instruction:
         """A broadcast constant, where an op needs it in memory."""
         return self.emit("broadcast", "fusible", [], shape, itemsize, key="constant", elementwise=True)
+
+    def owned(self, x: Instruction) -> Instruction:
+        """An array to update in place: a copy where it is an argument or also updated elsewhere."""
+        if x.role == "argument" or x in self.carried:
+            return self.emit("copy", "unfusible", [x], x.shape, x.itemsize, value=x.value, eqn=x.eqn)
+        self.carried.add(x)
+        return x
 
     def tuple_elements(
         self, source: Instruction, elements: Sequence[tuple[Sequence[int], int, int | None, Any]]

@@ -31,6 +31,9 @@ Env = dict[Any, Instruction | None]
 MIN_LIBRARY_ELEMENTS = 4096
 """A library runs reductions of at least as many elements (openxla/xla, `backends/cpu/ynn_support.cc`)."""
 
+MOST_CONCATENATED = 8
+"""XLA:CPU concatenates no more arrays than these inside another kernel (`service/cpu/cpu_instruction_fusion.cc`)."""
+
 Handler = Callable[["Lowering", int, Any, "Scope | None", Env, Emitter], None]
 """(lowering, index of the equation, equation, its scope, environment, emitter) -> None."""
 
@@ -223,12 +226,16 @@ class Lowering:
                 emitter.emit(kind, "unfusible", [x] if x is not None else [], shape, itemsize, value=value, eqn=eqn)
                 for x, (shape, itemsize, value) in zip(operands, outputs, strict=False)
             ]
-        is_fusible = primitive_traits.is_fusible(name)
+        is_fusible = primitive_traits.is_fusible(name) and not (traits.runs_op_by_op and copies_rows(eqn, shapes[0]))
         if len(outputs) != 1 and not is_fusible:
             results = emitter.emit(name, "unfusible", present, (0,), 1, eqn=eqn)
             return emitter.tuple_elements(results, [(*output, eqn) for output in outputs])
-        key = _key(eqn, operands)
         shape, itemsize, value = outputs[0]
+        if name == "threefry2x32" and traits.runs_op_by_op and len(outputs) == 1:
+            loop = emitter.emit(name, "unfusible", present, (0,), 1, eqn=eqn)
+            words = emitter.tuple_elements(loop, [(shape, 4, value, eqn)] * 2)
+            return [emitter.emit("xor", "fusible", words, shape, itemsize, value=value, eqn=eqn, elementwise=True)]
+        key = _key(eqn, operands)
         facts: dict[str, Any] = {"value": value, "eqn": eqn, "key": key}
         if self.is_view(name, present, shape):
             facts["key"] = ("bitcast", eqn.params.get("permutation"))
@@ -248,10 +255,14 @@ class Lowering:
             "expensive": primitive_traits.is_expensive(name, eqn, traits),
             "in_place": ((0, 0),) if primitive_traits.updates(name) and operands[0] is not None else (),
         }
+        if name.startswith("scatter") and traits.runs_op_by_op and present[0].role != "argument":
+            present[0] = emitter.owned(present[0])
         if name in ("dot_general", "conv_general_dilated"):
             facts["fuses_operands"] = traits.fuses_into_products
         if traits.uses_library and name in primitive_traits.REDUCTIONS:
             facts["is_library_reduction"] = present[0].num_elements >= MIN_LIBRARY_ELEMENTS
+        if facts["elementwise"] and traits.uses_library:
+            present = [stretched(x, shape, emitter) for x in present]
         if facts["elementwise"] and widening.is_computed_in_f32(eqn, traits):
             return [widening.rounded(emitter.emit(name, "fusible", present, shape, 4, **facts), emitter)]
         role, made = "fusible" if is_fusible else "unfusible", []
@@ -270,21 +281,20 @@ class Lowering:
         emitter: Emitter,
     ) -> Instruction:
         """A dot or a convolution, its operands transposed for the library."""
-        name = eqn.primitive.name
-        if name == "conv_general_dilated":
-            stored, out = (
-                operand_layouts.conv_operands(eqn, operands, emitter),
-                eqn.params["dimension_numbers"].out_spec,
-            )
-            order = [out[0], *out[2:], out[1]]
-            made = emitter.emit(name, "unfusible", stored, [shape[d] for d in order], itemsize, **facts)
-            return operand_layouts.transposed(made, [order.index(d) for d in range(len(order))], emitter)
-        wide = widening.is_computed_in_f32(eqn, self.traits)
+        is_dot = eqn.primitive.name == "dot_general"
+        is_native = is_dot and self.traits.multiplies_16_bits and not operand_layouts.is_swapped(eqn, operands[0])
+        wide = widening.is_computed_in_f32(eqn, self.traits) and not is_native
         if wide:
             operands = [widening.widened(x, emitter) for x in operands]
-        stored = operand_layouts.dot_operands(eqn, operands, emitter)
-        made = emitter.emit(name, "unfusible", stored, shape, 4 if wide else itemsize, **facts)
-        return widening.rounded(made, emitter) if wide else made
+        if is_dot:
+            stored, order = operand_layouts.dot_operands(eqn, operands, emitter), [*range(len(shape))]
+        else:
+            out = eqn.params["dimension_numbers"].out_spec
+            stored, order = operand_layouts.conv_operands(eqn, operands, emitter), [out[0], *out[2:], out[1]]
+        shape = [shape[d] for d in order]
+        made = emitter.emit(eqn.primitive.name, "unfusible", stored, shape, 4 if wide else itemsize, **facts)
+        made = widening.rounded(made, emitter) if wide else made
+        return operand_layouts.transposed(made, [order.index(d) for d in range(len(order))], emitter)
 
     def is_view(self, name: str, operands: Sequence[Instruction], shape: Sequence[int]) -> bool:
         """Whether the result is the operand under another shape, as where a dim of size 1 is summed or added."""
@@ -293,6 +303,24 @@ class Lowering:
         if name in primitive_traits.REDUCTIONS or name == "broadcast_in_dim":
             return len(operands) == 1 and operands[0].num_elements == math.prod(shape)
         return name == "transpose"
+
+
+def stretched(x: Instruction, shape: Sequence[int], emitter: Emitter) -> Instruction:
+    """An operand of an elementwise op with its dims of size 1 broadcast, for all ops that stretch it so."""
+    if len(x.shape) != len(shape) or x.num_elements == math.prod(shape):
+        return x
+    return emitter.emit("broadcast_in_dim", "fusible", [x], shape, x.itemsize, key="stretched", eqn=x.eqn)
+
+
+def copies_rows(eqn: Any, shape: Sequence[int]) -> bool:
+    """Whether it concatenates arrays along their rows, which XLA:CPU does by copying memory."""
+    if eqn.primitive.name != "concatenate":
+        return False
+    row_bytes = shape[-1] * eqn.outvars[0].aval.dtype.itemsize
+    is_along_rows = len(shape) > 1 and eqn.params["dimension"] == len(shape) - 1
+    return len(eqn.invars) > MOST_CONCATENATED or (
+        is_along_rows and row_bytes >= 64 and math.prod(shape[:-1]) * row_bytes >= 2048
+    )
 
 
 def contracts_nothing(eqn: Any, lhs: Instruction) -> bool:

@@ -3,7 +3,8 @@
 Consumers compute a fusible producer (openxla/xla, `service/instruction_fusion.cc`, `service/gpu/transforms/
 priority_fusion.cc`)
 
-- unless it has several, and is expensive, or storing it once moves fewer bytes than reading what each must read;
+- unless it has several, and is expensive, or storing it once moves fewer bytes than reading what each must read; on
+  XLA:CPU: or it reads several large arrays, and some consumer can't compute it;
 - unless a library runs one of them (`backends/cpu/transforms/library_rewriter.cc`): a large reduction with the
   elementwise ops that only it uses, and its only user. What they share with others is stored.
 """
@@ -17,6 +18,7 @@ from dataclasses import dataclass, field
 from .instruction import Instruction, users
 from .primitive_traits import REDUCTIONS
 
+FILLS = frozenset({"broadcast", "broadcast_in_dim", "iota"})
 SLICES = frozenset({"slice", "dynamic_slice"})
 
 
@@ -31,13 +33,21 @@ class Kernel:
     """Reads from memory: roots of other kernels, arguments and tuple elements."""
 
 
-def fuse(instructions: Sequence[Instruction], results: Sequence[Instruction]) -> list[Kernel]:
-    """The kernels of a body in the order of their roots; instructions come after their operands, results are stored."""
-    return _Fusion(instructions, results).kernels()
+def fuse(
+    instructions: Sequence[Instruction], results: Sequence[Instruction], *, counts_bytes: bool = True
+) -> list[Kernel]:
+    """The kernels of a body in the order of their roots.
+
+    Args:
+        instructions: operands before their users.
+        results: always stored.
+        counts_bytes: whether the bytes to read decide what is computed again, as everywhere but on XLA:CPU.
+    """
+    return _Fusion(instructions, results, counts_bytes).kernels()
 
 
 class _Fusion:
-    def __init__(self, instructions: Sequence[Instruction], results: Sequence[Instruction]):
+    def __init__(self, instructions: Sequence[Instruction], results: Sequence[Instruction], counts_bytes: bool):
         self.instructions = instructions
         self.place = {one: k for k, one in enumerate(instructions)}
         self.users = users(instructions)
@@ -46,8 +56,38 @@ class _Fusion:
         for one in reversed(instructions):
             if one.is_library_reduction:
                 self.stored.update(self.stored_around(one))
-        self.scaled = self.scaled_by_reductions()
-        self.once = self.costly()
+        if counts_bytes:
+            self.scaled = self.scaled_by_reductions()
+            self.once = self.costly()
+        else:
+            self.store_what_splits()
+            self.once = {one for one in instructions if one.expensive}
+
+    def store_what_splits(self) -> None:
+        """Store what reads several large arrays and can't be computed on all paths to its users.
+
+        Sets of instructions are bits of integers.
+        """
+        bit = {one: 1 << k for k, one in enumerate(reversed(self.instructions))}
+        below: dict[Instruction, int] = {}
+        """What depends on it."""
+        split: dict[Instruction, int] = {}
+        """That along a path on which something is stored."""
+        waiting = {one: sum(x in bit for x in set(one.operands)) for one in self.instructions}
+        for one in reversed(self.instructions):
+            readers = self.users[one]
+            may_move = _is_fusible(one) and one not in self.stored and not (one.expensive and len(readers) > 1)
+            below[one] = split[one] = 0
+            for user in readers:
+                below[one] |= below[user] | bit[user]
+                split[one] |= split[user] if may_move and _is_fusible(user) else below[user] | bit[user]
+            if may_move and _reads_more(one) and any(split[one] & bit[user] for user in readers):
+                self.stored.add(one)
+                split[one] = below[one]
+            for user in set(readers):
+                waiting[user] -= 1
+                if not waiting[user]:
+                    del below[user], split[user]
 
     def scaled_by_reductions(self) -> set[Instruction]:
         """What is computed from reduced values that are broadcast again, as a softmax is."""
@@ -142,3 +182,10 @@ class _Fusion:
 
 def _is_fusible(one: Instruction) -> bool:
     return one.role in ("fusible", "bitcast")
+
+
+def _reads_more(one: Instruction) -> bool:
+    """Whether it reads several arrays as large as its result, and more elements than it has."""
+    ndim = sum(n > 1 for n in one.shape)
+    large = [x for x in one.operands if x.name not in FILLS and sum(n > 1 for n in x.shape) >= ndim]
+    return len(large) > 1 and sum(x.num_elements for x in dict.fromkeys(one.operands)) > one.num_elements

@@ -72,6 +72,8 @@ class Body:
     instructions: list[Instruction] = field(default_factory=list)
     arguments: list[Instruction] = field(default_factory=list)
     results: list[Instruction] = field(default_factory=list)
+    counts_bytes: bool = True
+    """See `fusion.fuse`."""
 
     def live_instructions(self) -> list[Instruction]:
         """The instructions that some result depends on, in order, with all tuple elements of each."""

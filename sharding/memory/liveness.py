@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from ..cost.heap_simulator import Interval, aligned
 from .fusion import Kernel, fuse
+from .heap_simulator import Interval, aligned
 from .instruction import Body, Instruction
 from .kernel_order import Order, Step
 from .primitive_traits import BARRIER, updates
@@ -101,7 +101,7 @@ def lifetimes(
         are_donated: whether the pairs are donated arguments: a result that is written while its argument is still
             read is a temporary, copied in the end.
     """
-    steps = order(fuse(body.live_instructions(), body.results), body.results)
+    steps = order(fuse(body.live_instructions(), body.results, counts_bytes=body.counts_bytes), body.results)
     found = _BufferAssignment(steps, body, carried, not_temporary, order)
     return found.lifetimes(are_donated=are_donated)
 

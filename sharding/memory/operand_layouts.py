@@ -17,6 +17,13 @@ def transposed(x: Instruction, order: Sequence[int], emitter: Emitter) -> Instru
     return emitter.emit("transpose", "fusible", [x], shape, x.itemsize, key=tuple(order), value=x.value, eqn=x.eqn)
 
 
+def is_swapped(eqn: Any, lhs: Instruction) -> bool:
+    """Whether the library reads the left operand of a dot with its single contracting dim before its free one."""
+    (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
+    others = [d for d in range(len(lhs.shape)) if d not in batch and lhs.shape[d] > 1]
+    return len(others) == 2 and others[0] in contracted and others[1] not in contracted
+
+
 def dot_operands(eqn: Any, operands: Sequence[Instruction], emitter: Emitter) -> list[Instruction]:
     """The operands of a dot with dims ordered batch, free, contracting (left) and batch, contracting, free (right).
 

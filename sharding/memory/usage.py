@@ -7,12 +7,12 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from ..cost.heap_simulator import block_bytes
 from ..graph.garbage_collection import no_collection
 from ..hardware import Platform
 from ..propagation import Assignment
 from .compiler_traits import TRAITS
 from .device_program import DeviceProgram, lower
+from .heap_simulator import block_bytes
 from .kernel_order import ORDERS
 from .liveness import Lifetimes, lifetimes
 

@@ -84,3 +84,14 @@ def test_a_library_reduction_stores_what_others_read_too():
         end = make("end", total, double, shape=(128, 64), elementwise=True)
         found = stored(x, double, square, total, end)
         assert ("double" in found) == is_library_reduction
+
+
+def test_where_bytes_do_not_count_a_sum_is_computed_by_all_its_users_or_by_none():
+    for role, expected in (("fusible", {"b": ["both"], "c": ["both"]}), ("unfusible", {"both": [], "b": [], "c": []})):
+        x, y = argument(), argument()
+        both = make("both", x, y, elementwise=True)
+        b, c = make("b", both, role=role), make("c", both, elementwise=True)
+        end = make("end", b, c, role="unfusible")
+        kernels = fuse([x, y, both, b, c, end], [end], counts_bytes=False)
+        found = {k.root.name: [m.name for m in k.members if m is not k.root] for k in kernels if k.operands}
+        assert found == {**expected, "end": []}

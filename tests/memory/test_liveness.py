@@ -10,9 +10,9 @@ from support import peak_memory
 
 import sharding
 from sharding import P
-from sharding.cost.heap_simulator import block_bytes
 from sharding.memory import usage
 from sharding.memory.fusion import fuse
+from sharding.memory.heap_simulator import block_bytes
 from sharding.memory.instruction import Body, Instruction
 from sharding.memory.kernel_order import program_order, xla_cpu_order
 from sharding.memory.liveness import lifetimes

@@ -114,3 +114,31 @@ def test_sharding_the_weights_takes_less_than_replicating_them(platform):
     sharded = memory_of(step, *args, platform=platform, in_shardings=(P("data"), P("data")))
     assert sharded.argument_bytes < replicated.argument_bytes / 4
     assert sharded.peak_bytes < replicated.peak_bytes
+
+
+def test_a_loop_over_random_bits_stores_two_words_for_each():
+    def dropout(x):
+        return jnp.where(jax.random.bernoulli(jax.random.key(0), 0.5, x.shape), x, 0.0) @ x
+
+    x = peak_memory.floats(512, 512)
+    found = {platform: memory_of(dropout, x, platform=platform).temporary_bytes for platform in ("cpu", "tpu")}
+    assert found["cpu"] >= 2 * 4 * 512 * 512 > found["tpu"]
+
+
+def test_arrays_that_are_updated_are_copied_as_soon_as_they_are_there():
+    def scatters(x, count):
+        for _ in range(count):
+            x = jnp.sin(jnp.zeros_like(x).at[jnp.argsort(x[:, 0])].add(x) @ x)
+        return x
+
+    x = peak_memory.floats(512, 512)
+    found = [memory_of(lambda x, n=n: scatters(x, n), x, platform="cpu").temporary_bytes for n in (4, 8)]
+    assert found[1] - found[0] >= 4 * x.size * 4
+
+
+@peak_memory.newest_jax_only
+def test_products_of_16_bits_are_widened_only_where_the_left_operand_is_transposed():
+    x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((2048, 256), (256, 384)))
+    straight = memory_of(lambda x, w: jnp.sum(x @ w), x, w, platform="cpu").temporary_bytes
+    turned = memory_of(lambda x, w: jnp.sum(jnp.einsum("ka,kb->ab", x, x @ w)), x, w, platform="cpu").temporary_bytes
+    assert straight <= 2 * 2048 * 384 + 4 * 2048 < 4 * 2048 * (256 + 384) <= turned

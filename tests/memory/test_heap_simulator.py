@@ -2,7 +2,7 @@
 
 import random
 
-from sharding.cost.heap_simulator import block_bytes
+from sharding.memory.heap_simulator import block_bytes
 
 
 def most_at_once(intervals):
