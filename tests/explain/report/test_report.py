@@ -151,7 +151,7 @@ def test_a_page_is_self_contained_and_safe(path):
 
 
 def test_a_page_is_small(c, data):
-    assert len(json.dumps(data, separators=(",", ":"))) < 10_200
+    assert len(json.dumps(data, separators=(",", ":"))) < 10_500
     costs = report.contents(c.assignment, name="f", with_costs=False)
     assert costs["memory"] is None and costs["time"] is None and not costs["slow"]
 
