@@ -6,32 +6,39 @@ move. Written with an index for both dims, as JAX does, only the numbers say so.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 
-from .. import compat
-from .known_indices import Index
+from .equations import traced
+from .known_indices import Known, of_atom
 
-SCATTERS = frozenset({"scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul", "scatter-sub"})
+GATHER = ("start_index_map", "collapsed_slice_dims", "operand_batching_dims", "start_indices_batching_dims")
+SCATTER = (
+    "scatter_dims_to_operand_dims", "inserted_window_dims", "operand_batching_dims", "scatter_indices_batching_dims"
+)  # fmt: skip
+SCATTERS = ("scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul", "scatter-sub")
+FIELDS = {"gather": GATHER, **dict.fromkeys(SCATTERS, SCATTER)}
+"""Primitive -> its dimension numbers: the operand's dims that are indexed, those of which a single element is taken,
+and the batch dims of the operand and of the indices."""
 
 
-def batched(eqn: Any, indices: Index | None) -> list[Any]:
+def batched(eqn: Any, known: Known) -> list[Any]:
     """The equations that compute the same with batch dims; the equation itself if it has none to find.
 
     Args:
         eqn: an equation.
-        indices: what is known of its second operand.
+        known: what is known of its operands.
     """
-    is_gather = eqn.primitive.name == "gather"
-    if not (is_gather or eqn.primitive.name in SCATTERS) or not isinstance(indices, tuple):
+    fields = FIELDS.get(eqn.primitive.name)
+    indices = None if fields is None else of_atom(eqn.invars[1], known)
+    if fields is None or not isinstance(indices, tuple):
         return [eqn]
     numbers, (operand, rows) = eqn.params["dimension_numbers"], eqn.invars[:2]
-    indexed = numbers.start_index_map if is_gather else numbers.scatter_dims_to_operand_dims
-    single = numbers.collapsed_slice_dims if is_gather else numbers.inserted_window_dims
-    along = numbers.start_indices_batching_dims if is_gather else numbers.scatter_indices_batching_dims
-    pairs = dict(zip(numbers.operand_batching_dims, along, strict=True))
+    indexed, single, *batch_dims = (getattr(numbers, field) for field in fields)
+    pairs = dict(zip(*batch_dims, strict=True))
     rest: list[int] = []
     for column, dim in enumerate(indexed):
         counted = indices[column if len(indices) > 1 else 0]
@@ -44,27 +51,10 @@ def batched(eqn: Any, indices: Index | None) -> list[Any]:
     if len(rest) in (0, len(indexed)) or len(steps) > 1:
         return [eqn]
     last, step = len(rows.aval.shape) - 1, max(steps, default=1)
-    columns = jax.make_jaxpr(lambda x: jax.lax.slice_in_dim(x, rest[0], rest[-1] + 1, step, axis=last))(rows.aval)
-    (select,) = compat.open_jaxpr(columns).eqns
-    chosen = compat.new_var(select.outvars[0].aval)
-    new_indexed, new_single = tuple(indexed[c] for c in rest), tuple(d for d in single if d not in pairs)
+    columns = partial(jax.lax.slice_in_dim, start_index=rest[0], limit_index=rest[-1] + 1, stride=step, axis=last)
+    select = traced(eqn, columns, [rows])
     dims = tuple(sorted(pairs))
-    if is_gather:
-        numbers = numbers._replace(
-            start_index_map=new_indexed,
-            collapsed_slice_dims=new_single,
-            operand_batching_dims=dims,
-            start_indices_batching_dims=tuple(pairs[d] for d in dims),
-        )
-    else:
-        numbers = numbers._replace(
-            scatter_dims_to_operand_dims=new_indexed,
-            inserted_window_dims=new_single,
-            operand_batching_dims=dims,
-            scatter_indices_batching_dims=tuple(pairs[d] for d in dims),
-        )
+    new = tuple(indexed[c] for c in rest), tuple(d for d in single if d not in pairs), dims, tuple(map(pairs.get, dims))
+    numbers = numbers._replace(**dict(zip(fields, new, strict=True)))
     params = eqn.params | {"dimension_numbers": numbers, "indices_are_sorted": False}
-    return [
-        compat.new_eqn(eqn, [rows], [chosen], select.primitive, select.params),
-        eqn.replace(invars=[operand, chosen, *eqn.invars[2:]], params=params),
-    ]
+    return [select, eqn.replace(invars=[operand, *select.outvars, *eqn.invars[2:]], params=params)]

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from .. import compat
 from ..graph import CALLS
 from .batched_indices import batched
+from .equations import are_same, traced
 from .known_indices import Index, Known, constant, of_atom, of_constant, of_result, of_row, of_stack
 
 Indices = tuple[Index | None, ...]
@@ -69,14 +70,13 @@ class _Pass:
             if eqn.primitive.name == "cond" and (branch := constant(eqn.invars[0], known)) is not None:
                 eqn = branch_call(eqn, min(max(branch, 0), len(eqn.params["branches"]) - 1))
             eqn = _reshaped(self.with_bodies(eqn, known), known, zeros)
-            eqns += batched(eqn, of_atom(eqn.invars[1], known) if len(eqn.invars) > 1 else None)
+            eqns += batched(eqn, known)
             if (index := of_result(eqn, known)) is not None:
                 known[eqn.outvars[0]] = index
             if _is_zero_array(eqn):
                 zeros.update(eqn.outvars)
         outputs = tuple(of_atom(v, known) for v in source.outvars)
-        is_same = len(eqns) == len(source.eqns) and all(a is b for a, b in zip(eqns, source.eqns, strict=True))
-        if not literals and is_same:
+        if not literals and are_same(eqns, source.eqns):
             return jaxpr, outputs
         return compat.rebuild(jaxpr, eqns=eqns, outvars=[*map(read, source.outvars)]), outputs
 
@@ -100,10 +100,10 @@ def branch_call(eqn: Any, branch: int) -> Any:
     if eqn.effects:
         return eqn
     taken = compat.jaxpr_fun(eqn.params["branches"][branch])
-    traced = jax.make_jaxpr(jax.jit(lambda *operands: taken(*operands)))(*(v.aval for v in eqn.invars[1:]))
-    if compat.constants(traced):
+    called = jax.make_jaxpr(jax.jit(lambda *operands: taken(*operands)))(*(v.aval for v in eqn.invars[1:]))
+    if compat.constants(called):
         return eqn
-    (call,) = compat.open_jaxpr(traced).eqns
+    (call,) = compat.open_jaxpr(called).eqns
     return compat.new_eqn(eqn, eqn.invars[1:], eqn.outvars, call.primitive, call.params)
 
 
@@ -143,15 +143,13 @@ def _reshaped(eqn: Any, known: Known, zeros: Collection[Any]) -> Any:
         return eqn
     if shape == source.aval.shape:
         return eqn
-    (new,) = compat.open_jaxpr(jax.make_jaxpr(lambda x: jnp.reshape(x, shape))(source.aval)).eqns
-    return compat.new_eqn(eqn, [source], [result], new.primitive, new.params)
+    return traced(eqn, lambda x: jnp.reshape(x, shape), [source], [result])
 
 
 def _zeros(eqn: Any) -> Any:
     """An equation whose result is an array of zeros instead."""
     (result,) = eqn.outvars
-    (new,) = compat.open_jaxpr(jax.make_jaxpr(lambda: jnp.zeros(result.aval.shape, result.aval.dtype))()).eqns
-    return compat.new_eqn(eqn, new.invars, [result], new.primitive, new.params)
+    return traced(eqn, lambda: jnp.zeros(result.aval.shape, result.aval.dtype), [], [result])
 
 
 def _is_zero_array(eqn: Any) -> bool:

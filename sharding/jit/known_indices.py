@@ -46,7 +46,7 @@ OF_EQUALS: Mapping[str, int] = {"eq": 1, "ge": 1, "gt": 0, "le": 1, "lt": 0, "ne
 """Primitive -> its result for two equal integers."""
 
 MOST_COLUMNS = 16
-"""Most columns of an array that are told apart."""
+"""Most columns of an array that have an entry each."""
 
 MOST_ELEMENTS = 1 << 16
 """Most elements of a constant array that is looked at."""

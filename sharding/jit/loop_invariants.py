@@ -19,6 +19,7 @@ from .. import compat
 from ..annotations.propagation_barrier import barrier_p
 from ..rules import CONSTANT_PRESERVING, ELEMENTWISE
 from .constant_folding import GIVEN_OPERANDS
+from .equations import inlined
 
 STAY = frozenset({"checkpoint", "optimization_barrier", "remat", "remat2"})
 """Primitives that say when something is computed."""
@@ -85,19 +86,19 @@ def _inlined(call: Any) -> list[Any]:
     if call.primitive.name not in GIVEN_OPERANDS or call.effects or not compat.has_free_shardings(call):
         return [call]
     (_, _, jaxpr), *_ = compat.sub_jaxprs(call.params)
-    body = compat.open_jaxpr(jaxpr)
-    results = {v: out for v, out in zip(body.outvars, call.outvars, strict=True) if not compat.is_literal(v)}
-    made = {v for eqn in body.eqns for v in eqn.outvars}
-    if compat.constants(jaxpr) or len(results) < len(body.outvars) or not results.keys() <= made:
+    eqns, results = inlined(jaxpr, call.invars)
+    made = {v for eqn in eqns for v in eqn.outvars}
+    is_fresh = all(not compat.is_literal(v) and v in made for v in results) and len({*results}) == len(results)
+    if compat.constants(jaxpr) or not is_fresh:
         return [call]
-    names = dict(zip(body.invars, call.invars, strict=True))
-    found = []
-    for eqn in body.eqns:
-        inner = compat.renamed(eqn, names)
-        outvars = [results[v] if v in results and not compat.is_drop(results[v]) else names[v] for v in eqn.outvars]
-        names.update(zip(eqn.outvars, outvars, strict=True))
-        found.append(inner.replace(outvars=outvars))
-    return found
+    names = {v: out for v, out in zip(results, call.outvars, strict=True) if not compat.is_drop(out)}
+    return [
+        eqn.replace(
+            invars=[v if compat.is_literal(v) else names.get(v, v) for v in eqn.invars],
+            outvars=[names.get(v, v) for v in eqn.outvars],
+        )
+        for eqn in eqns
+    ]
 
 
 def _moved(eqns: Sequence[Any], outside: Collection[Any]) -> dict[int, Any]:

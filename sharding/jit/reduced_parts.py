@@ -7,13 +7,13 @@ Compilers rewrite it so, too, and can then combine the partial results of all be
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 
 from .. import compat
+from .equations import num_uses, traced
 
 COMBINE = {
     "reduce_and": (jax.lax.reduce_and, jax.lax.bitwise_and),
@@ -30,24 +30,20 @@ MOST_PARTS = 1024
 
 def reduced_apart(eqns: Sequence[Any], outvars: Sequence[Any]) -> list[Any]:
     """The equations of a jaxpr, with each reduction of arrays that are only put side by side as one of each."""
-    uses = Counter(v for e in eqns for v in e.invars if not compat.is_literal(v))
-    uses.update(v for v in outvars if not compat.is_literal(v))
+    uses = num_uses(eqns, outvars)
     makers = {e.outvars[0]: e for e in eqns if e.primitive.name in ("concatenate", "stack")}
     scalars = {e.outvars[0]: e.invars[0] for e in eqns if _is_of_scalar(e)}
     found: list[Any] = []
     removed: set[int] = set()
     for eqn in eqns:
-        maker = makers.get(eqn.invars[0]) if eqn.primitive.name in COMBINE and not _is_literal(eqn) else None
+        is_reduction = eqn.primitive.name in COMBINE and not compat.is_literal(eqn.invars[0])
+        maker = makers.get(eqn.invars[0]) if is_reduction else None
         if maker is None or uses[eqn.invars[0]] > 1 or not _is_along(maker, eqn.params["axes"]):
             found.append(eqn)
         else:
             found += _apart(eqn, maker, scalars)
             removed.add(id(maker))
     return [e for e in found if id(e) not in removed]
-
-
-def _is_literal(eqn: Any) -> bool:
-    return compat.is_literal(eqn.invars[0])
 
 
 def _along(maker: Any) -> int:
@@ -80,9 +76,8 @@ def _apart(eqn: Any, maker: Any, scalars: Mapping[Any, Any]) -> list[Any]:
         if not result.aval.shape and not compat.is_literal(part) and part in scalars:
             one = scalars[part]
         elif axes:
-            (reduction,) = compat.open_jaxpr(jax.make_jaxpr(lambda x: reduce(x, axes))(part.aval)).eqns
-            one = compat.new_var(reduction.outvars[0].aval)
-            found.append(compat.new_eqn(eqn, [part], [one], reduction.primitive, reduction.params))
+            found.append(traced(eqn, lambda x: reduce(x, axes), [part]))
+            (one,) = found[-1].outvars
         if total is None:
             total = one
             continue

@@ -25,6 +25,7 @@ from .. import compat
 from ..graph import CALLS
 from .constant_folding import GIVEN_OPERANDS, branch_call, fold_constants
 from .equal_values import ValueNumbers
+from .equations import are_same, num_uses, traced
 from .known_indices import OF_EQUALS
 from .loop_invariants import hoist
 from .package_primitives import implementation
@@ -90,11 +91,7 @@ class _Simplifier:
             for new in hoist(self.with_simple_bodies(simpler))
         ]
         is_changed = any(v in same for eqn in given for v in eqn.invars if not compat.is_literal(v))
-        is_changed = (
-            is_changed
-            or len(given) != len(source.eqns)
-            or any(a is not b for a, b in zip(given, source.eqns, strict=True))
-        )
+        is_changed = is_changed or not are_same(given, source.eqns)
         for eqn in given:
             if any(read(v) is not v for v in eqn.invars):
                 eqn, is_changed = eqn.replace(invars=[read(v) for v in eqn.invars]), True
@@ -104,14 +101,10 @@ class _Simplifier:
                 flattened[eqn.outvars[0]] = eqn.invars[0]
             if (value := _of_equals(eqn)) is not None:
                 like = partial(jnp.full_like, eqn.invars[0].aval, value, dtype=eqn.outvars[0].aval.dtype)
-                (constant,) = compat.open_jaxpr(jax.make_jaxpr(like)()).eqns
-                eqn = compat.new_eqn(eqn, constant.invars, eqn.outvars, constant.primitive, constant.params)
-                is_changed = True
+                eqn, is_changed = traced(eqn, like, [], eqn.outvars), True
             if _is_only_padding(eqn):
-                (x,) = eqn.outvars
-                fill = jax.make_jaxpr(partial(jax.lax.broadcast, sizes=x.aval.shape))(eqn.invars[1].aval)
-                (broadcast,) = compat.open_jaxpr(fill).eqns
-                eqn, is_changed = compat.new_eqn(eqn, eqn.invars[1:], [x], broadcast.primitive, broadcast.params), True
+                fill = partial(jax.lax.broadcast, sizes=eqn.outvars[0].aval.shape)
+                eqn, is_changed = traced(eqn, fill, eqn.invars[1:], eqn.outvars), True
             if (operand := _passed_on(eqn)) is not None:
                 same[eqn.outvars[0]], numbers[eqn.outvars[0]], is_changed = operand, number(operand), True
                 continue
@@ -126,11 +119,9 @@ class _Simplifier:
                 eqns.append(eqn)
         outvars = [*map(read, source.outvars)]
         given, eqns = eqns, reduced_apart(turned(eqns, outvars), outvars)
-        if not is_changed and len(given) == len(eqns) and all(a is b for a, b in zip(given, eqns, strict=True)):
+        if not is_changed and are_same(given, eqns):
             return jaxpr
-        used = {v for eqn in eqns for v in eqn.invars if not compat.is_literal(v)}
-        used.update(v for v in outvars if not compat.is_literal(v))
-        unused = flattened.keys() - used
+        unused = flattened.keys() - num_uses(eqns, outvars)
         live = [eqn for eqn in eqns if unused.isdisjoint(eqn.outvars)]
         return compat.rebuild(jaxpr, eqns=live, outvars=outvars)
 
@@ -167,11 +158,8 @@ def _as_reductions(eqn: Any) -> list[Any]:
     if not axes or not all(isinstance(axis, int) for axis in axes) or eqn.params.get("axis_index_groups"):
         return [eqn]
     reduce = REDUCTIONS[eqn.primitive.name]
-    found = []
-    for operand, result in zip(eqn.invars, eqn.outvars, strict=True):
-        (new,) = compat.open_jaxpr(jax.make_jaxpr(lambda x: reduce(x, axes))(operand.aval)).eqns
-        found.append(compat.new_eqn(eqn, [operand], [result], new.primitive, new.params))
-    return found
+    pairs = zip(eqn.invars, eqn.outvars, strict=True)
+    return [traced(eqn, lambda x: reduce(x, axes), [operand], [result]) for operand, result in pairs]
 
 
 def _with_one_condition(eqn: Any) -> Any:
@@ -219,13 +207,8 @@ def _transposed_first(eqn: Any) -> list[Any]:
     """A reshape in another order of dims as a transposition and a reshape; any other equation as it is."""
     if eqn.primitive.name != "reshape" or eqn.params.get("dimensions") is None or len(eqn.invars) > 1:
         return [eqn]
-    permuted = jax.make_jaxpr(partial(jax.lax.transpose, permutation=eqn.params["dimensions"]))(eqn.invars[0].aval)
-    (transpose,) = compat.open_jaxpr(permuted).eqns
-    new = compat.new_var(transpose.outvars[0].aval)
-    return [
-        compat.new_eqn(eqn, eqn.invars, [new], transpose.primitive, transpose.params),
-        eqn.replace(invars=[new], params=eqn.params | {"dimensions": None}),
-    ]
+    transpose = traced(eqn, partial(jax.lax.transpose, permutation=eqn.params["dimensions"]), eqn.invars)
+    return [transpose, eqn.replace(invars=transpose.outvars, params=eqn.params | {"dimensions": None})]
 
 
 def _of_equals(eqn: Any) -> int | None:

@@ -5,7 +5,7 @@ What the backward pass computes again, without a barrier, then is equal to what 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ import jax
 import jax.extend.core as jex
 
 from .. import compat
+from .equations import inlined, traced
 
 same_as_p = jex.Primitive("same_as")
 """Says in a list of equations that a variable is another name of an operand; in no jaxpr."""
@@ -28,39 +29,32 @@ def unrolled(eqn: Any) -> list[Any]:
 
 
 def _iteration(eqn: Any) -> Iterator[Any]:
-    body, (num_consts, num_carry) = compat.open_jaxpr(eqn.params["jaxpr"]), compat.scan_parts(eqn.params)
-    names = dict(zip(body.invars[: num_consts + num_carry], eqn.invars, strict=False))
-    pairs = zip(body.invars[num_consts + num_carry :], eqn.invars[num_consts + num_carry :], strict=True)
-    for row, stack in pairs:
-        (squeeze,) = compat.open_jaxpr(jax.make_jaxpr(partial(jax.lax.squeeze, dimensions=(0,)))(stack.aval)).eqns
-        names[row] = compat.new_var(row.aval)
-        yield compat.new_eqn(eqn, [stack], [names[row]], squeeze.primitive, squeeze.params)
-    yield from _inlined(body, names)
-    results = [v if compat.is_literal(v) else names[v] for v in body.outvars]
+    num_consts, num_carry = compat.scan_parts(eqn.params)
+    first = num_consts + num_carry
+    rows = [traced(eqn, partial(jax.lax.squeeze, dimensions=(0,)), [stack]) for stack in eqn.invars[first:]]
+    yield from rows
+    eqns, results = inlined(eqn.params["jaxpr"], [*eqn.invars[:first], *(row.outvars[0] for row in rows)])
+    yield from _inside(eqns)
     for k, (result, outvar) in enumerate(zip(results, eqn.outvars, strict=True)):
         if compat.is_drop(outvar):
             continue
         if k < num_carry:
             yield compat.new_eqn(eqn, [result], [outvar], same_as_p, {})
         else:
-            stacked = jax.make_jaxpr(lambda x: jax.lax.broadcast_in_dim(x, (1, *x.shape), range(1, x.ndim + 1)))
-            (broadcast,) = compat.open_jaxpr(stacked(result.aval)).eqns
-            yield compat.new_eqn(eqn, [result], [outvar], broadcast.primitive, broadcast.params)
+            yield traced(eqn, partial(jax.lax.expand_dims, dimensions=(0,)), [result], [outvar])
 
 
-def _inlined(body: Any, names: dict[Any, Any]) -> Iterator[Any]:
-    """The equations of a body in terms of outer names, and those of its loops of one iteration and recomputations."""
-    for eqn in body.eqns:
-        inner = compat.renamed(eqn, names)
-        if _is_plain_call(inner):
-            called = compat.open_jaxpr(inner.params["jaxpr"])
-            own = dict(zip(called.invars, inner.invars, strict=True))
-            yield from _inlined(called, own)
-            for outvar, v in zip(inner.outvars, called.outvars, strict=True):
+def _inside(eqns: Sequence[Any]) -> Iterator[Any]:
+    """The equations of a body, and those of its loops of one iteration and recomputations."""
+    for eqn in eqns:
+        if _is_plain_call(eqn):
+            inner, results = inlined(eqn.params["jaxpr"], eqn.invars)
+            yield from _inside(inner)
+            for result, outvar in zip(results, eqn.outvars, strict=True):
                 if not compat.is_drop(outvar):
-                    yield compat.new_eqn(eqn, [v if compat.is_literal(v) else own[v]], [outvar], same_as_p, {})
+                    yield compat.new_eqn(eqn, [result], [outvar], same_as_p, {})
         else:
-            yield from unrolled(inner)
+            yield from unrolled(eqn)
 
 
 def _is_plain_call(eqn: Any) -> bool:

@@ -7,19 +7,18 @@ its order.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 from .. import compat
+from .equations import num_uses
 
 
 def turned(eqns: Sequence[Any], outvars: Sequence[Any]) -> list[Any]:
     """The equations of a jaxpr, with each product that is only transposed to the other order computed in that order."""
     makers: dict[Any, int] = {}
     found: list[Any] = []
-    uses = Counter(v for e in eqns for v in e.invars if not compat.is_literal(v))
-    uses.update(v for v in outvars if not compat.is_literal(v))
+    uses = num_uses(eqns, outvars)
     multiplied = {v for e in eqns if e.primitive.name == "dot_general" for v in e.invars if not compat.is_literal(v)}
     for eqn in eqns:
         is_transposed = eqn.primitive.name == "transpose" and multiplied.isdisjoint(eqn.outvars)

@@ -1,0 +1,46 @@
+"""Equations of jaxprs: traced from a function, inlined, compared, and their uses counted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from .. import compat
+
+
+def traced(like: Any, f: Callable[..., Any], operands: Sequence[Any], results: Sequence[Any] | None = None) -> Any:
+    """The equation that computes a function.
+
+    Args:
+        like: the equation whose source line and name stack it gets.
+        f: a function that traces to a single equation.
+        operands: variables or literals.
+        results: variables; new ones if not given.
+    """
+    jaxpr = compat.open_jaxpr(jax.make_jaxpr(f)(*(v.aval for v in operands)))
+    (eqn,) = jaxpr.eqns
+    given = dict(zip(jaxpr.invars, operands, strict=True))
+    invars = [v if compat.is_literal(v) else given[v] for v in eqn.invars]
+    outvars = [compat.new_var(v.aval) for v in eqn.outvars] if results is None else results
+    return compat.new_eqn(like, invars, outvars, eqn.primitive, eqn.params)
+
+
+def inlined(jaxpr: Any, operands: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """The equations of a jaxpr without constants on some operands, with new variables; and its results."""
+    body = compat.open_jaxpr(jaxpr)
+    names = dict(zip(body.invars, operands, strict=True))
+    eqns = [compat.renamed(eqn, names) for eqn in body.eqns]
+    return eqns, [v if compat.is_literal(v) else names[v] for v in body.outvars]
+
+
+def are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Whether two lists hold the same equations."""
+    return len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True))
+
+
+def num_uses(eqns: Sequence[Any], outvars: Sequence[Any]) -> Counter[Any]:
+    """How often each variable is read by the equations, or returned."""
+    return Counter(v for atoms in (*(e.invars for e in eqns), outvars) for v in atoms if not compat.is_literal(v))
