@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from .. import memory
 from ..hardware import Platform
 
 
@@ -26,7 +25,7 @@ class PeakError:
     """One of twenty is above."""
 
 
-PEAK_ERRORS_FILE = Path(memory.__file__).with_name("peak_errors.json")
+PEAK_ERRORS_FILE = Path(__file__).with_name("peak_errors.json")
 PEAK_ERRORS: Mapping[Platform, PeakError] = {
     platform: PeakError(**error) for platform, error in json.loads(PEAK_ERRORS_FILE.read_text()).items()
 }

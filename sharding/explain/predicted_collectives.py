@@ -104,20 +104,18 @@ class ProgramCollectives:
         if platform not in LOOKED_THROUGH:
             return Reassociation()
         found = [
-            (v, steps, *self.sums_and_rest(v, steps))
+            (v, *self.sums_and_rest(v, steps))
             for op in self.graph.ops
             if op.rule is not None and op.name != "edge" and op.name not in MANUAL
             for v, steps in zip(op.results, self.strategies.of(op).result_steps, strict=True)
         ]
-        used = {frozenset(step.axes) for _, _, sums, _ in found for step in sums} if platform in SPLITS else set()
+        used = {frozenset(step.axes) for _, sums, _ in found for step in sums} if platform in SPLITS else set()
         reductions: dict[int, list[Reduction]] = {}
-        for v, steps, sums, rest in found:
+        for v, sums, rest in found:
             if sums and not rest:
                 is_whole = platform == "gpu" or reduces_elementwise(self.graph.makers.get(v))
                 reductions[v] = [(self.kind_of_sum(v, step, is_whole=is_whole), step.axes) for step in sums]
-            elif split := split_all_reduce(
-                self.graph.makers.get(v), [step for step in steps if step.is_sum], rest, used
-            ):
+            elif split := split_all_reduce(self.graph.makers.get(v), sums, rest, used):
                 reductions[v] = split
 
         def moves(op: Op) -> bool:

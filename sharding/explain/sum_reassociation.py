@@ -105,7 +105,7 @@ def split_all_reduce(
 
     Args:
         op: what makes the result; those of a reduction stay whole.
-        sums: the reductions of a result, before all-reduces of all-reduces are folded.
+        sums: the reductions of a result.
         rest: the steps that follow.
         used: the axes of each sum of the program; without another one over the same axes, nothing is gained.
     """
