@@ -207,7 +207,7 @@ class ProgramCollectives:
             part = self.graph.makers[part.operands[0]]
         v, want = part.operands[0], self.specs[result]
         if v in self.times:
-            what, advise = f"rotation of {self.graph.label(v)}", functools.partial(self.hints.operand, op, v, want)
+            what, advise = f"rotation of {self.graph.label(v)}", functools.partial(self.hints.operand, part, v, want)
             steps = self.chain(op, v, self.specs[v], want)
             for c in self.reshards(op, v, self.specs[v], steps, op.times, what, advise):
                 yield Transfer(c, v, True)

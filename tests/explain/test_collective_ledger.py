@@ -174,6 +174,14 @@ def test_a_rotation_along_a_sharded_dim():
     assert rows(found) == [("collective-permute", ("a",), 1, 2 * 4 * 4)]
 
 
+def test_the_hint_for_a_rotation_of_a_gathered_array():
+    def rotated(x):
+        return sharding.annotate(jnp.roll(x, 1, 0), P())
+
+    (gather,) = ledger_of(rotated, {"a": 2}, shapes((6, 2)), in_shardings=P("a"))
+    assert gather.hint == "annotate x as [-, -] (now [a, -] from in_shardings); slice needs its dim 0 replicated"
+
+
 def test_an_argmax_along_a_sharded_dim_gathers_values_and_indices():
     def f(x):
         return jnp.argmax(x, -1), jnp.argmin(jnp.sin(x).astype("bfloat16"), -1)
