@@ -19,7 +19,7 @@ from ..errors import ShardingError, raise_together
 from ..graph.garbage_collection import no_collection
 from ..hardware import Devices, Platform
 from ..mesh import current, described, tracing_context
-from ..propagation import Assignment, shardy
+from ..propagation import Assignment, Policy, shardy
 from ..rewrite.reshard_placement import placed
 from . import argument_shardings, tracing
 from .cache_key import CacheKey, cache_key, changed_parts, context_key
@@ -47,6 +47,7 @@ def jit(
     donate_argnums: Nums = (),
     donate_argnames: Names = (),
     engine: Engine = "sharding",
+    policy: Policy = "storage",
     strict: bool = False,
     max_implicit_bytes: int | None = None,
 ) -> Any:
@@ -63,6 +64,9 @@ def jit(
         donate_argnames: the same by name.
         engine: `"sharding"` is this library's propagation; `"shardy"` is XLA's, as a second opinion; `"xla"` applies
             the annotations alone and leaves the rest to XLA, for bisecting.
+        policy: which spec takes a mesh axis that several claim. `"storage"`: the batch does, and a parameter whose spec
+            claims it, too, is stored that way and gathered for its use, as in FSDP; `"shardy"`: Shardy's order, in
+            which the larger operand wins. Other engines than `"sharding"` have Shardy's.
         strict: whether an annotation that does not divide its dim is an error, not a warning.
         max_implicit_bytes: limit on implicit all-gathers, in bytes of the gathered array per device. A larger one is
             an error that names the source line, before anything compiles.
@@ -96,12 +100,19 @@ def jit(
             donate_argnums=donate_argnums,
             donate_argnames=donate_argnames,
             engine=engine,
+            policy=policy,
             strict=strict,
             max_implicit_bytes=max_implicit_bytes,
         )
     if engine not in ENGINES:
         raise ShardingError(
             f"sharding.jit(engine={engine!r})", required="a known engine", fix=[f"engine={e!r}" for e in ENGINES]
+        )
+    if policy not in propagation.POLICIES:
+        raise ShardingError(
+            f"sharding.jit(policy={policy!r})",
+            required="a known policy",
+            fix=[f"policy={p!r}" for p in propagation.POLICIES],
         )
     if max_implicit_bytes is not None and (engine == "xla" or max_implicit_bytes < 0):
         raise ShardingError(
@@ -110,7 +121,7 @@ def jit(
             fix="max_implicit_bytes=None" if engine == "xla" else "max_implicit_bytes=0",
         )
     signature = Signature.of(f, static_argnums, static_argnames, donate_argnums, donate_argnames)
-    return Jitted(f, signature, in_shardings, out_shardings, engine, strict, max_implicit_bytes)
+    return Jitted(f, signature, in_shardings, out_shardings, engine, policy, strict, max_implicit_bytes)
 
 
 class Jitted:
@@ -123,13 +134,16 @@ class Jitted:
         in_shardings: Any,
         out_shardings: Any,
         engine: str,
+        policy: Policy,
         strict: bool,
         max_implicit_bytes: int | None,
     ):
         functools.update_wrapper(self, f)
         self._f, self._signature = f, signature
         self._in_shardings, self._out_shardings = in_shardings, out_shardings
-        self._engine, self._strict, self._max_implicit_bytes = engine, strict, max_implicit_bytes
+        self._engine = engine
+        self._policy: Policy = policy
+        self._strict, self._max_implicit_bytes = strict, max_implicit_bytes
         self._executables: dict[CacheKey, Executable] = {}
         self._fast_path: FastPath | None = None
 
@@ -325,7 +339,7 @@ class Jitted:
     def _assignment(self, built: graph.Graph, traced: tracing.Traced, mesh: Mesh | AbstractMesh) -> Assignment:
         sizes = dict(mesh.shape)
         if self._engine == "sharding":
-            return placed(propagation.complete(built, sizes))
+            return placed(propagation.complete(built, sizes, policy=self._policy))
         if self._engine == "xla":
             return propagation.unannotated(built, sizes)
         abstract = mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh

@@ -7,13 +7,15 @@ from . import partial_sums, shardy
 from .assignment import Assignment, Reason
 from .conflict_report import Claim, Conflict
 from .partial_sums import PendingSum
-from .propagate import complete, unannotated
+from .propagate import POLICIES, Policy, complete, unannotated
 
 __all__ = [
+    "POLICIES",
     "Assignment",
     "Claim",
     "Conflict",
     "PendingSum",
+    "Policy",
     "Reason",
     "complete",
     "partial_sums",

@@ -3,31 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal, get_args
 
-from ..graph import Graph
+from ..graph import Annotation, Graph
 from ..spec import Dim, Spec
-from . import conflict_detection
+from . import conflict_detection, storage
 from .assignment import Assignment, Reason
 from .axis_atoms import AtomTable
 from .fixed_point import Engine
 
+Policy = Literal["storage", "shardy"]
+"""Which annotation takes an axis that several claim: `"storage"`, the batch before what is stored (`storage.py`);
+`"shardy"`, in Shardy's order."""
+POLICIES: tuple[Policy, ...] = get_args(Policy)
 
-def complete(graph: Graph, sizes: Mapping[str, int]) -> Assignment:
+
+def complete(graph: Graph, sizes: Mapping[str, int], *, policy: Policy = "shardy") -> Assignment:
     """Returns a spec for every value of `graph` over mesh axes of the given sizes, with the reason for every axis.
 
     Annotations are kept as they are; everything else is inferred from them.
+
+    Args:
+        graph: the annotated program.
+        sizes: of the mesh axes.
+        policy: see `Policy`.
     """
-    return _completed(Engine(graph, AtomTable.of(sizes)))
+    engine = Engine(_prioritized(graph, policy), AtomTable.of(sizes))
+    return _completed(engine, graph, policy)
 
 
-def _completed(engine: Engine) -> Assignment:
+def _prioritized(graph: Graph, policy: Policy) -> Graph:
+    return storage.deferred(graph) if policy == "storage" else graph
+
+
+def _completed(engine: Engine, as_annotated: Graph, policy: Policy) -> Assignment:
     engine.run()
     graph, specs = engine.graph, specs_of(engine)
+
+    def with_annotations(annotations: Mapping[int, Annotation]) -> Assignment:
+        changed = as_annotated.with_annotations(annotations)
+        return _completed(engine.restarted(_prioritized(changed, policy)), changed, policy)
+
     return Assignment(
         graph=graph,
         sizes=engine.table.mesh_sizes,
         specs=specs,
-        with_annotations=lambda annotations: _completed(engine.restarted(graph.with_annotations(annotations))),
+        with_annotations=with_annotations,
         find_reason=lambda v, d, axis: _reason(engine, v, d, engine.table.atoms_of((axis,))[0]),
         find_conflicts=lambda: conflict_detection.find(engine, specs, lambda v, d, atom: _origin(engine, v, d, atom)),
     )

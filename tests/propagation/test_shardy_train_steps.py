@@ -51,7 +51,7 @@ def test_every_value_agrees_except_known_differences(name):
 def compiled_bytes(step, sizes, engine):
     """Returns the bytes of all collectives of a step compiled with the specs of one engine."""
     with sharding.mesh(sizes):
-        jitted = sharding.jit(step.run, in_shardings=step.specs, donate_argnums=0, engine=engine)
+        jitted = sharding.jit(step.run, in_shardings=step.specs, donate_argnums=0, engine=engine, policy="shardy")
         return read_compiled(jitted.lower(*step.args).compile()).total_bytes
 
 

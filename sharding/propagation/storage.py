@@ -1,0 +1,115 @@
+"""Storage specs: where a parameter's spec and the batch claim one axis, the batch takes it first.
+
+FSDP and ZeRO-3 shard parameters and optimizer state over axes that shard the batch, too. There the spec of a parameter
+says where it is *stored*: the batch keeps the axis, and the parameter is gathered for its use. Shardy's order, in
+which the larger operand wins, shards the features of activations instead, from the embedding on.
+
+Which dims are the batch's is a property of the program, not of names: those of a class of dims (`dim_classes.py`) with
+an argument that flows freely (`data_flow.py`) through most of the program's contractions. State that the program
+updates, such as optimizer state, is no evidence: it is read element by element. Where the activations are smaller than
+the parameters that they meet, as in decoding, gathering parameters is not worth it, and Shardy's order is kept.
+
+References:
+    FSDP: Zhao et al., arXiv:2304.11277, section 3. ZeRO-3: Rajbhandari et al., arXiv:1910.02054, section 5.3.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+
+from ..graph import Annotation, Graph
+from .data_flow import DataFlow
+from .dim_classes import ArrayDim, DimClasses
+
+Groups = Mapping[int, list[ArrayDim]]
+"""Class -> dims in it."""
+
+
+def deferred(graph: Graph) -> Graph:
+    """Returns `graph` with the storage specs of its arguments and results at a lower priority than those of the batch.
+
+    Only dims of priority 0 that claim an axis of the batch are deferred, to priority 1.
+    """
+    stored = _stored_dims(graph)
+    changed: dict[int, Annotation] = {}
+    for v in dict.fromkeys(v for v, _ in stored):
+        annotation = graph.annotations[v]
+        dims = tuple(
+            dataclasses.replace(dim, priority=1) if (v, d) in stored and dim.priority == 0 else dim
+            for d, dim in enumerate(annotation.spec.dims)
+        )
+        changed[v] = dataclasses.replace(annotation, spec=dataclasses.replace(annotation.spec, dims=dims))
+    return graph.with_annotations(changed) if changed else graph
+
+
+def _stored_dims(graph: Graph) -> dict[ArrayDim, None]:
+    """Returns the dims of arguments and results that claim an axis of the batch, and are none of its dims."""
+    claims = _claims(graph)
+    if all(len(dims) < 2 for dims in claims.values()):
+        return {}
+    classes = DimClasses(graph)
+    contested = [groups for dims in claims.values() if len(groups := _grouped(classes, dims)) > 1]
+    batch = _batch_classes(graph, classes, {c for groups in contested for c in groups}) if contested else set()
+    return dict.fromkeys(
+        at
+        for groups in contested
+        if not batch.isdisjoint(groups)
+        for c, dims in groups.items()
+        if c not in batch
+        for at in dims
+    )
+
+
+def _claims(graph: Graph) -> Mapping[str, list[ArrayDim]]:
+    """Mesh axis -> the dims of arguments and results that annotations shard over it."""
+    found: defaultdict[str, list[ArrayDim]] = defaultdict(list)
+    for v in dict.fromkeys((*graph.inputs, *graph.outputs)):
+        if v not in graph.annotations:
+            continue
+        for d, dim in enumerate(graph.annotations[v].spec.dims):
+            for axis in dim.axes:
+                found[axis if isinstance(axis, str) else axis[0]].append((v, d))
+    return found
+
+
+def _grouped(classes: DimClasses, dims: Iterable[ArrayDim]) -> Groups:
+    groups: defaultdict[int, list[ArrayDim]] = defaultdict(list)
+    for at in dims:
+        groups[classes.of(at)].append(at)
+    return groups
+
+
+def _batch_classes(graph: Graph, classes: DimClasses, claimed: set[int]) -> set[int]:
+    """Returns those of the claimed classes that hold dims of the batch."""
+    updated = _updated(graph, classes)
+    arguments = _grouped(classes, ((v, d) for v in graph.inputs for d in range(len(graph.shapes[v]))))
+    evidence = {c: [at for at in arguments.get(c, ()) if at[0] not in updated] for c in claimed}
+    flow, found = DataFlow(graph), set()
+    for c, dims in evidence.items():
+        free = [one for one in map(flow.of, dims) if one.is_free]
+        reached = set[int]().union(*(one.contractions for one in free))
+        larger = sum(one.own_bytes for one in free) >= sum(one.met_bytes for one in free)
+        if free and larger and 2 * len(reached) >= len(flow.contractions):
+            found.add(c)
+    return found
+
+
+def _updated(graph: Graph, classes: DimClasses) -> set[int]:
+    """Returns the arguments that the program updates.
+
+    Those that are donated for results; without any, those of which a result has the shape, dtype and classes.
+    """
+    inputs = set(graph.inputs)
+    donated = inputs & set(graph.outputs)
+    if donated:
+        return donated
+
+    def form(v: int) -> tuple:
+        shape = graph.shapes[v]
+        return graph.dtypes[v], shape, tuple(classes.of((v, d)) for d in range(len(shape)))
+
+    results = {form(v) for v in graph.outputs}
+    updated = {v for v in inputs if form(v) in results}
+    return updated if updated != inputs else set()
