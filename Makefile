@@ -4,6 +4,7 @@
 #              notebooks, about five minutes; ARGS="-D nb_execution_mode=off" renders them without outputs)
 # make fuzz    compare random programs on random meshes with one device, ARGS="--seed 0 --budget 10000" or "--minutes 5",
 #              or their collectives with the predicted ones: ARGS="--predictions --compiler cpu"
+# make mutate  put random faults into a copy of the library and count those that the tests catch, ARGS="--sample 40 --seed 0"
 #
 # PYTHON selects the interpreter of the environment, VENV its folder.
 
@@ -24,7 +25,7 @@ MAKE_VENV := $(PYTHON) -m venv $(VENV)
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 endif
 
-.PHONY: train test test-quick test-slow docs fuzz lint
+.PHONY: train test test-quick test-slow docs fuzz mutate lint
 
 train: $(VENV)/.installed
 	$(BIN)/sharding train $(ARGS)
@@ -45,6 +46,9 @@ docs: $(VENV)/.installed-docs
 
 fuzz: $(VENV)/.installed-test
 	$(BIN)/python -m tests.fuzz $(ARGS) 2>/dev/null
+
+mutate: $(VENV)/.installed-test
+	$(BIN)/python -m tests.mutate $(ARGS)
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
