@@ -108,11 +108,13 @@ def _files(root: Path, prefixes: tuple[str, ...]) -> list[Path]:
 
 
 def _changes(tree: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
-    """Yields each expression that can change, in order of the source, with its replacement in parentheses."""
+    """Yields each expression that can change, in order of the source, with its replacement; none in errors' texts."""
+    errors = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _is_error(node.func)]
+    messages = {id(part) for error in errors for part in ast.walk(error)}
     found = [
         (node, new)
         for node in ast.walk(tree)
-        if isinstance(node, ast.expr) and not _is_annotation(node)
+        if isinstance(node, ast.expr) and not _is_annotation(node) and id(node) not in messages
         for new in _replacements(node)
     ]
     return iter(sorted(found, key=lambda change: (change[0].lineno, change[0].col_offset)))
@@ -139,6 +141,10 @@ def _replacements(node: ast.expr) -> Iterator[ast.expr]:
             yield ast.Call(ast.Attribute(value, FUNCTIONS[name]), args, keywords)
         case ast.IfExp(test, body, orelse):
             yield ast.IfExp(test, orelse, body)
+
+
+def _is_error(function: ast.expr) -> bool:
+    return isinstance(function, ast.Name) and function.id.endswith("Error")
 
 
 def _is_text(node: ast.expr) -> bool:

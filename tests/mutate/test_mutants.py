@@ -34,6 +34,7 @@ def changes(root: Path, text: str) -> list[str]:
         ("a = b if c else d", ["a = d if c else b"]),
         ("a = 'text' + b", []),
         ("a: int | None = None", []),
+        ("raise ShardingError('too many', found=b[:8])", []),
         ("a = '\u00e9', b == c  # after a wide letter", ["a = '\u00e9', b != c  # after a wide letter"]),
     ],
 )
