@@ -36,6 +36,25 @@ class Conflict:
     bytes_lost: int
     """Extra bytes that each device holds, or has to gather, because the other claim was rejected."""
 
+    @property
+    def cure(self) -> str:
+        """The annotations that can be changed so that both sides agree."""
+        if self.kept.value == self.lost.value and self.kept.dim == self.lost.dim:
+            return f"remove one of two annotations: {self.kept.origin}, or {self.lost.origin}"
+        shared = [a for a in self.lost.axes if a in self.kept.axes]
+        if shared:
+            axes = ", ".join(map(axis_name, shared))
+            sides = (f"dim {c.dim} of {c.name} ({c.origin})" for c in (self.kept, self.lost))
+            return f"keep {axes} on one of " + " and ".join(sides)
+        if not self.kept.axes:
+            return f"leave dim {self.kept.dim} of {self.kept.name} open with P.UNCONSTRAINED ({self.kept.origin})"
+        kept, lost = (f"({', '.join(map(axis_name, c.axes)) or 'nothing'})" for c in (self.kept, self.lost))
+        one, other = self.kept, self.lost
+        return (
+            f"shard dim {other.dim} of {other.name} over {kept} too ({other.origin}), "
+            f"or dim {one.dim} of {one.name} over {lost} ({one.origin})"
+        )
+
     def __str__(self) -> str:
         where = f"{self.op} at {self.source}" if self.source else self.op
         return f"{where}: kept {self.kept}, rejected {self.lost}: {self.rule} ({self.bytes_lost} bytes)"

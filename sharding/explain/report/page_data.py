@@ -16,16 +16,17 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
-from ... import paths
 from ...cost import Topology, collective_seconds
 from ...graph import Graph
 from ...hardware import Platform
 from ...memory import Usage, usage
+from ...paths import Layers
 from ...propagation import Assignment
 from ...spec import axis_name
 from ..collective_ledger import Collective
 from ..compile_time import compile_time
-from ..memory_report import Array, MemoryReport, report
+from ..live_arrays import Array
+from ..memory_report import MemoryReport, report
 from ..memory_timeline import memory_timeline
 from ..predicted_collectives import communication
 from ..step_time import TimedOp, estimate
@@ -62,7 +63,7 @@ def contents(
         "memory_bytes": (on.chip.usable_memory_bytes or on.chip.memory_bytes) if on is not None else None,
         "ops": len(graph.ops),
         **values(assignment, strings),
-        "collectives": _collectives(communication(assignment, name=name), on),
+        "collectives": _collectives(communication(assignment, name=name), graph.layers, on),
         "memory": None,
         "time": None,
         "slow": _slow_compilation(graph, platform),
@@ -78,12 +79,12 @@ def contents(
     return {**found, "strings": strings.all()}
 
 
-def _collectives(ledger: Sequence[Collective], on: Topology | None) -> list[Row]:
+def _collectives(ledger: Sequence[Collective], layers: Layers, on: Topology | None) -> list[Row]:
     """Collectives that differ only in the layer index share a row; most bytes first."""
     rows: dict[tuple, Row] = {}
     for c in ledger:
         seconds = None if on is None else c.count * collective_seconds(c.kind, c.result_bytes, c.axes, on)
-        texts = (c.source, paths.pattern(c.cause), paths.pattern(c.hint), c.op, c.dtype)
+        texts = (c.source, layers.pattern(c.cause), layers.pattern(c.hint), c.op, c.dtype)
         amounts = (c.count, c.bytes, c.wire_bytes, seconds)
         row = rows.setdefault((c.kind, c.axes, *texts), [c.kind, [*map(axis_name, c.axes)], 0, 0, 0, 0.0, *texts, 0])
         row[2:6] = [None if more is None else have + more for have, more in zip(row[2:6], amounts, strict=True)]
@@ -156,7 +157,7 @@ def _summed(parts: Sequence[TimedOp], key: str) -> list[Row]:
 def _conflicts(assignment: Assignment) -> list[Row]:
     rows: dict[str, Row] = {}
     for c in assignment.conflicts:
-        text = paths.pattern(str(c))
+        text = assignment.graph.layers.pattern(str(c))
         row = rows.setdefault(text, [text, 0, 0])
         row[1] += c.bytes_lost
         row[2] += 1
