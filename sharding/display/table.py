@@ -19,7 +19,7 @@ MAX_ROWS = 20
 """Rows of a table in a notebook."""
 _CELL = "padding:2px 12px 2px 0;vertical-align:top;border-bottom:1px solid #8883"
 _NUMBER = "text-align:right;white-space:nowrap"
-_TEXT = "text-align:left;overflow-wrap:anywhere;min-width:4em"
+_TEXT = "text-align:left;overflow-wrap:break-word"
 
 
 class Column(NamedTuple):
@@ -60,7 +60,7 @@ class Table:
         more = f"<div>and {left:,} more rows: <code>.rows()</code></div>" if left > 0 else ""
         style = "border-collapse:collapse;font-size:12px;max-width:100%"
         table = f'<table style="{style}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
-        title = f'<div style="margin:4px 0">{escape(self.title)}</div>' if self.title else ""
+        title = f'<div style="font-size:13px;margin:8px 0 4px">{escape(self.title)}</div>' if self.title else ""
         return f'<div style="overflow-x:auto;max-width:100%">{title}{table if self.rows else ""}{more}</div>'
 
     def _cells(self, row: Row) -> str:
@@ -93,7 +93,7 @@ class Tabular:
     __slots__ = ()
 
     def tables(self) -> list[Table]:
-        """Its tables, the one of its rows first."""
+        """Its tables: the one of its rows, then those of sums, which a notebook shows before it."""
         raise NotImplementedError
 
     def rows(self) -> list[Row]:
@@ -109,7 +109,8 @@ class Tabular:
         return self.tables()[0].to_pandas(f"{type(self).__name__}.to_pandas()")
 
     def _repr_html_(self) -> str:
-        return "".join(table.html() for table in self.tables())
+        first, *others = self.tables()
+        return "".join(table.html() for table in (*others, first))
 
 
 def _style(column: Column) -> str:
@@ -117,6 +118,8 @@ def _style(column: Column) -> str:
 
 
 def _plain(column: Column, cell: Any) -> str:
+    if cell is None or cell == "":
+        return "-"
     if column.unit == "share":
         return f"{cell:.1%}"
     if column.unit == "seconds":
@@ -125,9 +128,7 @@ def _plain(column: Column, cell: Any) -> str:
 
 
 def _html(column: Column, cell: Any) -> str:
-    if cell is None or cell == "":
-        return "-"
-    if column.unit == "bytes":
+    if column.unit == "bytes" and cell is not None:
         return f'<span title="{cell:,} bytes">{bytes_text(cell)}</span>'
     text = escape(_plain(column, cell))
     return f"<code>{text}</code>" if column.unit == "code" else text

@@ -179,11 +179,13 @@ class MemoryReport(Tabular):
             for name, own in self.grouped()
         ]
         categories = [(kind, n, n / max(1, self.peak_bytes)) for kind, n in self.by_class.items()]
-        axes = [(axis, s.split_bytes, s.whole_bytes, s.saved_bytes) for axis, s in self.by_axis.items()]
+        axes = [
+            (axis, s.split_bytes, s.whole_bytes, s.saved_bytes) for axis, s in self.by_axis.items() if s.num_devices > 1
+        ]
         return [
-            Table(f"{self._title()}; arrays live at the peak", ARRAY_COLUMNS, arrays),
-            Table("by category", CATEGORY_COLUMNS, categories),
-            Table("by mesh axis", AXIS_COLUMNS, axes),
+            Table("arrays live at the peak", ARRAY_COLUMNS, arrays),
+            Table(self._title(), CATEGORY_COLUMNS, categories),
+            Table("", AXIS_COLUMNS, axes),
         ]
 
     def _title(self) -> str:

@@ -173,7 +173,7 @@ class Estimate(Tabular):
             found[p.name, p.source, p.limit] = (num + 1, seconds + p.seconds)
         rows = sorted(((*key, *amounts) for key, amounts in found.items()), key=lambda row: -row[-1])
         totals = [(name, seconds, seconds / (self.seconds or 1.0)) for name, seconds in self._totals()]
-        return [Table(self._title(), COLUMNS, rows), Table("", TOTAL_COLUMNS, totals)]
+        return [Table("", COLUMNS, rows), Table(self._title(), TOTAL_COLUMNS, totals)]
 
     def _title(self) -> str:
         return f"{self.name} on {self.chip}: {seconds_text(self.seconds)} per step"
