@@ -120,7 +120,7 @@ class Completion:
 
     def value(self, name: str) -> int:
         """The index of a value, by a name as for `spec`."""
-        return paths.find(self._graph.names, name, lambda v: str(self.assignment.specs[v]), self._places.find)
+        return paths.find(self._graph.names, name, lambda v: str(self.assignment.specs[v]), self._places)
 
     @cached_property
     def _places(self) -> Places:
@@ -161,7 +161,7 @@ class Completion:
         The result equals that of a program with this annotation from the start. Faster than a new completion, but its
         cost still grows with the program.
         """
-        found = paths.find_all(self._graph.names, path, self._places.find)
+        found = paths.find_all(self._graph.names, path, self._places)
         shapes = {self._graph.shapes[v] for v in found.values()}
         if len(shapes) > 1 and not found.keys() <= self._graph.names.keys():
             candidates = {label: f"{list(self._graph.shapes[v])}" for label, v in found.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 from collections import defaultdict
@@ -96,6 +97,15 @@ class Places:
             return self._named(place, found)
         k = int(numbered["number"])
         return {name: found[k]} if k < len(found) else {}
+
+    def near(self, name: str) -> list[str]:
+        """The modules with a similar name; for a line without ops, the nearest lines of its file that have some."""
+        found = _LINE.fullmatch(name)
+        if found is None:
+            return difflib.get_close_matches(name, self.scopes, n=3, cutoff=0.6)
+        file, number = os.path.basename(found["file"]), int(found["number"])
+        lines = {place.number for place in self._places.values() if place.file == file}
+        return [f"{file}:{one}" for one in sorted(lines, key=lambda one: abs(one - number))[:3]]
 
     def _at(self, name: str) -> list[int]:
         """The values computed at a place, those of the forward pass if there are any."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from ..errors import ShardingError
 from .globs import Glob
@@ -50,8 +50,16 @@ def ambiguous(name: str, candidates: Mapping[str, str], differ: str) -> Sharding
     )
 
 
-Places = Callable[[str], Mapping[str, int]]
-"""What a name that no path matches finds among unnamed values: a unique name of each -> value."""
+class Places(Protocol):
+    """Finds unnamed values by where they are computed."""
+
+    def find(self, name: str) -> Mapping[str, int]:
+        """Unique name -> value; empty if the name is no place."""
+        ...
+
+    def near(self, name: str) -> list[str]:
+        """Names of places like this one."""
+        ...
 
 
 def find_all(names: Mapping[str, int], name: str, places: Places | None = None) -> dict[str, int]:
@@ -60,18 +68,19 @@ def find_all(names: Mapping[str, int], name: str, places: Places | None = None) 
     Args:
         names: path or name -> value.
         name: one of them, or else a `Glob` over them, or else what `places` knows.
-        places: finds unnamed values.
+        places: of unnamed values.
     """
     hits = [name] if name in names else Glob(name).among(names)
-    found = {hit: names[hit] for hit in hits} or (dict(places(name)) if places is not None else {})
+    found = {hit: names[hit] for hit in hits} or (dict(places.find(name)) if places is not None else {})
     if found:
         return found
-    where = ", the scope or the line of an op" if places is not None else ""
+    where = ", the module or the line that computes it" if places is not None else ""
+    near = _nearest(name, names)
     raise ShardingError(
         f"the value {name!r}",
         found=f"no argument, result or annotated value of that name among {len(names)}",
         required=f"a path, the end of one, a glob over paths, a name given to annotate{where}",
-        fix=_nearest(name, names),
+        fix=near if places is None else [*near, *places.near(name)][:MAX_LISTED],
     )
 
 

@@ -118,9 +118,11 @@ def test_annotating_several_shapes_lists_them():
 
 def test_names_come_first_and_unknown_ones_are_errors(c):
     assert c.spec("up") == P(None, "tensor")
-    for name in ("decoder/layer_2", "test_places.py:1", "elsewhere.py:3"):
-        with pytest.raises(ShardingError, match="the scope or the line of an op"):
+    near = {"decoder/layer_2": "decoder/layer_1", "test_places.py:1": hidden(), "elsewhere.py:3": ""}
+    for name, suggested in near.items():
+        with pytest.raises(ShardingError, match="the module or the line that computes it") as caught:
             c.spec(name)
+        assert not suggested or any(fix.startswith(suggested) for fix in caught.value.fix)
 
 
 def test_values_in_loops():
