@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from ..spec import Axis, axis_name
 
+NO_ANNOTATION = "no annotation"
+"""The origin of a claim that no annotation makes."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
@@ -46,6 +49,9 @@ class Conflict:
             axes = ", ".join(map(axis_name, shared))
             sides = (f"dim {c.dim} of {c.name} ({c.origin})" for c in (self.kept, self.lost))
             return f"keep {axes} on one of " + " and ".join(sides)
+        if not self.kept.axes and self.kept.origin == NO_ANNOTATION:
+            axes = ", ".join(map(axis_name, self.lost.axes))
+            return f"annotate {self.kept.name} with ({axes}) on dim {self.kept.dim}"
         if not self.kept.axes:
             return f"leave dim {self.kept.dim} of {self.kept.name} open with P.UNCONSTRAINED ({self.kept.origin})"
         kept, lost = (f"({', '.join(map(axis_name, c.axes)) or 'nothing'})" for c in (self.kept, self.lost))
