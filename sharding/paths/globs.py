@@ -7,14 +7,14 @@ import fnmatch
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import lru_cache
 
 from ..errors import ShardingError
 
-_NUMBER = re.compile(r"(?:#\d+)?\Z")
+_NUMBER = r"(?:#\d+)?\Z"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Glob:
     """A pattern over paths.
 
@@ -25,18 +25,20 @@ class Glob:
 
     pattern: str
 
-    @cached_property
-    def _regex(self) -> re.Pattern[str]:
-        glob = fnmatch.translate(self.pattern.removeprefix("*/"))
-        return re.compile(r"(?:.*/)?" + glob.removesuffix(r"\Z").removesuffix(r"\z") + _NUMBER.pattern, re.DOTALL)
-
     def matches(self, path: str) -> bool:
         """Whether it matches a path."""
-        return path == self.pattern or any(self._regex.match(form) for form in (path, without_indices(path)))
+        regex = _regex(self.pattern)
+        return path == self.pattern or any(regex.match(form) for form in (path, without_indices(path)))
 
     def among(self, paths: Iterable[str]) -> list[str]:
         """The paths that it matches, in their order."""
         return [path for path in paths if self.matches(path)]
+
+
+@lru_cache(maxsize=1024)
+def _regex(pattern: str) -> re.Pattern[str]:
+    glob = fnmatch.translate(pattern.removeprefix("*/"))
+    return re.compile(r"(?:.*/)?" + glob.removesuffix(r"\Z").removesuffix(r"\z") + _NUMBER, re.DOTALL)
 
 
 def without_indices(path: str) -> str:

@@ -5,6 +5,7 @@ import flax.linen as linen
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
@@ -127,6 +128,13 @@ def test_leaves_that_are_no_arrays_are_left_alone():
     specs = layout(model)
     assert specs.activation is None and specs.layers[0].weight == P("tensor", None)
     assert not layout.unmatched(model)
+
+
+def test_moments_of_an_optimizer_match_like_their_parameters():
+    params = {"up": {"kernel": floats(8, 32)}}
+    found = sharding.layout({"up/kernel": P(None, "tensor")})((params, optax.adam(1e-3).init(params)))
+    assert found[1][0].mu == found[1][0].nu == found[0] == {"up": {"kernel": P(None, "tensor")}}
+    assert found[1][0].count is None
 
 
 def test_annotate_in_a_step():
