@@ -8,8 +8,8 @@ import optax
 from flax import nnx
 
 from sharding import P, zero
+from sharding.annotations.layout import Layout
 
-from ..models import layouts
 from .config.optimizer_config import Optimization
 
 
@@ -34,7 +34,7 @@ def optimizer(optimization: Optimization, schedule: optax.Schedule) -> optax.Gra
 
 
 def with_zero(
-    transform: optax.GradientTransformation, optimization: Optimization, params: Any, rules: layouts.Layout
+    transform: optax.GradientTransformation, optimization: Optimization, params: Any, rules: Layout
 ) -> optax.GradientTransformation:
     """The optimizer with ZeRO over the axis `data`, if requested and the mesh in context has that axis."""
     if not optimization.zero or "data" not in jax.sharding.get_abstract_mesh().axis_names:
@@ -42,9 +42,9 @@ def with_zero(
     return zero.shard(transform, stage=optimization.zero, like=layout_specs(params, rules))
 
 
-def layout_specs(params: Any, rules: layouts.Layout) -> Any:
+def layout_specs(params: Any, rules: Layout) -> Any:
     """The parameters' specs by a layout."""
-    found = layouts.specs(params, rules)
+    found = rules(params)
     return jax.tree.map(lambda _, spec: P() if spec is None else spec, params, found, is_leaf=lambda x: x is None)
 
 

@@ -10,6 +10,7 @@ import optax
 from flax import nnx
 
 from sharding import zero
+from sharding.annotations.layout import Layout
 
 from ..models import layouts
 from . import optimizer as optimizers
@@ -37,7 +38,7 @@ def train_functions(
     make: Callable[[nnx.Rngs], nnx.Module],
     loss: LossFn,
     *,
-    layout: Callable[[Any], layouts.Layout],
+    layout: Callable[[Any], Layout],
     optimization: Optimization,
     steps: int,
     key: jax.Array | None = None,
@@ -63,7 +64,7 @@ def train_functions(
     schedule = optimizers.learning_rate(optimization, steps)
     transform = optimizers.optimizer(optimization, schedule)
 
-    def rules() -> layouts.Layout:
+    def rules() -> Layout:
         return layout(jax.sharding.get_abstract_mesh().axis_names)
 
     def init(key: jax.Array) -> TrainState:
@@ -72,7 +73,7 @@ def train_functions(
         return TrainState(params, opt_state, jnp.zeros((), jnp.int32), variables)
 
     def merge(params: nnx.State, variables: nnx.State) -> Any:
-        params = layouts.annotate(params, rules())
+        params = rules().annotate(params)
         if optimization.zero == 3:
             params = zero.split(params, like=optimizers.layout_specs(params, rules()))
         if pipe is not None:

@@ -5,8 +5,8 @@ from typing import Any
 from jax.sharding import Mesh
 
 from sharding import ShardingError
+from sharding.display.units import seconds_text
 from sharding.explain import Estimate
-from sharding.explain.units import seconds_text
 
 
 def estimate(completion: Any, mesh: Mesh) -> Estimate | None:

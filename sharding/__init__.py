@@ -25,6 +25,7 @@ from jax.sharding import PartitionSpec as P
 from . import cost, explain, rules
 from .annotations.annotate import annotate
 from .annotations.axis_rules import axis_rules
+from .annotations.layout import layout
 from .annotations.same import same
 from .annotations.propagation_barrier import barrier
 
@@ -35,7 +36,8 @@ from .completion import Completion
 from .errors import ShardingError
 
 # meshes, global arrays and processes
-from .mesh import mesh, topology
+from .cost import topology
+from .mesh import mesh
 from .distributed.global_arrays import put
 from .distributed.initialize import initialize
 
@@ -60,6 +62,7 @@ __all__ = [
     "explain",
     "initialize",
     "jit",
+    "layout",
     "mesh",
     "pipeline",
     "put",

@@ -6,13 +6,13 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from . import paths
 from .completion import Completion
+from .display import Column, Table, Tabular
+from .display.text_table import ruled
 from .errors import ShardingError
-from .explain import Lock
+from .explain import Lock, value_list
 from .graph import Graph, Op
 from .spec import Spec
-from .text_table import ruled
 
 _ROWS = 20
 _HEAD = ("value", "first", "bytes", "reason", "second", "bytes", "reason")
@@ -47,7 +47,7 @@ class Difference:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+class Comparison(Tabular):
     """The values that two completions shard differently, largest first; prints as a short table."""
 
     first: Completion
@@ -68,19 +68,26 @@ class Comparison:
 
     def rows(self) -> list[tuple[str, ...]]:
         """(name, then spec, bytes and reason in both) of every difference; identical layers share a row."""
-        groups: dict[tuple[str, ...], list[str]] = {}
-        for d in self:
-            groups.setdefault((paths.pattern(d.name), *_cells(d.first), *_cells(d.second)), []).append(d.name)
-        return [(paths.merged_name(names), *cells) for (_, *cells), names in groups.items()]
+        rows = [(d.name, *_cells(d.first), *_cells(d.second)) for d in self]
+        layers = self.first.assignment.graph.layers
+        return [(name, *rows[members[0]][1:]) for name, members in layers.merged(rows)]
+
+    def tables(self) -> list[Table]:
+        """One table, of the rows."""
+        return [Table(self._headline(), tuple(map(Column, _HEAD)), self.rows())]
+
+    def _headline(self) -> str:
+        if self.same:
+            return f"{self._title()}: all {self.num_values} values are sharded identically"
+        return f"{self._title()}: {len(self)} of {self.num_values} values are sharded differently"
 
     def __str__(self) -> str:
         if self.same:
-            return f"{self._title()}: all {self.num_values} values are sharded identically"
+            return self._headline()
         rows = self.rows()
         table = [_HEAD, *rows[:_ROWS]]
-        head = f"{self._title()}: {len(self)} of {self.num_values} values are sharded differently"
         more = [f"... and {len(rows) - _ROWS} more rows"] if len(rows) > _ROWS else []
-        return "\n".join([head, *ruled(table, right=_NUMBERS), *more, self._total()])
+        return "\n".join([self._headline(), *ruled(table, right=_NUMBERS), *more, self._total()])
 
     __repr__ = __str__
 
@@ -198,7 +205,7 @@ def _different(first: Completion, second: Completion, *found: str) -> ShardingEr
 
 def _side(completion: Completion, value: int) -> Side:
     spec = completion.assignment.specs[value]
-    word, size = completion.word(value), completion.num_bytes(value, spec)
+    word, size = value_list.word(completion.assignment, value), completion.num_bytes(value, spec)
     return Side(value=value, spec=spec, reason=word, num_bytes=size)
 
 

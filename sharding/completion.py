@@ -15,6 +15,8 @@ from jax.sharding import PartitionSpec as P
 from . import paths
 from .annotations import axis_rules
 from .cost import Topology, topology
+from .display import Drawing
+from .display.text_table import ruled
 from .errors import ShardingError, raise_together
 from .explain import (
     CompileTime,
@@ -27,17 +29,18 @@ from .explain import (
     compile_time,
     estimate,
     memory,
+    value_list,
     verify,
 )
 from .explain import report as reports
+from .explain.conflict_list import Conflicts
 from .explain.replication_reasons import ReplicatedDims
-from .explain.why import Conflicts, Why, chain_lines
-from .graph import Annotation, joined
+from .explain.why import Why, why
+from .graph import Annotation, Places, joined
 from .hardware import Chip, Devices, Platform
 from .mesh import current
 from .propagation import Assignment, PendingSum, partial_sums
-from .spec import Spec, axis_name, divisible, indivisible, sizes_text, to_partition_spec
-from .text_table import ruled
+from .spec import Spec, divisible, indivisible, sizes_text, to_partition_spec
 
 MAX_DISPLAYED_OPS = 10_000
 """From this many ops on, displaying a completion omits memory and time, which would take seconds."""
@@ -94,7 +97,7 @@ class Completion:
     @property
     def conflicts(self) -> Conflicts:
         """Conflicts: pairs of shardings that one op cannot satisfy together."""
-        return Conflicts(self.assignment.conflicts)
+        return Conflicts(self.assignment.conflicts, self._graph.layers)
 
     @cached_property
     def unreduced(self) -> tuple[PendingSum, ...]:
@@ -116,14 +119,24 @@ class Completion:
         return self.assignment.uneven
 
     def value(self, name: str) -> int:
-        """The index of a value, by path, end of a path, or annotated name."""
-        return paths.find(self._graph.names, name, lambda v: str(self.assignment.specs[v]))
+        """The index of a value, by a name as for `spec`."""
+        return paths.find(self._graph.names, name, lambda v: str(self.assignment.specs[v]), self._places)
+
+    @cached_property
+    def _places(self) -> Places:
+        return Places(self._graph)
 
     def spec(self, name: str) -> P:
-        """The PartitionSpec of an argument, result or annotated value.
+        """The PartitionSpec of a value.
 
         Args:
-            name: a path such as `state/params/blocks/0/mlp/w1`, a unique end of it, or a name given to `annotate`.
+            name: a path such as `state/params/blocks/0/mlp/w1`, the end of one, a glob such as `*/w1`, or a name given
+                to `annotate`. An unnamed value is found by the module that computes it, `decoder/layer_0/mlp` in the
+                name stack, or by its line, `model.py:123`: what is computed there and read elsewhere. With an op, as in
+                `decoder/layer_0/mlp/dot_general`, any value computed there.
+
+        Raises:
+            ShardingError: no such value, or several that are sharded differently, with the unique name of each.
         """
         v = self.value(name)
         return self.boundary(v) if v in self._ends else to_partition_spec(self.assignment.specs[v])
@@ -136,7 +149,8 @@ class Completion:
         """The completion with one more annotation.
 
         Args:
-            path: as for `spec`; the end of several paths annotates all these values.
+            path: as for `spec`; the end of several paths annotates all these values, and a module or a line all its
+                results if they have one shape.
             spec: as for `sharding.annotate`.
             priority: 0 is propagated first; a higher number waits until all lower ones have converged.
 
@@ -147,12 +161,16 @@ class Completion:
         The result equals that of a program with this annotation from the start. Faster than a new completion, but its
         cost still grows with the program.
         """
-        names = paths.find_all(self._graph.names, path)
+        found = paths.find_all(self._graph.names, path, self._places)
+        shapes = {self._graph.shapes[v] for v in found.values()}
+        if len(shapes) > 1 and not found.keys() <= self._graph.names.keys():
+            candidates = {label: f"{list(self._graph.shapes[v])}" for label, v in found.items()}
+            raise paths.ambiguous(path, candidates, "of different shapes")
         annotations: dict[int, Annotation] = {}
         failures: list[ShardingError] = []
-        for name in names:
+        for name, v in found.items():
             try:
-                annotations[self._graph.names[name]] = self._annotation(name, spec, priority)
+                annotations[v] = self._annotation(name, v, spec, priority)
             except ShardingError as error:
                 failures.append(error)
         raise_together(f"{self.name}: annotate({path!r}, {spec})", failures)
@@ -167,9 +185,9 @@ class Completion:
             devices=self._devices,
         )
 
-    def _annotation(self, name: str, spec: P, priority: int) -> Annotation:
+    def _annotation(self, name: str, v: int, spec: P, priority: int) -> Annotation:
         """The annotation of a value after adding another."""
-        v, asked = self._graph.names[name], f"annotate({name!r}, {spec})"
+        asked = f"annotate({name!r}, {spec})"
         shape, sizes = self._graph.shapes[v], self.assignment.sizes
         annotation = Annotation(
             spec=axis_rules.resolve(spec, shape, sizes, asked=asked, priority=priority), origin=asked
@@ -322,37 +340,32 @@ class Completion:
             dim: the dim to explain. Default: all.
         """
         v = self.value(name)
-        spec, ndim = self.assignment.specs[v], len(self._graph.shapes[v])
+        ndim = len(self._graph.shapes[v])
         if dim is not None and not -ndim <= dim < ndim:
             raise ShardingError(
                 f"why({name!r}, dim={dim})",
                 found=f"{ndim} dims: {self._graph.shapes[v]}",
                 required=f"0 <= dim < {ndim}",
             )
-        lines = [] if ndim else [f"{name} is a scalar"]
-        for d in range(ndim) if dim is None else [dim % ndim]:
-            if not spec.dims[d].axes:
-                lines.append(f"{name} dim {d} is replicated: {self._replicated_dims.why(v, d)}")
-            for axis in spec.dims[d].axes:
-                lines.append(f"{name} dim {d} is sharded over {axis_name(axis)}:")
-                lines += [f"  {line}" for line in chain_lines(self._graph, self.assignment.chain(v, d, axis))]
-        return Why(tuple(lines))
-
-    def word(self, value: int) -> str:
-        """The reason for a value's sharding in a word or two: `annotated`, or the ops its axes came through."""
-        spec = self.assignment.specs[value]
-        reasons = (self.assignment.reason(value, d, a) for d, dim in enumerate(spec.dims) for a in dim.axes)
-        return ", ".join(dict.fromkeys(r.word for r in reasons if r is not None)) or "-"
+        return why(self.assignment, self._replicated_dims, name, v, range(ndim) if dim is None else [dim % ndim])
 
     def rows(self) -> list[tuple[str, str, str, str]]:
-        """(name, shape, spec, reason) of every named value; identical layers share a row."""
-        groups: dict[tuple[str, str, str, str], list[str]] = {}
-        for v, name in self._graph.first_names.items():
-            shape = "x".join(map(str, self._graph.shapes[v])) or "scalar"
-            groups.setdefault((paths.pattern(name), shape, str(self.assignment.specs[v]), self.word(v)), []).append(
-                name
-            )
-        return [(paths.merged_name(names), shape, spec, word) for (_, shape, spec, word), names in groups.items()]
+        """(name, shape, spec, reason) of every named value; equal layers share a row."""
+        return value_list.rows(self.assignment)
+
+    def draw(self, *names: str) -> Drawing:
+        """Arrays drawn as rectangles, cut by the mesh axes that shard them.
+
+        An SVG in notebooks; `print` draws in characters.
+
+        Args:
+            names: as for `spec`. Default: every named value, equal layers once.
+
+        Raises:
+            ShardingError: no such value, or several that are sharded differently.
+        """
+        values = {name: self.value(name) for name in names} or value_list.first_of_layers(self._graph)
+        return value_list.drawing(self.assignment, values)
 
     @property
     def num_tied(self) -> int:
@@ -364,24 +377,10 @@ class Completion:
         mesh = sizes_text(self.assignment.sizes)
         head = f"{self.name} on mesh {mesh}: {len(self._graph.shapes)} values, {len(self._graph.ops)} ops"
         table = [("value", "shape", "spec", "reason"), *self.rows()]
-        return "\n".join([head, *ruled(table), *self._notes()])
+        notes = value_list.notes(self.assignment, self.conflicts, self._platform)
+        return "\n".join([head, *ruled(table), *notes])
 
     __repr__ = __str__
-
-    def _notes(self) -> list[str]:
-        notes = []
-        if self.num_tied:
-            notes.append(f"{self.num_tied} outputs reuse donated inputs' shardings")
-        if self.conflicts:
-            lost = sum(c.bytes_lost for c in self.conflicts)
-            notes.append(f"{len(self.conflicts)} conflicts, {lost} bytes per device more than requested (.conflicts)")
-        if self.unknown:
-            notes.append("no rule for " + ", ".join(f"{k} (x{n})" for k, n in sorted(self.unknown.items())))
-        notes += [f"uneven: {line}" for line in self.uneven[:8]]
-        found = self.compile_time()
-        if found.rough != "seconds" and found.layers is not None:
-            notes.append(str(found))
-        return notes
 
     def _repr_html_(self) -> str:
         return reports.frame(self._contents(with_costs=len(self._graph.ops) < MAX_DISPLAYED_OPS))

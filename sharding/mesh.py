@@ -144,45 +144,7 @@ def _without_devices(m: AbstractMesh) -> Iterator[None]:
         yield
 
 
-def topology(m: Mesh | AbstractMesh, *, devices: hardware.Devices | str | None = None) -> dict[str, hardware.Link]:
-    """The link of each axis: the slowest one between devices that differ only in that axis.
-
-    Args:
-        m: the mesh. For the current ``AbstractMesh``, the devices are those given to ``sharding.mesh``.
-        devices: the described devices of any other ``AbstractMesh``; without them its links are ``"unknown"``.
-
-    Example:
-        >>> import sharding
-        >>> with sharding.mesh(node=16, gpu=8, devices="h100:16x8") as mesh:
-        ...     print(sharding.topology(mesh))
-        {'node': 'network', 'gpu': 'nvlink'}
-    """
-    if isinstance(m, Mesh):
-        link = _LINKS.get(m.devices.flat[0].platform, "unknown")
-        return _links(m, np.vectorize(_island, otypes=[int])(m.devices), link)
-    known = hardware.parse(devices) if isinstance(devices, str) else devices
-    known = known or (described() if m == current() else None)
-    if known is None:
-        return dict.fromkeys(m.axis_names, "unknown")
-    if known.num_devices != m.size:
-        raise ShardingError(
-            f"the topology of a mesh of {m.size} devices over {known}",
-            found=f"{known} is {known.num_devices} devices",
-            required=f"a mesh of {known.num_devices} devices",
-        )
-    islands = np.arange(m.size) // known.devices_per_island
-    return _links(m, islands.reshape(m.axis_sizes), known.chip.link)
-
-
-_LINKS: dict[str, hardware.Link] = {"tpu": "ici", "gpu": "nvlink", "cpu": "shared memory"}
-
-
-def _links(m: Mesh | AbstractMesh, islands: np.ndarray, within: hardware.Link) -> dict[str, hardware.Link]:
-    crosses = {name: (islands != islands.take([0], axis=dim)).any() for dim, name in enumerate(m.axis_names)}
-    return {name: "network" if crossed else within for name, crossed in crosses.items()}
-
-
-def _island(device: Device) -> int:
+def island(device: Device) -> int:
     """The island of fast links of a device: its slice if the platform has slices, else its process."""
     index = getattr(device, "slice_index", None)
     return device.process_index if index is None else index
@@ -204,7 +166,7 @@ def _over(devices: Sequence[Device], sizes: AxisSizes) -> Mesh:
         return jax.make_mesh(shape, names, axis_types=_auto(sizes), devices=devices)
     except (AssertionError, ValueError, NotImplementedError):
         # Several slices, a part of a torus, or one that the shape cannot be mapped to: in order, islands outermost.
-        return Mesh(np.array(sorted(devices, key=_island)).reshape(shape), names, axis_types=_auto(sizes))
+        return Mesh(np.array(sorted(devices, key=island)).reshape(shape), names, axis_types=_auto(sizes))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -211,6 +211,40 @@ def indivisible(spec: Spec, shape: tuple[int, ...], sizes: Mapping[str, int]) ->
     return lines
 
 
+def indivisible_error(
+    spec: Spec, shape: tuple[int, ...], sizes: Mapping[str, int], *, asked: str, given: Any
+) -> ShardingError | None:
+    """The error of a spec whose axes do not divide the dims of an argument, result or parameter, if they don't.
+
+    Args:
+        spec: as resolved.
+        shape: of the array.
+        sizes: of the mesh axes.
+        asked: the request.
+        given: the spec as the user wrote it.
+    """
+    faults = indivisible(spec, shape, sizes)
+    if not faults:
+        return None
+    return ShardingError(
+        asked,
+        found=[f"spec {given}, shape {tuple(shape)}", *faults],
+        required="a dim divisible by the product of its axis sizes",
+        fix=[f"size {n}" for n in _nearest_sizes(spec, shape, sizes)] + ["fewer axes on the dim, or P(None)"],
+    )
+
+
+def _nearest_sizes(spec: Spec, shape: tuple[int, ...], sizes: Mapping[str, int]) -> list[str]:
+    out = []
+    for d, (dim, size) in enumerate(zip(spec.dims, shape, strict=True)):
+        parts = num_parts(dim.axes, sizes)
+        if size % parts:
+            out.append(
+                " or ".join(str(n) for n in (size // parts * parts, -(-size // parts) * parts) if n) + f" in dim {d}"
+            )
+    return out
+
+
 def _entry(dim: Dim, keep_open: bool) -> object:
     full = [a for a in dim.axes if isinstance(a, str)]
     if keep_open and ((dim.open and not dim.axes) or len(full) < len(dim.axes)):

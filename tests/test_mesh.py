@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from sharding.errors import ShardingError
 from sharding.hardware import parse
-from sharding.mesh import current, described, mesh, topology
+from sharding.mesh import current, described, mesh
 
 
 def in_jax() -> dict[str, int]:
@@ -61,7 +61,6 @@ def test_number_of_unspecified_devices():
     with mesh(data=-1, tensor=4, devices=96) as m:
         assert dict(m.shape) == {"data": 24, "tensor": 4}
         assert described() is None
-        assert topology(m) == {"data": "unknown", "tensor": "unknown"}
 
 
 @settings(derandomize=True, deadline=None, max_examples=30)
@@ -192,36 +191,6 @@ def test_rejected_inside_traced_code(transform):
     for traced in (creates, enters):
         with pytest.raises(ShardingError, match="required: a mesh context outside of traced code"):
             transform(traced)(jnp.ones(3) if transform is jax.vmap else 1.0)
-
-
-def test_topology_of_real_cpus():
-    assert topology(mesh(data=2, tensor=4).mesh) == {"data": "shared memory", "tensor": "shared memory"}
-
-
-@pytest.mark.parametrize(
-    ("devices", "sizes", "links"),
-    [
-        ("h100:16x8", {"data": 16, "tensor": 8}, {"data": "network", "tensor": "nvlink"}),
-        ("h100:16x8", {"data": 16, "tensor": 4, "seq": 2}, {"data": "network", "tensor": "nvlink", "seq": "nvlink"}),
-        ("h100:16x8", {"tensor": 8, "data": 16}, {"tensor": "network", "data": "network"}),
-        ("h100:16x8", {"pipe": 1, "data": 32, "tensor": 4}, {"pipe": "nvlink", "data": "network", "tensor": "nvlink"}),
-        ("h100:1x8", {"data": 2, "tensor": 4}, {"data": "nvlink", "tensor": "nvlink"}),
-        ("b200:6x4", {"a": 3, "b": 8}, {"a": "network", "b": "network"}),
-        ("v5p:4x8x8", {"data": 32, "tensor": 8}, {"data": "ici", "tensor": "ici"}),
-        ("cpu:2x4", {"data": 2, "tensor": 4}, {"data": "network", "tensor": "shared memory"}),
-    ],
-)
-def test_topology_depends_on_the_order_of_axes(devices, sizes, links):
-    context = mesh(sizes, devices=devices)
-    with context as m:
-        assert topology(m) == links
-    assert topology(context.mesh, devices=devices) == links
-    assert set(topology(context.mesh).values()) == {"unknown"}
-
-
-def test_topology_over_another_number_of_devices():
-    with pytest.raises(ShardingError, match="h100:2x8 is 16 devices"):
-        topology(mesh(data=8).mesh.abstract_mesh, devices="h100:2x8")
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from sharding import ShardingError, checkpoint
-from sharding.text_table import aligned
+from sharding.display.text_table import aligned
 
 from .. import run_folder
 from ..config.checkpoint_config import Checkpoint, Export, Import, Inspect, Verify

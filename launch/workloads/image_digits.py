@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from sharding.annotations.layout import Layout
 from sharding.errors import ShardingError
 
 from ...models import image_classifier, layouts, resnet, vit
@@ -60,7 +61,7 @@ def _build(
     *,
     make: Callable[[nnx.Rngs], Any],
     logits: Callable[[Any, jax.Array, jax.Array | None, bool], jax.Array],
-    layout: Callable[[Any], layouts.Layout],
+    layout: Callable[[Any], Layout],
     steps: int,
     key: jax.Array | None,
 ) -> Workload:

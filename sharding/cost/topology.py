@@ -24,7 +24,7 @@ from jax.sharding import AbstractMesh, Mesh
 from .. import hardware
 from ..errors import ShardingError
 from ..hardware import Chip, Devices, Link, Wire
-from ..mesh import current, described
+from ..mesh import current, described, island
 from ..spec import Axis, axis_name, num_parts
 
 Shape = Literal["ring", "line", "switch"]
@@ -57,7 +57,7 @@ class Topology:
     """The mesh axes, major axis first."""
     devices: Devices
     islands: tuple[int, ...] = ()
-    """Host of each device in mesh order; empty on a torus."""
+    """Host of each device in mesh order, or the slice of TPUs in several slices; empty on one torus."""
     _levels_cache: dict[tuple[Axis, ...], tuple[Level, ...]] = field(default_factory=dict, compare=False, repr=False)
     """Results of `levels`: a search asks for few axes many times."""
 
@@ -69,6 +69,15 @@ class Topology:
     def group_size(self, axes: Sequence[Axis]) -> int:
         """Devices per group over these axes."""
         return num_parts(axes, dict(self.sizes))
+
+    @property
+    def links(self) -> dict[str, Link]:
+        """The link of each axis: the slowest one between devices that differ only in that axis."""
+        return {name: "network" if self._crosses(name) else self.chip.link for name, _ in self.sizes}
+
+    def _crosses(self, axis: str) -> bool:
+        islands = np.array(self.islands or (0,) * self.devices.num_devices)[_groups(self, (axis,))]
+        return bool((islands != islands[:, :1]).any())
 
     def levels(self, axes: Sequence[Axis]) -> tuple[Level, ...]:
         """The interconnect of a group over these axes, innermost level first; empty for a group of one.
@@ -86,7 +95,7 @@ class Topology:
 
 
 def topology(m: Mesh | AbstractMesh, hardware_like: Devices | Chip | str | None = None) -> Topology:
-    """The topology of a mesh on its devices.
+    """The topology of a mesh on its devices: the links of each axis, and what they carry.
 
     Args:
         m: the mesh.
@@ -96,6 +105,12 @@ def topology(m: Mesh | AbstractMesh, hardware_like: Devices | Chip | str | None 
 
     Raises:
         ShardingError: if the hardware is unknown, or has another number of devices than the mesh.
+
+    Example:
+        >>> import sharding
+        >>> with sharding.mesh(node=16, gpu=8, devices="h100:16x8") as mesh:
+        ...     print(sharding.topology(mesh).links)
+        {'node': 'network', 'gpu': 'nvlink'}
     """
     if hardware_like is None:
         found = _real(m) if isinstance(m, Mesh) else described() if m == current() else None
@@ -109,7 +124,7 @@ def topology(m: Mesh | AbstractMesh, hardware_like: Devices | Chip | str | None 
     else:
         found = hardware.arranged(hardware_like, m.size)
     sizes = tuple((str(name), int(size)) for name, size in m.shape.items())
-    islands = () if found.chip.torus_dims else _islands(m, found)
+    islands = _slices(m) if found.chip.torus_dims else _islands(m, found)
     return Topology(sizes=sizes, devices=found, islands=islands)
 
 
@@ -133,6 +148,14 @@ def _real(m: Mesh) -> Devices | None:
 
 def _processes(m: Mesh) -> list[int]:
     return [device.process_index for device in m.devices.flat]
+
+
+def _slices(m: Mesh | AbstractMesh) -> tuple[int, ...]:
+    """The slice of each real device of a mesh over several slices of TPUs; empty otherwise."""
+    found = (
+        [island(device) for device in m.devices.flat if hasattr(device, "slice_index")] if isinstance(m, Mesh) else []
+    )
+    return tuple(found) if len(set(found)) > 1 else ()
 
 
 def _islands(m: Mesh | AbstractMesh, devices: Devices) -> tuple[int, ...]:

@@ -32,9 +32,10 @@ Example:
 from .collective_ledger import Collective, Ledger
 from .compile_time import CompileTime, RepeatedLayers, compile_time
 from .largest_batch import LargestBatch, largest_batch
+from .live_arrays import Array
 from .lock_file import Lock
 from .memory_fit import Fit
-from .memory_report import Array, AxisShare, MemoryReport, Moment, memory
+from .memory_report import AxisShare, MemoryReport, Moment, memory
 from .predicted_collectives import communication
 from .step_time import Estimate, estimate
 from .verification import Verification, verify

@@ -10,12 +10,14 @@ from typing import overload
 import jax.numpy as jnp
 
 from ..cost import Kind, Repeated, by_kind, lower_collective
+from ..display import Column, Table, Tabular
+from ..display.text_table import aligned
+from ..display.units import bytes_text
 from ..hardware import Platform
+from ..paths import Layers
 from ..spec import Axis, axis_name
-from ..text_table import aligned
 from ..xla.collective_lowering import is_slice_wide
 from ..xla.collective_ops import totals
-from .units import bytes_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +55,17 @@ class Collective(Repeated):
         return f"{self.kind} over {axes}, {times}{self.result_bytes} bytes of {self.dtype}: {self.cause}, {self.source}"
 
 
-class Ledger(Sequence[Collective]):
+COLUMNS = (
+    Column("kind"),
+    Column("axes"),
+    Column("count", "number"),
+    Column("bytes", "bytes"),
+    Column("line", "code"),
+    Column("cause"),
+)
+
+
+class Ledger(Sequence[Collective], Tabular):
     """The collectives of a program, in program order; prints as a table, most bytes first."""
 
     def __init__(
@@ -63,8 +75,9 @@ class Ledger(Sequence[Collective]):
         name: str = "",
         on_platform: Callable[[Platform], Sequence[Collective]] | None = None,
         num_devices: int = 0,
+        layers: Layers | None = None,
     ):
-        self.name, self._num_devices = name, num_devices
+        self.name, self._num_devices, self._layers = name, num_devices, layers or Layers()
         self._collectives = tuple(collectives)
         self._on_platform = on_platform
 
@@ -74,7 +87,7 @@ class Ledger(Sequence[Collective]):
     def __getitem__(self, index: slice) -> Ledger: ...
     def __getitem__(self, index: int | slice) -> Collective | Ledger:
         found = self._collectives[index]
-        return found if isinstance(found, Collective) else Ledger(found, name=self.name, num_devices=self._num_devices)
+        return found if isinstance(found, Collective) else self._of(found)
 
     def __len__(self) -> int:
         return len(self._collectives)
@@ -107,22 +120,37 @@ class Ledger(Sequence[Collective]):
         """
         own = self if self._on_platform is None else self._on_platform(backend)
         found = [_lowered(c, backend, is_slice_wide(c.num_devices, self._num_devices)) for c in own]
-        return Ledger(found, name=self.name, num_devices=self._num_devices)
+        return self._of(found)
+
+    def _of(self, collectives: Sequence[Collective]) -> Ledger:
+        return Ledger(collectives, name=self.name, num_devices=self._num_devices, layers=self._layers)
 
     def rows(self) -> list[tuple[str, str, int, int, str, str]]:
-        """(kind, axes, count, bytes, source, cause), identical ones in one row, most bytes first."""
-        keys = ((c.kind, ", ".join(map(axis_name, c.axes)), c.source, c.cause) for c in self)
+        """(kind, axes, count, bytes, line, cause), most bytes first; those of equal layers are in one row."""
+        causes: dict[str, set[str]] = {}
+        for c in self:
+            causes.setdefault(self._layers.pattern(c.cause), set()).add(c.cause)
+        keys = ((c.kind, ", ".join(map(axis_name, c.axes)), c.source, self._layers.pattern(c.cause)) for c in self)
         found = totals(zip(keys, self, strict=True))
-        rows = [(kind, axes, n, size, source, cause) for (kind, axes, source, cause), (n, size) in found.items()]
+        rows = [
+            (kind, axes, n, size, source, next(iter(causes[text])) if len(causes[text]) == 1 else text)
+            for (kind, axes, source, text), (n, size) in found.items()
+        ]
         return sorted(rows, key=lambda row: -row[3])
 
-    def __str__(self) -> str:
+    def tables(self) -> list[Table]:
+        """One table, of the rows."""
+        return [Table(self._title(), COLUMNS, self.rows())]
+
+    def _title(self) -> str:
         counts = [
             f"{n} {kind}{'s' if n != 1 else ''} ({bytes_text(size)})" for kind, (n, size) in self.by_kind().items()
         ]
-        head = f"{self.name}, per device: {', '.join(counts) or 'no collectives'}"
-        table = [("kind", "axes", "count", "bytes", "line", "cause"), *(tuple(map(str, row)) for row in self.rows())]
-        return "\n".join([head, *(aligned(table) if len(table) > 1 else [])])
+        return f"{self.name}, per device: {', '.join(counts) or 'no collectives'}"
+
+    def __str__(self) -> str:
+        table = [tuple(column.name for column in COLUMNS), *(tuple(map(str, row)) for row in self.rows())]
+        return "\n".join([self._title(), *(aligned(table) if len(table) > 1 else [])])
 
     __repr__ = __str__
 

@@ -12,9 +12,9 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from ..display.units import seconds_text
 from ..graph import Graph, Op
 from ..hardware import Platform
-from .units import seconds_text
 
 
 class Law(NamedTuple):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from ..display.units import bytes_text
 from ..errors import ShardingError
 from .memory_fit import Fit, with_memory
 from .memory_report import MemoryReport
-from .units import bytes_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

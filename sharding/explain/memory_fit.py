@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from .. import hardware
+from ..display.units import bytes_text
 from ..errors import ShardingError
-from .units import bytes_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

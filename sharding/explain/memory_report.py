@@ -6,30 +6,44 @@ reuse. The tests compare them with the compiler's `memory_analysis()`.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .. import compat
+from ..display import Column, Table, Tabular
+from ..display.units import bytes_text
 from ..graph import Graph
 from ..hardware import Platform
-from ..memory import POINTER_BYTES, Usage, usage
-from ..memory.instruction import Instruction
-from ..memory.liveness import Buffer, Lifetimes
+from ..memory import Usage, usage
+from ..paths import Layers
 from ..propagation import Assignment
-from ..spec import axis_name, sizes_text
-from ..text_table import aligned
-from . import array_categories
+from ..spec import sizes_text
 from .array_categories import Category
 from .collective_buffers import collective_buffer_bytes
+from .live_arrays import Array, LiveArrays, source
 from .memory_fit import Fit, fit
 from .peak_error import PEAK_ERRORS, PeakError
-from .units import bytes_text
 
 ARGUMENTS = "(arguments)"
 GAPS = "(gaps)"
 """Fragmentation: freed space that the next array does not fit into."""
+MAX_ARRAYS = 10
+"""Rows of arrays in the printed report."""
+ARRAY_COLUMNS = (
+    Column("largest arrays", "code"),
+    Column("bytes", "bytes"),
+    Column("category"),
+    Column("op", "code"),
+    Column("line", "code"),
+    Column("sharded over"),
+)
+CATEGORY_COLUMNS = (Column("category"), Column("bytes", "bytes"), Column("share", "share"))
+AXIS_COLUMNS = (
+    Column("axis"),
+    Column("bytes sharded over it", "bytes"),
+    Column("not sharded over it", "bytes"),
+    Column("saved by sharding those", "bytes"),
+)
 WIDE = 0.2
 """A predicted peak that is farther from some compiled ones is shown as a range."""
 
@@ -42,31 +56,6 @@ class Moment(NamedTuple):
     """Live bytes per device at that step, without gaps."""
     source: str
     """The user's line; empty where JAX recorded none."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Array:
-    """One array that is live at the peak."""
-
-    name: str
-    """Its path or annotated name; for an unnamed array its local type, as `float32[2, 16]`."""
-    kind: Category
-    op: str
-    """The primitive or collective that produces it; empty for arguments."""
-    num_bytes: int
-    """Per device."""
-    axes: tuple[str, ...]
-    """The mesh axes that it is sharded over."""
-    born: int
-    """The step that produces it."""
-    dies: int
-    """The last step that reads it."""
-    source: str
-    """The user's line that produces it; empty for arguments."""
-    last_source: str
-    """The user's line that reads it last."""
-    saved_bytes: Mapping[str, int]
-    """Mesh axis that it is not sharded over -> bytes per device that sharding it would save; 0 if no dim divides."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +78,7 @@ class AxisShare:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryReport:
+class MemoryReport(Tabular):
     """The memory of one device over one call of a program, in bytes; prints as a table."""
 
     name: str
@@ -106,6 +95,8 @@ class MemoryReport:
     """What NCCL keeps for the collectives on GPUs, outside XLA's memory and not in `peak_bytes`."""
     arrays: tuple[Array, ...]
     """Arrays live at the peak, largest first."""
+    layers: Layers = Layers()
+    """The equal layers among the names of the arrays."""
     timeline: tuple[Moment, ...]
     """Every step; a loop or branch is one step, with the peak inside it."""
 
@@ -175,6 +166,32 @@ class MemoryReport:
         outside = self.collective_buffer_bytes
         return fit(self.peak_bytes, chip, usable=usable, range_bytes=self.range_bytes, outside_bytes=outside)
 
+    def grouped(self) -> list[tuple[str, list[Array]]]:
+        """The arrays at the peak, those of equal layers together: (merged name, arrays), most bytes first."""
+        rows = [(a.name, a.num_bytes, a.kind, a.op, a.source, a.axes) for a in self.arrays]
+        found = [(name, [self.arrays[k] for k in members]) for name, members in self.layers.merged(rows)]
+        return sorted(found, key=lambda item: -sum(a.num_bytes for a in item[1]))
+
+    def tables(self) -> list[Table]:
+        """The arrays at the peak, those of equal layers in one row; then the bytes by category, and by mesh axis."""
+        arrays = [
+            (name, sum(a.num_bytes for a in own), own[0].kind, own[0].op, own[0].source, ", ".join(own[0].axes))
+            for name, own in self.grouped()
+        ]
+        categories = [(kind, n, n / max(1, self.peak_bytes)) for kind, n in self.by_class.items()]
+        axes = [
+            (axis, s.split_bytes, s.whole_bytes, s.saved_bytes) for axis, s in self.by_axis.items() if s.num_devices > 1
+        ]
+        return [
+            Table("arrays live at the peak", ARRAY_COLUMNS, arrays),
+            Table(self._title(), CATEGORY_COLUMNS, categories),
+            Table("", AXIS_COLUMNS, axes),
+        ]
+
+    def _title(self) -> str:
+        peak = f"{bytes_text(self.peak_bytes)} per device ({self.peak_bytes:,} bytes)"
+        return f"{self.name} on mesh {sizes_text(dict(self.mesh))}: peak memory {peak}"
+
     def __str__(self) -> str:
         return "\n".join(_lines(self))
 
@@ -206,6 +223,7 @@ def report(assignment: Assignment, found: Usage, *, name: str = "program", platf
         temporary_bytes=found.temporary_bytes,
         collective_buffer_bytes=collective_buffer_bytes(found, assignment.sizes, platform),
         arrays=LiveArrays(assignment, found).arrays(),
+        layers=assignment.graph.layers,
         timeline=tuple(_timeline(found, assignment.graph)),
     )
 
@@ -214,129 +232,6 @@ def _timeline(found: Usage, graph: Graph) -> Iterator[Moment]:
     base = found.argument_bytes + found.result_bytes
     for k, (step, num_bytes) in enumerate(zip(found.lifetimes.steps, found.lifetimes.timeline(), strict=True)):
         yield Moment(k, base + num_bytes, source(step.kernels[0].root, graph))
-
-
-class LiveArrays:
-    """The arrays in a program's memory: arguments, results, and the buffers that are live at the peak."""
-
-    def __init__(self, assignment: Assignment, found: Usage):
-        self.assignment, self.graph, self.usage = assignment, assignment.graph, found
-        self.argument_kinds = array_categories.of_arguments(self.graph, found)
-        self.shapes = {
-            tuple(sorted(self.graph.shapes[v]))
-            for v, kind in zip(self.graph.inputs, self.argument_kinds, strict=True)
-            if kind == "parameters" and self.graph.shapes[v]
-        }
-
-    def arrays(self) -> tuple[Array, ...]:
-        found = [*self.arguments(), *self.results(), *self.live_at_peak(self.usage.lifetimes)]
-        return tuple(sorted(found, key=lambda a: (-a.num_bytes, a.born, a.name)))
-
-    def arguments(self) -> Iterator[Array]:
-        end = len(self.usage.lifetimes.steps) - 1
-        for x, kind in zip(self.usage.program.inputs, self.argument_kinds, strict=True):
-            if x in self.usage.program.kept:
-                yield self.array(x, kind, x.num_bytes, 0, end, "", "")
-
-    def results(self) -> Iterator[Array]:
-        end = len(self.usage.lifetimes.steps) - 1
-        outputs = self.usage.program.outputs
-        for k, (x, v) in enumerate(zip(outputs, self.graph.outputs, strict=True)):
-            table = POINTER_BYTES if len(outputs) > 1 else 0
-            own = 0 if k in self.usage.aliases else x.num_bytes
-            if own + table:
-                yield self.array(x, "results", own + table, 0, end, x.name, "", value=v)
-
-    def live_at_peak(self, lifetimes: Lifetimes) -> Iterator[Array]:
-        """The buffers live at the peak of a body, and recursively in the loop or branch that runs then."""
-        timeline = lifetimes.timeline()
-        if not timeline:
-            return
-        step = max(range(len(timeline)), key=timeline.__getitem__)
-        phases = readers(lifetimes)
-        for buffer in lifetimes.buffers:
-            if buffer.is_temporary and buffer.born <= step <= buffer.dies:
-                now = max(k for k, (born, _) in enumerate(buffer.makers) if born <= step)
-                yield self.buffer_array(buffer, now, lifetimes, phases)
-        inner = lifetimes.nested.get(step, ())
-        if inner:
-            yield from self.live_at_peak(max(inner, key=Lifetimes.peak_bytes))
-
-    def buffer_array(
-        self, buffer: Buffer, now: int, lifetimes: Lifetimes, phases: Mapping[Instruction, Collection[str]]
-    ) -> Array:
-        """The array with index `now` among those that a buffer holds in turn."""
-        born, x = buffer.makers[now]
-        later = [m for _, m in buffer.makers[now + 1 :]] if x.name in ("broadcast", "copy") else []
-        kind = array_categories.of_array([x, *later], phases, self.shapes, self.graph)
-        last = source(lifetimes.steps[buffer.dies].kernels[0].root, self.graph)
-        return self.array(x, kind, buffer.num_bytes, born, buffer.dies, x.name, last)
-
-    def array(
-        self,
-        x: Instruction,
-        kind: Category,
-        num_bytes: int,
-        born: int,
-        dies: int,
-        op: str,
-        last: str,
-        value: int | None = None,
-    ) -> Array:
-        v = x.value if value is None else value
-        axes = self.axes(x, v)
-        return Array(
-            name=self.label(x, v),
-            kind=kind,
-            op=op,
-            num_bytes=num_bytes,
-            axes=axes,
-            born=born,
-            dies=dies,
-            source=source(x, self.graph) if op else "",
-            last_source=last,
-            saved_bytes=self.saved(x, num_bytes, axes),
-        )
-
-    def label(self, x: Instruction, v: int | None) -> str:
-        name = self.graph.first_names.get(v) if v is not None else None
-        dtype = self.graph.dtypes[v] if v is not None else getattr(x.eqn and x.eqn.outvars[0].aval, "dtype", "")
-        return name or f"{dtype}{list(x.shape)}"
-
-    def axes(self, x: Instruction, v: int | None) -> tuple[str, ...]:
-        """The axes that an array is sharded over by its value's spec; none for an all-gathered copy."""
-        if v is None:
-            return ()
-        spec, sizes = self.assignment.specs[v], self.assignment.sizes
-        shards = spec.num_shards(sizes)
-        if math.prod(self.graph.shapes[v]) > x.num_elements * max(1, shards // 2) or shards == 1:
-            return tuple(dict.fromkeys(axis_name(a).partition(":")[0] for axes in spec.axes for a in axes))
-        return ()
-
-    def saved(self, x: Instruction, num_bytes: int, axes: tuple[str, ...]) -> dict[str, int]:
-        """Bytes that sharding over each further axis would save."""
-        sizes = self.assignment.sizes
-        return {
-            axis: num_bytes - num_bytes // size if any(n % size == 0 for n in x.shape) else 0
-            for axis, size in sizes.items()
-            if axis not in axes and size > 1
-        }
-
-
-def readers(lifetimes: Lifetimes) -> dict[Instruction, set[str]]:
-    """Instruction -> the phases of a body that read its result."""
-    found: dict[Instruction, set[str]] = {}
-    for step in lifetimes.steps:
-        for kernel in step.kernels:
-            for operand in kernel.operands:
-                found.setdefault(operand, set()).update(m.phase for m in kernel.members)
-    return found
-
-
-def source(x: Instruction, graph: Graph) -> str:
-    """The user's line of an instruction; empty where JAX recorded none."""
-    line = compat.source_line(x.eqn) if x.eqn is not None else ""
-    return line or (graph.source(x.value) if x.value is not None else "")
 
 
 def _summed(rows: list) -> dict:
@@ -348,8 +243,8 @@ def _summed(rows: list) -> dict:
 
 
 def _lines(report: MemoryReport) -> Iterator[str]:
-    peak = f"{bytes_text(report.peak_bytes)} per device ({report.peak_bytes:,} bytes)"
-    yield f"{report.name} on mesh {sizes_text(dict(report.mesh))}: peak memory {peak}"
+    arrays, categories, axes = report.tables()
+    yield report._title()
     error, (low, high) = report.peak_error, report.range_bytes
     yield (
         f"predicted for XLA:{report.platform.upper()}; of other people's programs half were within {error.median:.0%}, "
@@ -359,27 +254,9 @@ def _lines(report: MemoryReport) -> Iterator[str]:
         yield f"compiled, nine of ten such programs take {bytes_text(low)} to {bytes_text(high)}"
     if report.collective_buffer_bytes:
         yield f"outside XLA's memory: {bytes_text(report.collective_buffer_bytes)} for NCCL's buffers"
-    rows = [(k, n, n / report.peak_bytes) for k, n in report.by_class.items()]
-    yield from _table(("category", "bytes", "share"), rows)
-    rows = [(axis, share.split_bytes, share.whole_bytes, share.saved_bytes) for axis, share in report.by_axis.items()]
-    yield ""
-    yield from _table(("axis", "bytes sharded over it", "not sharded over it", "saved by sharding those"), rows)
-    yield ""
-    arrays = [
-        (a.name, a.num_bytes, a.kind, a.op or "-", a.source or "-", f"{a.born} to {a.dies}") for a in report.top()
-    ]
-    yield from _table(("largest arrays", "bytes", "category", "op", "line", "live steps"), arrays)
-    left = len(report.arrays) - len(arrays)
+    yield from categories.lines()
+    for table in (axes, Table("", ARRAY_COLUMNS, arrays.rows[:MAX_ARRAYS])):
+        yield from ("", *table.lines())
+    left = len(arrays.rows) - MAX_ARRAYS
     if left > 0:
         yield f"and {left} more"
-
-
-def _table(head: tuple[str, ...], rows: list[tuple]) -> list[str]:
-    right = [k for k in range(len(head)) if rows and not isinstance(rows[0][k], str)]
-    return aligned([head, *(tuple(map(_text, row)) for row in rows)], right=right)
-
-
-def _text(cell: object) -> str:
-    if isinstance(cell, float):
-        return f"{cell:.1%}"
-    return f"{cell:,}" if isinstance(cell, int) else str(cell)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from ..memory import Usage
 from ..memory.liveness import Lifetimes
 from ..propagation import Assignment
-from .memory_report import Array, LiveArrays, readers, source
+from .live_arrays import Array, LiveArrays, readers, source
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

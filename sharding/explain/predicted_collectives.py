@@ -54,7 +54,8 @@ def communication(assignment: Assignment, *, name: str = "") -> Ledger:
         return (*found, *program.in_shard_maps())
 
     num_devices = math.prod(assignment.sizes.values())
-    return Ledger(collectives("cpu"), name=name, on_platform=collectives, num_devices=num_devices)
+    layers = assignment.graph.layers
+    return Ledger(collectives("cpu"), name=name, on_platform=collectives, num_devices=num_devices, layers=layers)
 
 
 @dataclass(frozen=True, slots=True)

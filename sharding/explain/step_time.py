@@ -31,6 +31,8 @@ from ..cost import (
     work,
 )
 from ..cost.op_time import is_compute_bound
+from ..display import Column, Table, Tabular
+from ..display.units import seconds_text
 from ..graph import Graph, Op
 from ..hardware import Platform
 from ..propagation import Assignment
@@ -38,7 +40,6 @@ from ..rules.rule_table import ELEMENTWISE
 from ..spec import Spec, axis_name, local_shape
 from .collective_ledger import Collective
 from .predicted_collectives import ProgramCollectives
-from .units import seconds_text
 
 FUSED = ELEMENTWISE | {"broadcast_in_dim", "iota", "reshape", "squeeze"}
 """Ops that XLA fuses into their consumers."""
@@ -53,6 +54,16 @@ ASYNCHRONOUS: Mapping[Platform, Collection[Kind]] = {
 """The kinds of collectives that run beside compute, as compiled schedules have them. XLA:CPU waits for each. XLA:TPU
 (libtpu 0.0.50.1, v5p) starts only collective-permutes, of which it also makes the reduce-scatters of large products.
 XLA:GPU (JAX 0.12.0.1, H100) starts all, and leaves those synchronous that have nothing to overlap with."""
+
+
+COLUMNS = (
+    Column("op", "code"),
+    Column("line", "code"),
+    Column("limit"),
+    Column("ops", "number"),
+    Column("time", "seconds"),
+)
+TOTAL_COLUMNS = (Column("part"), Column("time", "seconds"), Column("share of the step", "share"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +81,7 @@ class TimedOp:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Estimate:
+class Estimate(Tabular):
     """The time of one call on each device; prints as a short table."""
 
     name: str
@@ -154,18 +165,35 @@ class Estimate:
             sums[p.source] = sums.get(p.source, 0.0) + p.seconds
         return dict(sorted(sums.items(), key=lambda item: -item[1]))
 
+    def tables(self) -> list[Table]:
+        """The ops and collectives, those of one line and one limit in one row, most seconds first; then the totals."""
+        found: dict[tuple[str, str, str], tuple[int, float]] = {}
+        for p in self.parts:
+            num, seconds = found.get((p.name, p.source, p.limit), (0, 0.0))
+            found[p.name, p.source, p.limit] = (num + 1, seconds + p.seconds)
+        rows = sorted(((*key, *amounts) for key, amounts in found.items()), key=lambda row: -row[-1])
+        totals = [(name, seconds, seconds / (self.seconds or 1.0)) for name, seconds in self._totals()]
+        return [Table("", COLUMNS, rows), Table(self._title(), TOTAL_COLUMNS, totals)]
+
+    def _title(self) -> str:
+        return f"{self.name} on {self.chip}: {seconds_text(self.seconds)} per step"
+
+    def _totals(self) -> list[tuple[str, float]]:
+        sums = (self.compute_seconds, self.communication_seconds, self.exposed_seconds)
+        return list(zip(("compute", "communication", "idle"), sums, strict=True))
+
     def __str__(self) -> str:
         lines = [
-            f"{self.name} on {self.chip}: {seconds_text(self.seconds)} per step",
-            f"compute        {seconds_text(self.compute_seconds)}",
-            f"communication  {seconds_text(self.communication_seconds)}",
-            f"idle           {seconds_text(self.exposed_seconds)}",
+            self._title(),
+            *(f"{name:<15}{seconds_text(seconds)}" for name, seconds in self._totals()),
             f"MFU            {self.mfu:.1%}",
             f"bound by       {self.bound_text}",
             "",
         ]
         most = list(self.by_source.items())[:10]
         return "\n".join([*lines, *(f"{seconds_text(seconds):>10}  {source or 'unknown'}" for source, seconds in most)])
+
+    __repr__ = __str__
 
 
 def estimate(assignment: Assignment, on: Topology, *, name: str = "") -> Estimate:

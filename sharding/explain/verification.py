@@ -6,13 +6,22 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..cost import KINDS, Kind, read_compiled
-from ..text_table import aligned
+from ..display import Column, Table, Tabular
+from ..display.text_table import aligned
 from .collective_ledger import Ledger
 from .memory_report import MemoryReport
 
+COLUMNS = (
+    Column(""),
+    Column("predicted count", "number"),
+    Column("compiled count", "number"),
+    Column("predicted bytes", "bytes"),
+    Column("compiled bytes", "bytes"),
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verification:
+class Verification(Tabular):
     """Predicted and compiled figures of one program; prints as a table."""
 
     predicted: dict[Kind, tuple[int, int]]
@@ -31,6 +40,17 @@ class Verification:
         """Predicted over compiled peak memory."""
         return self.predicted_peak_bytes / max(1, self.compiled_peak_bytes)
 
+    def tables(self) -> list[Table]:
+        """Each kind of collectives and the peak memory: counts and bytes, predicted and compiled."""
+        rows = []
+        for kind in KINDS:
+            found = self.predicted.get(kind), self.compiled.get(kind)
+            if any(found):
+                rows.append((kind, *((x or (0, 0))[k] for k in (0, 1) for x in found)))
+        peaks = (self.predicted_peak_bytes, self.compiled_peak_bytes)
+        title = "collectives as predicted" if self.agrees else "collectives other than predicted"
+        return [Table(title, COLUMNS, [*rows, ("peak memory", None, None, *peaks)])]
+
     def __str__(self) -> str:
         table = [("", "predicted", "compiled")]
         for kind in KINDS:
@@ -39,6 +59,8 @@ class Verification:
                 table.append((kind, _text(found[0]), _text(found[1])))
         table.append(("peak memory", f"{self.predicted_peak_bytes} bytes", f"{self.compiled_peak_bytes} bytes"))
         return "\n".join(aligned(table))
+
+    __repr__ = __str__
 
 
 def verify(ledger: Ledger, report: MemoryReport, compiled: Any) -> Verification:

@@ -1,4 +1,4 @@
-"""Explanations as text: the chain from an axis to its annotation, and conflicts; repeated layers are printed once."""
+"""Explanations as text: the chain from an axis to its annotation; repeated layers are printed once."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ..graph import Graph
-from ..paths import pattern
-from ..propagation import Conflict, Reason
+from ..propagation import Assignment, Reason
+from ..spec import axis_name
+from .replication_reasons import ReplicatedDims
 
 MAX_PERIOD = 256
 """The longest repeated sequence of steps that is searched for; one layer has fewer."""
@@ -28,25 +29,24 @@ class Why:
         return iter(self.lines)
 
 
-class Conflicts(tuple[Conflict, ...]):
-    """All conflicts in program order; prints those that differ only in the layer index as one line."""
-
-    def __str__(self) -> str:
-        groups: dict[str, list[Conflict]] = {}
-        for conflict in self:
-            groups.setdefault(pattern(str(conflict)), []).append(conflict)
-        return "\n".join(
-            str(group[0]) if len(group) == 1 else f"{text} (x{len(group)})" for text, group in groups.items()
-        )
-
-    __repr__ = __str__
+def why(assignment: Assignment, replicated: ReplicatedDims, name: str, value: int, dims: Iterable[int]) -> Why:
+    """The chain of reasons of each axis on these dims of a value, or why a dim is replicated."""
+    spec, ndim = assignment.specs[value], len(assignment.graph.shapes[value])
+    lines = [] if ndim else [f"{name} is a scalar"]
+    for d in dims:
+        if not spec.dims[d].axes:
+            lines.append(f"{name} dim {d} is replicated: {replicated.why(value, d)}")
+        for axis in spec.dims[d].axes:
+            lines.append(f"{name} dim {d} is sharded over {axis_name(axis)}:")
+            lines += [f"  {line}" for line in chain_lines(assignment.graph, assignment.chain(value, d, axis))]
+    return Why(tuple(lines))
 
 
 def chain_lines(graph: Graph, steps: Iterable[tuple[int, int, Reason]]) -> list[str]:
     """One line per (value, dim, reason); the steps of repeated layers are written once."""
     lines = [_step(graph, *step) for step in steps]
     found: list[str] = []
-    for start, period, times in repeats(list(map(pattern, lines))):
+    for start, period, times in repeats(list(map(graph.layers.pattern, lines))):
         found += lines[start : start + period]
         if times > 1:
             what = "this step repeats" if period == 1 else f"these {period} steps repeat"

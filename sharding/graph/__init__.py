@@ -6,6 +6,7 @@ In: a closed jaxpr and the annotations of its arguments and results. Out: a `Gra
 from .build import build
 from .graph import Annotation, Atom, Graph, Group, Op, Scope, Site, joined, line, merged
 from .inlined_calls import CALLS
+from .places import Places
 from .sharding_groups import group_annotations, value_annotations
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "Graph",
     "Group",
     "Op",
+    "Places",
     "Annotation",
     "Scope",
     "Site",

@@ -18,6 +18,7 @@ from functools import cached_property
 from typing import Any
 
 from .. import compat
+from ..paths import Layers
 from ..rules import Rule
 from ..spec import Spec
 
@@ -233,6 +234,11 @@ class Graph:
         for name, v in self.names.items():
             first.setdefault(v, name)
         return first
+
+    @cached_property
+    def layers(self) -> Layers:
+        """The equal layers among the named values."""
+        return Layers.of({name: self.shapes[v] for name, v in self.names.items()})
 
     @cached_property
     def representatives(self) -> Sequence[int]:

@@ -14,7 +14,7 @@ from .. import compat
 from ..annotations import axis_rules
 from ..errors import ShardingError, raise_together
 from ..graph import Annotation
-from ..spec import Spec, from_partition_spec, indivisible, to_partition_spec
+from ..spec import Spec, from_partition_spec, indivisible_error, to_partition_spec
 
 
 def broadcast_specs(specs: Any, trees: Sequence[Any], what: str, function: str) -> list[Any]:
@@ -93,26 +93,10 @@ def _resolve(entry: Any, aval: Any, asked: str, sizes: Mapping[str, int], mesh: 
         spec = from_partition_spec(entry, aval.shape, sizes, asked=asked)
     else:
         spec = axis_rules.resolve(entry, aval.shape, sizes, asked=asked)
-    faults = indivisible(spec, aval.shape, sizes)
-    if faults:
-        raise ShardingError(
-            asked,
-            found=[f"spec {entry}, shape {tuple(aval.shape)}", *faults],
-            required="a dim divisible by the product of its axis sizes",
-            fix=[f"size {n}" for n in _nearest_sizes(spec, aval.shape, sizes)] + ["fewer axes on the dim, or P(None)"],
-        )
+    error = indivisible_error(spec, aval.shape, sizes, asked=asked, given=entry)
+    if error is not None:
+        raise error
     return None if spec.is_open else Annotation(spec=spec, origin=what)
-
-
-def _nearest_sizes(spec: Spec, shape: tuple[int, ...], sizes: Mapping[str, int]) -> list[str]:
-    out = []
-    for d, (dim, size) in enumerate(zip(spec.dims, shape, strict=True)):
-        parts = Spec(dims=(dim,)).num_shards(sizes)
-        if size % parts:
-            out.append(
-                " or ".join(str(n) for n in (size // parts * parts, -(-size // parts) * parts) if n) + f" in dim {d}"
-            )
-    return out
 
 
 def spec_on_mesh(sharding: Sharding, mesh: Any, asked: str) -> P:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 
-from ..text_table import aligned
+from ..display.text_table import aligned
 from .schedule_csv import read_csv, write_csv
 from .simulation import Duration, Simulation, earliest_ticks, simulate
 from .task_table import Task, TaskTable

@@ -11,7 +11,7 @@ from ..graph import Graph, Op
 from ..rules import Kind
 from ..spec import Spec
 from .axis_atoms import Atoms
-from .conflict_report import Claim, Conflict
+from .conflict_report import NO_ANNOTATION, Claim, Conflict
 from .factor_propagation import dim_of, project
 from .fixed_point import Engine
 from .interned_shardings import ValueSharding
@@ -145,4 +145,4 @@ def _annotation_conflicts(graph: Graph) -> Iterator[Conflict]:
 
 
 def _annotation_origin(graph: Graph, v: int) -> str:
-    return graph.annotations[v].origin if v in graph.annotations else "no annotation"
+    return graph.annotations[v].origin if v in graph.annotations else NO_ANNOTATION

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from ..spec import Axis, axis_name
 
+NO_ANNOTATION = "no annotation"
+"""The origin of a claim that no annotation makes."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
@@ -35,6 +38,28 @@ class Conflict:
     """Why the kept claim won."""
     bytes_lost: int
     """Extra bytes that each device holds, or has to gather, because the other claim was rejected."""
+
+    @property
+    def cure(self) -> str:
+        """The annotations that can be changed so that both sides agree."""
+        if self.kept.value == self.lost.value and self.kept.dim == self.lost.dim:
+            return f"remove one of two annotations: {self.kept.origin}, or {self.lost.origin}"
+        shared = [a for a in self.lost.axes if a in self.kept.axes]
+        if shared:
+            axes = ", ".join(map(axis_name, shared))
+            sides = (f"dim {c.dim} of {c.name} ({c.origin})" for c in (self.kept, self.lost))
+            return f"keep {axes} on one of " + " and ".join(sides)
+        if not self.kept.axes and self.kept.origin == NO_ANNOTATION:
+            axes = ", ".join(map(axis_name, self.lost.axes))
+            return f"annotate {self.kept.name} with ({axes}) on dim {self.kept.dim}"
+        if not self.kept.axes:
+            return f"leave dim {self.kept.dim} of {self.kept.name} open with P.UNCONSTRAINED ({self.kept.origin})"
+        kept, lost = (f"({', '.join(map(axis_name, c.axes)) or 'nothing'})" for c in (self.kept, self.lost))
+        one, other = self.kept, self.lost
+        return (
+            f"shard dim {other.dim} of {other.name} over {kept} too ({other.origin}), "
+            f"or dim {one.dim} of {one.name} over {lost} ({one.origin})"
+        )
 
     def __str__(self) -> str:
         where = f"{self.op} at {self.source}" if self.source else self.op

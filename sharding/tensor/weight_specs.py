@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-import fnmatch
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -22,7 +20,7 @@ DIMS: Mapping[str, int] = {"column": -1, "column_bias": -1, "row": -2, "vocabula
 """Role -> the sharded dim, negative so that stacked layers may lead. Biases of row-parallel layers are replicated."""
 
 Roles = Mapping[str, "Role | int"]
-"""Glob over parameter paths -> their role, or the dim to shard, such as that of attention heads."""
+"""Pattern over parameter paths, as in `sharding.layout` -> their role, or the dim to shard, such as that of heads."""
 
 
 def specs(params: Any, roles: Roles, *, axis: str = "tensor") -> Any:
@@ -76,7 +74,7 @@ def _map_by_role(params: Any, roles: Roles, axis: str, function: Any) -> Any:
     raise_together(asked, [*_unknown(roles), *_unused(named, roles)])
     dims, failures = [], []
     for path, leaf in named:
-        role = next((role for glob, role in roles.items() if fnmatch.fnmatchcase(path, glob)), None)
+        role = next((role for glob, role in roles.items() if paths.Glob(glob).matches(path)), None)
         dim = DIMS[role] if isinstance(role, str) else role
         dims.append(dim)
         if dim is not None:
@@ -99,16 +97,8 @@ def _unknown(roles: Roles) -> list[ShardingError]:
 
 def _unused(named: list[tuple[str, Any]], roles: Roles) -> list[ShardingError]:
     names = [path for path, _ in named]
-    return [
-        ShardingError(
-            f"{glob!r}: {role!r}",
-            found=f"no match among {len(names)} paths",
-            required="a matching parameter for every glob",
-            fix=difflib.get_close_matches(glob, names, n=3, cutoff=0),
-        )
-        for glob, role in roles.items()
-        if not any(fnmatch.fnmatchcase(path, glob) for path in names)
-    ]
+    found = (paths.unmatched(f"{glob!r}: {role!r}", glob, names) for glob, role in roles.items())
+    return [error for error in found if error is not None]
 
 
 def _check_fits(path: str, leaf: Any, dim: int, axis: str) -> None:

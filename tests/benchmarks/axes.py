@@ -61,7 +61,7 @@ def parallel(name: str) -> Contender:
     graph, params = nnx.split(gpt_workload.model(), nnx.Param)
 
     def loss_of(params: Any, tokens: jax.Array) -> jax.Array:
-        model = nnx.merge(graph, layouts.annotate(params, layouts.gpt((axis,))))
+        model = nnx.merge(graph, layouts.gpt((axis,)).annotate(params))
         if axis == "tensor":
             return tensor.cross_entropy(model(tokens[:, :-1]), tokens[:, 1:])
         return gpt.next_token_loss(model, tokens)

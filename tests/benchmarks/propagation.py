@@ -97,7 +97,7 @@ class Step:
 
     def _loss(self, params: Any, tokens: jax.Array) -> jax.Array:
         model = nnx.eval_shape(lambda: gpt.GPT(self.config, rngs=nnx.Rngs(0)))
-        annotated = layouts.annotate(params, layouts.gpt(self.axes))
+        annotated = layouts.gpt(self.axes).annotate(params)
         return gpt.next_token_loss(nnx.merge(nnx.split(model, nnx.Param)[0], annotated), tokens)
 
     def arguments(self) -> tuple[Any, jax.ShapeDtypeStruct]:

@@ -35,7 +35,7 @@ from sharding.hardware import Chip
 from sharding.launch.config.optimizer_config import Optimization
 from sharding.launch.train_step import train_functions
 from sharding.models import gpt, layouts
-from sharding.models.layouts import Layout, Rule, U
+from sharding.models.layouts import Layout, Rule, U, rule
 from sharding.spec import sizes_text
 
 from .step import machine
@@ -65,7 +65,7 @@ class Variant:
 
     sizes: Mapping[str, int]
     batch: P | None
-    layout: Layout = ()
+    layout: Layout = sharding.layout({})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +89,11 @@ MEGATRON = layouts.gpt(["tensor"])
 
 def only(*patterns: str) -> Layout:
     """Megatron's rules for some of the parameters."""
-    return tuple(rule for rule in MEGATRON if any(part in rule.pattern for part in patterns))
+    return sharding.layout(rule for rule in MEGATRON.rules if any(part in rule.pattern for part in patterns))
+
+
+def table(*rules: Rule) -> Layout:
+    return sharding.layout(rules)
 
 
 VARIANTS: dict[str, Variant] = {
@@ -105,12 +109,16 @@ VARIANTS: dict[str, Variant] = {
     "only attention": Variant(sizes=TWO, batch=ROWS, layout=only("attention")),
     "only the MLPs": Variant(sizes=TWO, batch=ROWS, layout=only("mlp")),
     "only the table, by rows": Variant(sizes=TWO, batch=ROWS, layout=only("table")),
-    "only the table, by columns": Variant(sizes=TWO, batch=ROWS, layout=(Rule("*/table", P(U, "tensor")),)),
-    "residual stream over features": Variant(sizes=TWO, batch=ROWS, layout=(Rule("*/scale", P("tensor")),)),
+    "only the table, by columns": Variant(sizes=TWO, batch=ROWS, layout=table(rule("*/table", P(U, "tensor")))),
+    "residual stream over features": Variant(sizes=TWO, batch=ROWS, layout=table(rule("*/scale", P("tensor")))),
     "contracted dims of the MLPs": Variant(
-        sizes=TWO, batch=ROWS, layout=(Rule("*/mlp/w1", P("tensor", None)), Rule("*/mlp/w2", P(None, "tensor")))
+        sizes=TWO,
+        batch=ROWS,
+        layout=table(rule("*/mlp/w1", P("tensor", None)), rule("*/mlp/w2", P(None, "tensor"))),
     ),
-    "head features": Variant(sizes=TWO, batch=ROWS, layout=(Rule("*/attention/qkv", P(None, None, None, "tensor")),)),
+    "head features": Variant(
+        sizes=TWO, batch=ROWS, layout=table(rule("*/attention/qkv", P(None, None, None, "tensor")))
+    ),
     "Megatron, batch over all": Variant(sizes=TWO, batch=P(("data", "tensor")), layout=MEGATRON),
 }
 

@@ -141,7 +141,7 @@ def ours(config: gpt.Config, axes: dict[str, int]) -> Any:
     graph, layout = _graph(config), layouts.gpt(axes)
 
     def loss(params: Any, tokens: jax.Array) -> jax.Array:
-        return gpt.next_token_loss(nnx.merge(graph, layouts.annotate(params, layout)), tokens)
+        return gpt.next_token_loss(nnx.merge(graph, layout.annotate(params)), tokens)
 
     return sharding.jit(_train_step(loss), in_shardings=(None, layouts.batch(axes)), donate_argnums=(0,))
 

@@ -120,3 +120,27 @@ def test_a_topology_is_a_value():
     first, second = (topology(mesh(data=2, tensor=4, devices=jax.devices()).mesh) for _ in range(2))
     assert first == second
     assert hash(first) == hash(second)
+
+
+def test_links_of_real_cpus():
+    assert topology(mesh(data=2, tensor=4).mesh).links == {"data": "shared memory", "tensor": "shared memory"}
+
+
+@pytest.mark.parametrize(
+    ("devices", "sizes", "links"),
+    [
+        ("h100:16x8", {"data": 16, "tensor": 8}, {"data": "network", "tensor": "nvlink"}),
+        ("h100:16x8", {"data": 16, "tensor": 4, "seq": 2}, {"data": "network", "tensor": "nvlink", "seq": "nvlink"}),
+        ("h100:16x8", {"tensor": 8, "data": 16}, {"tensor": "network", "data": "network"}),
+        ("h100:16x8", {"pipe": 1, "data": 32, "tensor": 4}, {"pipe": "nvlink", "data": "network", "tensor": "nvlink"}),
+        ("h100:1x8", {"data": 2, "tensor": 4}, {"data": "nvlink", "tensor": "nvlink"}),
+        ("b200:6x4", {"a": 3, "b": 8}, {"a": "network", "b": "network"}),
+        ("v5p:4x8x8", {"data": 32, "tensor": 8}, {"data": "ici", "tensor": "ici"}),
+        ("cpu:2x4", {"data": 2, "tensor": 4}, {"data": "network", "tensor": "shared memory"}),
+    ],
+)
+def test_links_depend_on_the_order_of_axes(devices, sizes, links):
+    context = mesh(sizes, devices=devices)
+    with context as m:
+        assert topology(m).links == links
+    assert topology(context.mesh, devices).links == links

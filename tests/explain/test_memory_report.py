@@ -8,10 +8,10 @@ from support.train_steps import small_models
 
 import sharding
 from sharding import P
+from sharding.display.units import bytes_text
 from sharding.explain.collective_buffers import CONNECTION_BYTES, PEER_CHANNELS, RING_CHANNELS
 from sharding.explain.largest_batch import largest_batch
 from sharding.explain.memory_fit import fit
-from sharding.explain.units import bytes_text
 
 PARAMS = {"w1": peak_memory.floats(32, 128), "w2": peak_memory.floats(128, 32)}
 ROWS = 4096

@@ -90,7 +90,7 @@ def test_sharded_tables_give_the_same_loss_and_gradients(sizes):
 
     def gradient(params, batch):
         def loss(params):
-            return dlrm.loss(nnx.merge(graph, layouts.annotate(params, layouts.dlrm(sizes))), batch)
+            return dlrm.loss(nnx.merge(graph, layouts.dlrm(sizes).annotate(params)), batch)
 
         return jax.value_and_grad(loss)(params)
 
@@ -110,7 +110,7 @@ def test_sharded_tables_are_never_all_gathered_over_tensor():
     batch = dataclasses.replace(_batch(), categories=_batch().categories[:, :2])
 
     def loss(params, batch):
-        return dlrm.loss(nnx.merge(graph, layouts.annotate(params, layouts.dlrm(sizes))), batch)
+        return dlrm.loss(nnx.merge(graph, layouts.dlrm(sizes).annotate(params)), batch)
 
     with sharding.mesh(sizes):
         f = sharding.jit(jax.value_and_grad(loss), in_shardings=(None, layouts.batch(sizes)))

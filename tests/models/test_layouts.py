@@ -23,14 +23,14 @@ def _model(**changes):
 
 
 def _specs(model, layout):
-    leaves = jax.tree_util.tree_leaves_with_path(layouts.specs(model, layout))
+    leaves = jax.tree_util.tree_leaves_with_path(layout(model))
     return {jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value"): x for path, x in leaves}
 
 
 @pytest.mark.parametrize("changes", FORMS)
 @pytest.mark.parametrize("axes", [("data",), ("tensor",), ("data", "fsdp"), ("data", "fsdp", "tensor")])
 def test_every_rule_matches(changes, axes):
-    specs = layouts.specs(_model(**changes), layouts.gpt(axes))
+    specs = layouts.gpt(axes)(_model(**changes))
     used = {axis for spec in jax.tree.leaves(specs) for axis in spec if axis is not U}
     assert used == set(axes) - {"data"}
 
@@ -60,7 +60,7 @@ def test_leading_dims_of_stacked_layers_are_unconstrained():
 
 def test_specs_have_the_tree_of_the_parameters():
     model = _model()
-    specs = layouts.specs(model, layouts.gpt(("tensor",)))
+    specs = layouts.gpt(("tensor",))(model)
     assert specs.embed.table.get_value() == P("tensor", U)
     assert specs.final_norm.scale.get_value() is None
 
@@ -73,20 +73,22 @@ def test_batch():
 
 @pytest.mark.parametrize("pattern", ["*/mlp/w1", "blocks/*/mlp/w1", "blocks/mlp/w1", "blocks/0/mlp/w1"])
 def test_patterns_with_and_without_index(pattern):
-    specs = _specs(_model(), (layouts.Rule(pattern, P("tensor", U)),))
+    specs = _specs(_model(), sharding.layout([layouts.rule(pattern, P("tensor", U))]))
     assert "blocks/0/mlp/w1" in specs
     assert specs.keys() <= {"blocks/0/mlp/w1", "blocks/1/mlp/w1"}
 
 
 def test_unused_rules_are_errors_that_suggest_the_nearest():
-    layout = (*layouts.gpt(("tensor",)), layouts.Rule("*/mlp/w3", P(U, "tensor")), layouts.Rule("heads", P("tensor")))
+    layout = sharding.layout(
+        [*layouts.gpt(("tensor",)).rules, layouts.rule("*/mlp/w3", P(U, "tensor")), layouts.rule("heads", P("tensor"))]
+    )
     with pytest.raises(ShardingError, match=r"(?s)rule '\*/mlp/w3'.*fix: +blocks/mlp/w\d.*rule 'heads'"):
-        layouts.specs(_model(), layout)
+        layout(_model())
 
 
 def test_a_rule_with_too_many_dims_is_an_error():
     with pytest.raises(ShardingError, match=r"(?s)rule '\*/scale'.*norm1/scale has 1 dims, .* has 2"):
-        layouts.specs(_model(), (layouts.Rule("*/scale", P("tensor", U)),))
+        sharding.layout([layouts.rule("*/scale", P("tensor", U))])(_model())
 
 
 def _closed(mesh, spec):
@@ -97,7 +99,7 @@ def _compiled(function, config, **axes):
     """Compiled HLO of `function(model, tokens)` under plain `jax.jit`, parameters sharded by the layout."""
     model = jax.eval_shape(lambda: gpt.GPT(config, rngs=nnx.Rngs(0)))
     with sharding.mesh(**axes) as mesh:
-        specs = layouts.specs(model, layouts.gpt(axes))
+        specs = layouts.gpt(axes)(model)
         shardings = jax.tree.map(
             lambda spec: _closed(mesh, spec), specs, is_leaf=lambda x: x is None or isinstance(x, P)
         )
@@ -130,7 +132,7 @@ def test_a_layer_all_reduces_twice_forward_and_twice_backward(axes, remat):
 def test_annotate_places_parameters():
     layout = layouts.gpt(("tensor",))
     with sharding.mesh(tensor=8):
-        placed = jax.jit(lambda model: layouts.annotate(model, layout))(_model())
+        placed = jax.jit(lambda model: layout.annotate(model))(_model())
     assert placed.blocks[0].mlp.w1.sharding.shard_shape((32, 64)) == (32, 8)
     assert placed.blocks[1].attention.qkv.sharding.shard_shape((32, 8, 3, 4)) == (32, 1, 3, 4)
     assert placed.embed.table.sharding.shard_shape((32, 32)) == (4, 32)

@@ -38,10 +38,10 @@ def program(layers: int, scan: bool, remat: bool, kv_heads: int, *, backward: bo
         remat=remat,
     )
     graph, params = nnx.split(nnx.eval_shape(lambda: gpt.GPT(config, rngs=nnx.Rngs(0))))
-    layout = tuple(rule for rule in layouts.gpt(SIZES) if not rule.pattern.endswith("table"))
+    layout = sharding.layout(rule for rule in layouts.gpt(SIZES).rules if not rule.pattern.endswith("table"))
 
     def loss(params, tokens):
-        return gpt.next_token_loss(nnx.merge(graph, layouts.annotate(params, layout)), tokens)
+        return gpt.next_token_loss(nnx.merge(graph, layout.annotate(params)), tokens)
 
     f = sharding.jit(jax.value_and_grad(loss) if backward else loss, in_shardings=(None, layouts.batch(SIZES)))
     return f, (params, jax.ShapeDtypeStruct((16, 17), jnp.int32))

@@ -99,7 +99,7 @@ def train_step(sizes, *, heads=8, kv_heads=8, batch=16, length=16, features=64, 
         tokens = sharding.annotate(tokens, layouts.batch(sizes))
 
         def loss(params):
-            model = nnx.merge(module, layouts.annotate(params, layouts.gpt(sizes)))
+            model = nnx.merge(module, layouts.gpt(sizes).annotate(params))
             return gpt.loss(model(tokens[:, :-1]), tokens[:, 1:])
 
         value, gradient = jax.value_and_grad(loss)(params)

@@ -73,7 +73,7 @@ const numDevices = data.mesh.reduce((n, [, size]) => n * size, 1);
 
 // An axis name in its mesh axis' colour.
 function axisChip(name, mesh = name) {
-  return make("span", { class: `axis c${Math.max(0, meshAxes.indexOf(mesh)) % 8}` }, name);
+  return make("span", { class: `axis c${Math.max(0, meshAxes.indexOf(mesh))}` }, name);
 }
 
 function specChips(v) {

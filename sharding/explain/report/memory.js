@@ -7,8 +7,8 @@ const WIDTH = 480, HEIGHT = 160, LISTED = 12;
 function memoryTimeline() {
   const { arrays, transient, resident, lines } = data.memory;
   const array = (number) => {
-    const [bytes, name, kind, op, source, axes] = arrays[number];
-    return { bytes, name: text(name), kind: text(kind), op: text(op), source: text(source), axes: data.memory.axes[axes] };
+    const [bytes, name, kind, op, source, pattern, axes] = arrays[number];
+    return { bytes, name: text(name), kind: text(kind), op: text(op), source: text(source), pattern: text(pattern), axes: data.memory.axes[axes] };
   };
   const num = lines.length;
   const byKind = new Map(CLASSES.map((name) => [name, new Float64Array(num + 1)]));
@@ -44,7 +44,18 @@ function sampled({ num, total }) {
   return found;
 }
 
-function chart(history, peak) {
+// Arrays of equal layers together: the first one, with `*` for its layer, their number and the sum of their bytes.
+function ofEqualLayers(arrays) {
+  const groups = new Map();
+  for (const one of arrays) {
+    const key = [one.bytes, one.pattern, one.kind, one.op, one.source, one.axes].join("\n");
+    const found = groups.get(key);
+    if (found) { found.num += 1; found.bytes += one.bytes; found.name = one.pattern; } else groups.set(key, { ...one, num: 1 });
+  }
+  return [...groups.values()].sort((a, b) => b.bytes - a.bytes);
+}
+
+function chart(history, peak, capacity) {
   const points = sampled(history);
   const step = WIDTH / points.length;
   const y = (bytes) => HEIGHT - (HEIGHT * bytes) / (peak * 1.05);
@@ -60,36 +71,40 @@ function chart(history, peak) {
     below = above;
   }
   picture.append(draw("line", { x1: 0, x2: WIDTH, y1: y(peak), y2: y(peak), class: "peak" }));
+  if (capacity < peak) picture.append(draw("line", { x1: 0, x2: WIDTH, y1: y(capacity), y2: y(capacity), class: "capacity" }));
   return picture;
 }
 
 function timeline() {
   const history = memoryTimeline();
   const { num, total } = history;
+  const peak = data.memory.peak, capacity = data.memory_bytes ?? Infinity;
   let now = total.indexOf(Math.max(...sampled(history).map((m) => total[m])));
   const cursor = make("div", { class: "cursor", "aria-hidden": "true" });
   const list = make("tbody");
   const head = make("p", { id: "live-head" });
   const slider = make("div", { class: "chart", role: "slider", tabindex: 0, "aria-label": "Program point", "aria-valuemin": 0,
-    "aria-valuemax": num - 1, "aria-describedby": "chart-keys" }, chart(history, data.memory.peak),
-    make("span", { class: "top-label", "aria-hidden": "true" }, `peak ${bytesText(data.memory.peak)}`), cursor);
+    "aria-valuemax": num - 1, "aria-describedby": "chart-keys" }, chart(history, peak, capacity),
+    make("span", { class: "top-label", "aria-hidden": "true" }, `peak ${bytesText(peak)}`),
+    ...(capacity < peak ? [make("span", { class: "capacity-label", style: `top:${(100 - 100 * capacity / (peak * 1.05)).toFixed(1)}%` }, `device ${bytesText(capacity)}`)] : []), cursor);
 
   function move(moment) {
     now = Math.max(0, Math.min(num - 1, moment));
-    const found = history.live(now);
+    const all = history.live(now);
+    const found = ofEqualLayers(all);
     const rest = found.slice(LISTED);
     const line = history.line(now);
-    const where = `program point ${(now + 1).toLocaleString("en")} of ${num.toLocaleString("en")}${history.depth(now) ? ", in a loop or branch" : ""}${line ? `, ${line}` : ""}`;
+    const where = `program point ${(now + 1).toLocaleString("en")} of ${num.toLocaleString("en")}${history.depth(now) ? ", in a loop or branch" : ""}${line ? `, ${shortLine(line)}` : ""}`;
     slider.setAttribute("aria-valuenow", now);
     slider.setAttribute("aria-valuetext", `${where}: ${bytesText(total[now])}, largest ${found.slice(0, 3).map((a) => a.name).join(", ")}`);
     cursor.style.left = `${(100 * (now + 0.5)) / num}%`;
-    head.replaceChildren(make("b", {}, bytesText(total[now])), ` live in ${counted(found.length, "array")} at ${where}`);
+    head.replaceChildren(make("b", {}, bytesText(total[now])), ` live in ${counted(all.length, "array")} at ${where}`);
     const cell = (name, ...what) => make("td", { "data-label": name, class: name === "bytes" ? "number" : null }, ...what);
     list.replaceChildren(...found.slice(0, LISTED).map((a) => make("tr", {},
-      cell("array", make("span", { class: `swatch ${classStyle(a.kind)}`, "aria-hidden": "true" }), make("code", {}, a.name)),
+      cell("array", make("span", { class: `swatch ${classStyle(a.kind)}`, "aria-hidden": "true" }), make("code", {}, a.num > 1 ? `${a.name} (x${a.num})` : a.name)),
       cell("bytes", bytesCell(a.bytes)), cell("category", a.kind),
-      cell("op", a.op ? make("code", {}, `${a.op} `, make("span", { class: "muted" }, a.source)) : "argument or result"), cell("sharded over", a.axes.length ? axisNames(a.axes) : "–"))),
-    ...(rest.length ? [make("tr", {}, cell("array", `and ${rest.length.toLocaleString("en")} more`),
+      cell("op", a.op ? opCell(a.op, a.source) : "argument or result"), cell("sharded over", a.axes.length ? axisNames(a.axes) : "–"))),
+    ...(rest.length ? [make("tr", {}, cell("array", `and ${rest.reduce((sum, a) => sum + a.num, 0).toLocaleString("en")} more`),
       cell("bytes", bytesCell(rest.reduce((sum, a) => sum + a.bytes, 0))))] : []));
   }
 
@@ -116,6 +131,9 @@ function timeline() {
         make("th", { scope: "col", class: name === "bytes" ? "number" : null }, name))))), list))];
 }
 
+const doesNotFit = () => Boolean(data.memory && data.memory_bytes && data.memory.peak > data.memory_bytes);
+const opCell = (op, source) => [make("code", {}, `${op} `), source ? lineText(source) : ""];
+
 function showMemory() {
   const section = byId("memory");
   if (!data.memory) {
@@ -124,14 +142,14 @@ function showMemory() {
   }
   const { peak, by_class: kinds, by_axis: axes, top } = data.memory;
   section.append(
-    make("p", {}, make("b", {}, bytesText(peak)), " peak memory per device", ...(data.memory_bytes
-      ? [`, ${percentText(peak, data.memory_bytes)} of ${bytesText(data.memory_bytes)}`, peak > data.memory_bytes ? make("b", {}, ": does not fit") : ""] : [])),
+    make("p", { class: doesNotFit() ? "bad" : null }, make("b", {}, bytesText(peak)), " peak memory per device", ...(data.memory_bytes
+      ? [`, ${percentText(peak, data.memory_bytes)} of ${bytesText(data.memory_bytes)}`, doesNotFit() ? make("b", {}, ": does not fit") : ""] : [])),
     ...stackedBar(kinds.map(([name, size]) => ({ name, size, style: classStyle(name) })), bytesText),
     make("h3", {}, "Over one step"), ...timeline(),
     make("h3", {}, "Largest arrays at the peak"),
     sortedTable("Largest arrays", [
       codeColumn("array", ([name]) => name), bytesColumn("bytes", ([, bytes]) => bytes), textColumn("category", ([, , kind]) => kind),
-      codeColumn("op", ([, , , op, source]) => `${op} ${source}`.trim()),
+      textColumn("op", ([, , , op, source]) => `${op} ${source}`, ([, , , op, source]) => (op ? opCell(op, source) : "–")),
       textColumn("sharded over", (row) => row[5].join(), (row) => axisNames(row[5])),
     ], top, { by: 1 }),
     make("h3", {}, "By mesh axis at the peak"),

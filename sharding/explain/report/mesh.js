@@ -1,7 +1,7 @@
 // The mesh as a grid of devices: the last axis across, the one before it down, the others as panels.
 
 const MOST = { panels: 4, rows: 8, columns: 16 };
-const CELL = 26, GAP = 3, EDGE = 22, HEAD = 20;
+const CELL = 26, GAP = 3, EDGE = 22;
 
 // 0 to n - 1, with null for an omitted middle.
 function visible(n, most) {
@@ -29,27 +29,23 @@ function meshPicture(v) {
   const outer = axes.slice(0, -2);
   const numPanels = outer.reduce((n, [, size]) => n * size, 1);
   const rows = visible(numRows, MOST.rows), columns = visible(numColumns, MOST.columns);
-  const width = EDGE + columns.length * (CELL + GAP), height = EDGE + rows.length * (CELL + GAP) + (outer.length ? HEAD : 0);
+  const width = EDGE + columns.length * (CELL + GAP), height = EDGE + rows.length * (CELL + GAP);
 
   function panel(number) {
     if (number === null) return make("div", { class: "left-out" }, "…");
     const coordinates = [];
     let rest = number;
     for (const [, size] of [...outer].reverse()) { coordinates.unshift(rest % size); rest = Math.floor(rest / size); }
-    const top = outer.length ? HEAD : 0;
     const picture = draw("svg", { viewBox: `0 0 ${width} ${height}`, width, height, "aria-hidden": "true" });
-    if (outer.length) {
-      picture.append(draw("text", { x: EDGE, y: 12, class: "panel-name" }, outer.map(([name], k) => `${name} ${coordinates[k]}`).join(", ")));
-    }
     columns.forEach((column, i) => {
       const x = EDGE + i * (CELL + GAP);
-      picture.append(draw("rect", { x, y: top + 14, width: CELL, height: 4, rx: 2, class: `fill c${(axes.length - 1) % 8}` }),
-        draw("text", { x: x + CELL / 2, y: top + 10, class: "tick" }, column === null ? "…" : String(column)));
+      picture.append(draw("rect", { x, y: 14, width: CELL, height: 4, rx: 2, class: `fill c${axes.length - 1}` }),
+        draw("text", { x: x + CELL / 2, y: 10, class: "tick" }, column === null ? "…" : String(column)));
     });
     rows.forEach((row, j) => {
-      const y = top + EDGE + j * (CELL + GAP);
+      const y = EDGE + j * (CELL + GAP);
       if (axes.length > 1) {
-        picture.append(draw("rect", { x: 14, y, width: 4, height: CELL, rx: 2, class: `fill c${(axes.length - 2) % 8}` }),
+        picture.append(draw("rect", { x: 14, y, width: 4, height: CELL, rx: 2, class: `fill c${axes.length - 2}` }),
           draw("text", { x: 6, y: y + CELL / 2 + 4, class: "tick" }, row === null ? "…" : String(row)));
       }
       columns.forEach((column, i) => {
@@ -61,7 +57,8 @@ function meshPicture(v) {
           draw("text", { x: x + CELL / 2, y: y + CELL / 2 + 4, class: marked ? "number marked" : "number" }, String(device)));
       });
     });
-    return picture;
+    const place = outer.map(([name], k) => `${name} ${coordinates[k]}`).join(", ");
+    return make("div", {}, place ? make("p", {}, place) : "", picture);
   }
 
   return make("div", { class: "panels" }, visible(numPanels, MOST.panels).map(panel));

@@ -20,15 +20,18 @@ function showNotes() {
   const { conflicts, uneven, unknown } = data;
   const list = (title, lines) => (lines.length ? [make("h3", {}, title), make("ul", { class: "lines" }, lines.map((line) => make("li", {}, line)))] : []);
   const parts = [
-    ...list("Conflicts", conflicts.map(([line, , times]) => (times > 1 ? `${line} (x${times})` : line))),
+    ...(conflicts.length ? [make("h3", {}, "Conflicts"), sortedTable("Conflicts", [
+      bytesColumn("bytes lost", (row) => row[1]), numberColumn("count", (row) => row[2]),
+      textColumn("conflict", (row) => row[0]), textColumn("cure", (row) => row[3]),
+    ], conflicts)] : []),
     ...list("Uneven shardings", uneven),
     ...list("Primitives without a rule", unknown.map(([name, times]) => `${name} (x${times}): shardings do not propagate through it`)),
   ];
   byId("notes").append(...(parts.length ? parts : [make("p", { class: "note" }, "No conflicts, no uneven shardings, no primitives without a rule.")]));
 }
 
-function card(name, href, value, below) {
-  return make("div", {}, make("dt", {}, name), make("dd", {}, make("a", { href }, value), make("span", { class: "muted" }, below)));
+function card(name, href, value, below, style = null) {
+  return make("div", { class: style }, make("dt", {}, name), make("dd", {}, make("a", { href }, value), make("span", { class: "muted" }, below)));
 }
 
 function showSummary() {
@@ -42,8 +45,9 @@ function showSummary() {
     card("mesh", "#mesh", counted(numDevices, "device"), data.mesh.map(([, size]) => size).join(" × ")),
     card("values", "#values", program.num.toLocaleString("en"), `in ${counted(data.ops, "op")}`),
     card("sent per device", "#communication", bytesText(sum(4)), `in ${counted(sum(2), "collective")}`),
-    card("peak memory per device", "#memory", memory ? bytesText(memory.peak) : "–",
-      memory && data.memory_bytes ? `${percentText(memory.peak, data.memory_bytes)} of ${bytesText(data.memory_bytes)}` : "predicted"),
+    card("peak memory", "#memory", memory ? bytesText(memory.peak) : "–",
+      memory && data.memory_bytes ? `${percentText(memory.peak, data.memory_bytes)} of ${bytesText(data.memory_bytes)}${doesNotFit() ? ": does not fit" : ""}` : "predicted",
+      doesNotFit() ? "bad" : null),
     card("step time", "#time", time ? secondsText(time.seconds) : "–", time ? "estimated" : "unknown devices"),
     card("notes", "#notes", notes[0] ?? "none", notes.slice(1).join(", ") || (notes.length ? "" : "no conflicts")));
 }

@@ -9,6 +9,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from ...display.axis_colors import style_sheet
+
 SCRIPTS = ("dom", "data", "mesh", "why", "values", "table", "communication", "memory", "time", "page")
 """In dependency order."""
 HEIGHT_PIXELS = 720
@@ -25,7 +27,7 @@ def page(contents: Mapping[str, Any]) -> str:
     data = json.dumps(contents, separators=(",", ":"), allow_nan=False).translate(_ESCAPED)
     parts = {
         "title": html.escape(contents["name"]),
-        "style": _text("style.css"),
+        "style": _text("style.css") + style_sheet(max(1, len(contents["mesh"]))),
         "data": data,
         "script": "\n".join(_text(f"{name}.js") for name in SCRIPTS),
     }

@@ -1,13 +1,14 @@
 """The data of the page, as plain values for JSON.
 
-name, mesh  the program's name; [axis, size] of each mesh axis, major first
+name, mesh  the program's name; [axis, size] of each mesh axis of several devices, major first
 devices, memory_bytes       the devices and the usable memory of one, if known
 ops         the number of ops; the columns of `value_table.values` follow
 collectives [kind, axes, count, bytes, wire bytes, seconds or null, line, cause, hint, op, dtype, ledger rows]
 memory      null, or the peak, its breakdowns, and [array, first program point, further points] of all live ranges
 time        null, or the step time in seconds and its breakdowns
 slow        texts on a compilation that takes long
-conflicts   [text, bytes lost, count]
+conflicts   [text, bytes lost, count, cure], most bytes first
+layers      [component, the same with `*`] of paths that number equal layers
 uneven, unknown     texts; [primitive, number of ops]
 """
 
@@ -16,22 +17,28 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
-from ... import paths
 from ...cost import Topology, collective_seconds
+from ...display.axis_colors import drawn
 from ...graph import Graph
 from ...hardware import Platform
 from ...memory import Usage, usage
+from ...paths import Layers
 from ...propagation import Assignment
 from ...spec import axis_name
 from ..collective_ledger import Collective
 from ..compile_time import compile_time
-from ..memory_report import Array, MemoryReport, report
+from ..conflict_list import Conflicts
+from ..live_arrays import Array
+from ..memory_report import MemoryReport, report
 from ..memory_timeline import memory_timeline
 from ..predicted_collectives import communication
 from ..step_time import TimedOp, estimate
 from .value_table import Interned, values
 
 Row = list[Any]
+
+MAX_LISTED = 20
+"""Arrays of the table of the largest ones; the page shows a few at first."""
 
 
 def contents(
@@ -57,17 +64,18 @@ def contents(
     graph = assignment.graph
     found = {
         "name": name,
-        "mesh": list(assignment.sizes.items()),
+        "mesh": list(drawn(assignment.sizes).items()),
         "devices": str(on.devices) if on is not None else "",
         "memory_bytes": (on.chip.usable_memory_bytes or on.chip.memory_bytes) if on is not None else None,
         "ops": len(graph.ops),
         **values(assignment, strings),
-        "collectives": _collectives(communication(assignment, name=name), on),
+        "collectives": _collectives(communication(assignment, name=name), graph.layers, on),
         "memory": None,
         "time": None,
         "slow": _slow_compilation(graph, platform),
         "with_costs": with_costs,
         "conflicts": _conflicts(assignment),
+        "layers": list(graph.layers.stars.items()),
         "uneven": list(assignment.uneven),
         "unknown": sorted(graph.unknown.items()),
     }
@@ -78,14 +86,19 @@ def contents(
     return {**found, "strings": strings.all()}
 
 
-def _collectives(ledger: Sequence[Collective], on: Topology | None) -> list[Row]:
+def _collectives(ledger: Sequence[Collective], layers: Layers, on: Topology | None) -> list[Row]:
     """Collectives that differ only in the layer index share a row; most bytes first."""
     rows: dict[tuple, Row] = {}
     for c in ledger:
         seconds = None if on is None else c.count * collective_seconds(c.kind, c.result_bytes, c.axes, on)
-        texts = (c.source, paths.pattern(c.cause), paths.pattern(c.hint), c.op, c.dtype)
+        cause, hint = layers.pattern(c.cause), layers.pattern(c.hint)
+        texts = (c.source, c.cause, c.hint, c.op, c.dtype)
         amounts = (c.count, c.bytes, c.wire_bytes, seconds)
-        row = rows.setdefault((c.kind, c.axes, *texts), [c.kind, [*map(axis_name, c.axes)], 0, 0, 0, 0.0, *texts, 0])
+        key = (c.kind, c.axes, c.source, cause, hint, c.op, c.dtype)
+        row = rows.setdefault(key, [c.kind, [*map(axis_name, c.axes)], 0, 0, 0, 0.0, *texts, 0])
+        row[7:9] = [
+            have if have == own else text for have, own, text in zip(row[7:9], texts[1:3], (cause, hint), strict=True)
+        ]
         row[2:6] = [None if more is None else have + more for have, more in zip(row[2:6], amounts, strict=True)]
         row[-1] += 1
     return sorted(rows.values(), key=lambda row: -row[3])
@@ -97,7 +110,8 @@ def _memory(assignment: Assignment, used: Usage, peak: MemoryReport, strings: In
     axes = Interned()
 
     def number(a: Array) -> int:
-        return arrays((a.num_bytes, *map(strings, (a.name, a.kind, a.op, a.source)), axes(a.axes)))
+        texts = (a.name, a.kind, a.op, a.source, peak.layers.pattern(a.name))
+        return arrays((a.num_bytes, *map(strings, texts), axes(a.axes)))
 
     return {
         "peak": peak.peak_bytes,
@@ -106,9 +120,14 @@ def _memory(assignment: Assignment, used: Usage, peak: MemoryReport, strings: In
         "temporaries": peak.temporary_bytes,
         "by_class": list(peak.by_class.items()),
         "by_axis": [
-            (s.axis, s.num_devices, s.split_bytes, s.whole_bytes, s.saved_bytes) for s in peak.by_axis.values()
+            (s.axis, s.num_devices, s.split_bytes, s.whole_bytes, s.saved_bytes)
+            for s in peak.by_axis.values()
+            if s.num_devices > 1
         ],
-        "top": [(a.name, a.num_bytes, a.kind, a.op, a.source, list(a.axes)) for a in peak.top()],
+        "top": [
+            (name, sum(a.num_bytes for a in own), own[0].kind, own[0].op, own[0].source, list(own[0].axes))
+            for name, own in peak.grouped()[:MAX_LISTED]
+        ],
         "lines": [strings(text) for text in timeline.sources],
         "depths": timeline.depths if any(timeline.depths) else [],
         "resident": [number(a) for a in timeline.resident],
@@ -154,10 +173,5 @@ def _summed(parts: Sequence[TimedOp], key: str) -> list[Row]:
 
 
 def _conflicts(assignment: Assignment) -> list[Row]:
-    rows: dict[str, Row] = {}
-    for c in assignment.conflicts:
-        text = paths.pattern(str(c))
-        row = rows.setdefault(text, [text, 0, 0])
-        row[1] += c.bytes_lost
-        row[2] += 1
-    return list(rows.values())
+    found = Conflicts(assignment.conflicts, assignment.graph.layers).grouped()
+    return [[one.text, one.bytes_lost, one.num, one.cure] for one in found]

@@ -47,9 +47,14 @@ const textColumn = (name, key, cell = key) => ({ name, key: (row) => String(key(
 const numberColumn = (name, key, cell = (row) => key(row).toLocaleString("en")) => ({ name, key, cell, number: true });
 const bytesColumn = (name, key) => numberColumn(name, key, (row) => bytesCell(key(row)));
 const secondsColumn = (name, key) => numberColumn(name, (row) => key(row) ?? -1, (row) => (key(row) === null ? "–" : secondsText(key(row))));
+// A line without the functions around the one that it is in.
+const shortLine = (line) => line.replace(/\((.*)\)$/, (all, name) => {
+  const functions = name.split(".<locals>.");
+  return `(${functions.slice(functions.at(-1).startsWith("<") ? -2 : -1).join(".")})`;
+});
 const lineText = (line) => {
-  const [, where, name] = /^(\S+) \((.*)\)$/.exec(line) ?? [null, line, ""];
-  return make("code", { class: "line" }, where || "–", ...(name ? [" ", make("span", { class: "muted function" }, `(${name})`)] : []));
+  const [, where, name] = /^(\S+) (\(.*\))$/.exec(shortLine(line)) ?? [null, line, ""];
+  return make("code", { class: "line", title: line }, where || "–", ...(name ? [" ", make("span", { class: "muted function" }, name)] : []));
 };
 const lineColumn = (name, key) => textColumn(name, key, (row) => lineText(key(row)));
 const codeColumn = (name, key) => textColumn(name, key, (row) => make("code", {}, key(row) || "–"));

@@ -14,18 +14,14 @@ replicated  [value, dim, why it is replicated] (string), without dims that are n
 
 from __future__ import annotations
 
-import re
 from collections.abc import Hashable
 from typing import Any
 
-from ... import compat
-from ...graph import Graph, Op, Site
+from ...graph import Graph
+from ...graph.places import op_name, scope
 from ...propagation import Assignment
 from ...spec import Axis, axis_name, axis_size
 from ..replication_reasons import UNREACHED, ReplicatedDims
-
-_TRANSFORMED = re.compile(r"\w+\(|\)")
-_OWN_SCOPES = frozenset({"checkpoint", "rematted_computation"})
 
 
 class Interned:
@@ -53,8 +49,8 @@ def values(assignment: Assignment, strings: Interned) -> dict[str, Any]:
         columns["type"].append(types((str(graph.dtypes[v]), graph.itemsize(v), shape)))
         columns["spec"].append(specs(tuple(tuple(axes(a) for a in dim) for dim in spec.axes)))
         maker = makers.get(v)
-        scope, phase = _scope(graph.sites[v])
-        texts = ("" if maker is None else _op_name(maker), graph.source(v), scope, phase)
+        name, phase = scope(graph.sites[v])
+        texts = ("" if maker is None else op_name(maker), graph.source(v), name, phase)
         columns["origin"].append(origins(tuple(map(strings, texts))))
     return {
         **columns,
@@ -70,22 +66,6 @@ def values(assignment: Assignment, strings: Interned) -> dict[str, Any]:
 
 def _axis(axis: Axis, assignment: Assignment) -> tuple[str, str, int]:
     return axis_name(axis), axis if isinstance(axis, str) else axis[0], axis_size(axis, assignment.sizes)
-
-
-def _op_name(op: Op) -> str:
-    """The op's name; at the edge of a loop or branch, the name of that loop or branch."""
-    if op.name != "edge":
-        return op.name
-    return op.site[0].primitive.name if op.site else ""
-
-
-def _scope(site: Site) -> tuple[str, str]:
-    """The name scope in which a value is computed, and whether it belongs to the forward or backward pass."""
-    stacks = [compat.name_stack(eqn) for eqn in reversed(site)]
-    parts = [part for stack in stacks for part in _TRANSFORMED.sub("", stack).split("/")]
-    phase = "backward" if any("transpose(" in stack for stack in stacks) else "forward"
-    # Without `einsum`'s scopes, which repeat its formula: the source line is more useful.
-    return "/".join(part for part in parts if part and part not in _OWN_SCOPES and "->" not in part), phase
 
 
 def _names(graph: Graph) -> dict[str, list[tuple[str, int]]]:

@@ -2,7 +2,9 @@
 
 const MAX_PERIOD = 256; // the longest repeated sequence of steps, as in sharding/explain/why.py
 
-const starred = (line) => line.replace(/([/#])\d+(?=[/ ,]|$)/g, "$1*");
+// A line with `*` for the number of each layer, as in sharding/paths/layers.py.
+const layerNames = new Map(data.layers);
+const starred = (line) => line.replace(/[^\s/]+(?=\/)/g, (part) => layerNames.get(part) ?? part).replace(/([/#])\d+(?=[/ ,]|$)/g, "$1*");
 
 function stepText(step) {
   const who = `${program.label(step.v)} dim ${step.dim}`;

@@ -13,6 +13,7 @@ import optax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+import sharding
 from sharding import P
 from sharding.models import gpt, layouts
 
@@ -141,10 +142,10 @@ def gpt_step(sizes: Sizes, *, layers=2, scan=False, remat="stored", rows=("data"
         dataclasses.replace(rule, spec=P(*({"fsdp": weights, "tensor": "model"}.get(a, a) for a in rule.spec)))
         for rule in layouts.GPT
     )
-    layout = tuple(rule for rule in layout if sizes.keys() & {*rule.spec})
+    layout = sharding.layout(rule for rule in layout if sizes.keys() & {*rule.spec})
 
     def loss(params, tokens):
-        return gpt.next_token_loss(nnx.merge(graph, layouts.annotate(params, layout)), tokens)
+        return gpt.next_token_loss(nnx.merge(graph, layout.annotate(params)), tokens)
 
     return trained(loss, params, None, sizes, rows)
 

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+import sharding
 from sharding.launch.config.optimizer_config import Optimization
 from sharding.launch.train_step import train_functions
 from sharding.models import bert, dlrm, gpt, image_classifier, layouts, resnet, vit
@@ -32,7 +33,7 @@ def step(module, loss, layout, batch) -> MakeStep:
 
     def make(style, sizes):
         weights = style == "weights"
-        rules = layout if weights else lambda axes: ()
+        rules = layout if weights else lambda axes: sharding.layout({})
         init, train_step, *_ = train_functions(module, loss, layout=rules, optimization=Optimization(), steps=20)
         rows = layouts.batch(sizes) if weights else over_all_axes(sizes)
         return Step(run=train_step, args=(jax.eval_shape(init, jax.random.key(0)), batch), specs=(None, rows))

@@ -85,7 +85,12 @@ def test_unknown_name_without_a_near_one_suggests_nothing():
     assert caught.value.fix == ()
 
 
-def test_only_indices_become_stars():
-    assert paths.pattern("params/12/w1 dim 0 <- tanh at gpt.py:12 (f)") == "params/*/w1 dim 0 <- tanh at gpt.py:12 (f)"
-    assert paths.pattern("hidden#3 dim 1") == "hidden#* dim 1" and paths.pattern("a/0: x") == "a/0: x"
-    assert paths.pattern("operand 1 of dot, hidden#12, resharded from") == "operand 1 of dot, hidden#*, resharded from"
+def test_globs_are_names_too():
+    assert paths.find_all(NAMES, "*/mlp/w1").keys() == {"state/blocks/0/mlp/w1", "state/blocks/1/mlp/w1"}
+    assert find("blocks/mlp/w1") == 0
+
+
+def test_many_matches_are_cut_short():
+    names = {f"layers/{k}/w": k for k in range(11)}
+    with pytest.raises(ShardingError, match=r"(?s)11 values of that name.*layers/7/w: 7.*and 3 more"):
+        paths.find(names, "w", lambda v: v)

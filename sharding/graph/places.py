@@ -1,0 +1,152 @@
+"""Where unnamed values are computed: the module, as the name stack has it, and the source line."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from .. import compat
+from ..paths import Glob
+from .graph import Graph, Op, Site, line
+
+_TRANSFORMED = re.compile(r"\w+\(|\)")
+_OWN_SCOPES = frozenset({"checkpoint", "rematted_computation"})
+_LINE = re.compile(r"(?P<file>[^:]*[^:/]):(?P<number>\d+)")
+_NUMBERED = re.compile(r"(?P<op>.+?)(?:#(?P<number>\d+))?")
+
+
+def op_name(op: Op) -> str:
+    """The op's name; at the edge of a loop or branch, the name of that loop or branch."""
+    if op.name != "edge":
+        return op.name
+    return op.site[0].primitive.name if op.site else ""
+
+
+def scope(site: Site) -> tuple[str, str]:
+    """The name scope in which a value is computed, and whether it belongs to the forward or backward pass."""
+    stacks = [compat.name_stack(eqn) for eqn in reversed(site)]
+    parts = [part for stack in stacks for part in _TRANSFORMED.sub("", stack).split("/")]
+    phase = "backward" if any("transpose(" in stack for stack in stacks) else "forward"
+    # Without `einsum`'s scopes, which repeat its formula: the source line is more useful.
+    return "/".join(part for part in parts if part and part not in _OWN_SCOPES and "->" not in part), phase
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where one value is computed."""
+
+    scope: str
+    is_backward: bool
+    file: str
+    number: int
+    """Of the line; -1 if it is unknown."""
+    op: str
+
+
+class Places:
+    """The places of the values that ops compute."""
+
+    def __init__(self, graph: Graph):
+        self.graph = graph
+
+    @cached_property
+    def _places(self) -> dict[int, Place]:
+        found: dict[int, Place] = {}
+        inputs = set(self.graph.inputs)
+        cached: dict[tuple[int, ...], tuple[str, bool, str, int]] = {}
+        for op in self.graph.ops:
+            key = tuple(map(id, op.site))
+            if key not in cached:
+                name, phase = scope(op.site)
+                file, _, number = line(op.site).partition(" ")[0].rpartition(":")
+                cached[key] = name, phase == "backward", file, int(number) if number.isdigit() else -1
+            own = op_name(op)
+            if own:
+                found.update((v, Place(*cached[key], own)) for v in op.results if v not in inputs)
+        return found
+
+    @cached_property
+    def scopes(self) -> tuple[str, ...]:
+        """All scopes with ops, in program order."""
+        return tuple(dict.fromkeys(place.scope for place in self._places.values() if place.scope))
+
+    def find(self, name: str) -> dict[str, int]:
+        """Unique name -> value of what is computed at a place; empty if there is no such place.
+
+        A place alone stands for its results: what is computed there and read elsewhere. Forward ops hide the backward
+        ones of the same place.
+
+        Args:
+            name: a module of the name stack, or the end of one, as `decoder/layer_0/mlp`; a line, as `model.py:123`; or
+                one of the two and an op there, as `model.py:123/dot_general`, with `#1` for the second such op.
+        """
+        here = self._at(name)
+        if here:
+            return self._named(name, self._results(here, self._test(name)))
+        place, _, last = name.rpartition("/")
+        numbered = _NUMBERED.fullmatch(last)
+        if not place or numbered is None:
+            return {}
+        found = [v for v in self._at(place) if self._places[v].op == numbered["op"]]
+        if numbered["number"] is None:
+            return self._named(place, found)
+        k = int(numbered["number"])
+        return {name: found[k]} if k < len(found) else {}
+
+    def near(self, name: str) -> list[str]:
+        """The modules with a similar name; for a line without ops, the nearest lines of its file that have some."""
+        found = _LINE.fullmatch(name)
+        if found is None:
+            return difflib.get_close_matches(name, self.scopes, n=3, cutoff=0.6)
+        file, number = os.path.basename(found["file"]), int(found["number"])
+        lines = {place.number for place in self._places.values() if place.file == file}
+        return [f"{file}:{one}" for one in sorted(lines, key=lambda one: abs(one - number))[:3]]
+
+    def _at(self, name: str) -> list[int]:
+        """The values computed at a place, those of the forward pass if there are any."""
+        test = self._test(name)
+        here = [v for v, place in self._places.items() if test(place)]
+        forward = [v for v in here if not self._places[v].is_backward]
+        return forward or here
+
+    def _test(self, name: str) -> Callable[[Place], bool]:
+        """Whether a place is at the line or in the module of that name."""
+        found = _LINE.fullmatch(name)
+        if found is not None:
+            file, number = os.path.basename(found["file"]), int(found["number"])
+            return lambda place: place.file == file and place.number == number
+        glob = Glob(name)
+        inside = {one for one in self.scopes if any(map(glob.matches, _enclosing(one)))}
+        return lambda place: place.scope in inside
+
+    def _results(self, values: Sequence[int], is_here: Callable[[Place], bool]) -> list[int]:
+        """The values that are read elsewhere than where they are computed, or returned; all if none is."""
+        outputs = set(self.graph.outputs)
+
+        def leaves(v: int) -> bool:
+            readers = (w for op in self.graph.users.get(v, ()) for w in op.results)
+            return v in outputs or any(w not in self._places or not is_here(self._places[w]) for w in readers)
+
+        return [v for v in values if leaves(v)] or list(values)
+
+    def _named(self, place: str, values: Sequence[int]) -> dict[str, int]:
+        """Values by place and op; ops that occur there several times are numbered in program order."""
+        all_of_op: defaultdict[str, list[int]] = defaultdict(list)
+        for v in self._at(place):
+            all_of_op[self._places[v].op].append(v)
+        found = {}
+        for v in values:
+            own = all_of_op[self._places[v].op]
+            number = f"#{own.index(v)}" if len(own) > 1 else ""
+            found[f"{place}/{self._places[v].op}{number}"] = v
+        return found
+
+
+def _enclosing(name: str) -> list[str]:
+    parts = name.split("/")
+    return ["/".join(parts[: k + 1]) for k in range(len(parts))]

@@ -1,0 +1,139 @@
+"""Unnamed values are found by the module and by the line that computes them."""
+
+from inspect import currentframe
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import sharding
+from sharding import P, ShardingError
+
+LINES = {}
+
+
+def here() -> int:
+    frame = currentframe()
+    assert frame is not None and frame.f_back is not None
+    return frame.f_back.f_lineno
+
+
+def floats(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def layer(p, x):
+    with jax.named_scope("mlp"):
+        LINES["hidden"] = here() + 1
+        hidden = jnp.tanh(x @ p["up"]) + 1.0
+        with jax.named_scope("down"):
+            return hidden @ p["down"]
+
+
+def loss(params, x):
+    with jax.named_scope("decoder"):
+        for k, p in enumerate(params):
+            with jax.named_scope(f"layer_{k}"):
+                x = x + layer(p, x)
+    LINES["loss"] = here() + 1
+    return jnp.mean(x**2)
+
+
+PARAMS = [{"up": floats(8, 32), "down": floats(32, 8)}] * 2
+X = floats(16, 8)
+
+
+SPECS = [(P(None, "tensor"), P("tensor"))] * 2
+
+
+def complete(function=loss, specs=SPECS):
+    of_params = [{"up": up, "down": down} for up, down in specs]
+    with sharding.mesh(devices=8, data=2, tensor=4):
+        return sharding.jit(function, in_shardings=(of_params, P("data"))).complete(PARAMS, X)
+
+
+@pytest.fixture(scope="module", params=[loss, jax.grad(loss)], ids=["forward", "with the backward pass"])
+def c(request):
+    return complete(request.param)
+
+
+def hidden():
+    return f"test_places.py:{LINES['hidden']}"
+
+
+def test_a_line_is_what_it_computes_for_others(c):
+    assert c.spec(hidden()) == P("data", "tensor")
+    assert c.spec(f"tests/graph/{hidden()}") == P("data", "tensor")
+    found = c._places.find(hidden())
+    assert [c.assignment.graph.shapes[v] for v in found.values()] == [(16, 32)] * 2
+    assert list(found) == [f"{hidden()}/add#0", f"{hidden()}/add#1"]
+
+
+def test_an_op_of_a_line(c):
+    assert len(c._places.find(f"{hidden()}/tanh")) == 2
+    both = c._places.find(f"{hidden()}/dot_general")
+    assert c._places.find(f"{hidden()}/dot_general#1") == {f"{hidden()}/dot_general#1": list(both.values())[1]}
+    assert not c._places.find(f"{hidden()}/dot_general#2") and not c._places.find(f"{hidden()}/sin")
+
+
+@pytest.mark.parametrize("name", ["decoder/layer_0/mlp", "layer_1/mlp", "layer_*/mlp", "mlp", "mlp/down"])
+def test_a_module_is_what_it_computes_for_others(c, name):
+    assert c.spec(name) == P("data")
+    shapes = {c.assignment.graph.shapes[v] for v in c._places.find(name).values()}
+    assert shapes == {(16, 8)}
+
+
+def test_why_of_a_module(c):
+    text = str(c.why("layer_1/mlp", dim=0))
+    assert text.startswith("layer_1/mlp dim 0 is sharded over data:") and "in_shardings" in text
+    assert "tensor" in str(c.why("layer_1/mlp/tanh", dim=1))
+
+
+def test_layers_that_differ_are_listed():
+    c = complete(specs=[(P(None, "tensor"), P("tensor")), (P(), P())])
+    pattern = rf"(?s)2 values.*sharded differently.*{hidden()}/add#0: \[data, tensor\].*/add#1: \[data, -\]"
+    with pytest.raises(ShardingError, match=pattern):
+        c.spec(hidden())
+    assert c.spec(f"{hidden()}/add#1") == P("data")
+
+
+def test_annotating_a_line_is_annotating_it_in_the_program():
+    c = complete(specs=[(None, None)] * 2)
+    assert c.spec(hidden()) == P("data")
+    annotated = c.annotate(hidden(), P(P.UNCONSTRAINED, "tensor"))
+    assert annotated.spec(hidden()) == P("data", "tensor")
+    assert annotated.in_shardings[0] == [{"up": P(None, "tensor"), "down": P("tensor")}] * 2
+
+
+def test_annotating_several_shapes_lists_them():
+    def two(x):
+        return x @ x.T, (x * 2).sum(0)
+
+    with sharding.mesh(devices=8, data=8):
+        c = sharding.jit(jax.named_scope("both")(two)).complete(floats(16, 8))
+        with pytest.raises(ShardingError, match=r"(?s)of different shapes.*both/dot_general: \[16, 16\]"):
+            c.annotate("both", P("data"))
+        assert c.annotate("both/dot_general", P("data")).out_shardings[0] == P("data")
+
+
+def test_names_come_first_and_unknown_ones_are_errors(c):
+    assert c.spec("up") == P(None, "tensor")
+    near = {"decoder/layer_2": "decoder/layer_1", "test_places.py:1": hidden(), "elsewhere.py:3": ""}
+    for name, suggested in near.items():
+        with pytest.raises(ShardingError, match="the module or the line that computes it") as caught:
+            c.spec(name)
+        assert not suggested or any(fix.startswith(suggested) for fix in caught.value.fix)
+
+
+def test_values_in_loops():
+    def looped(x):
+        def body(x, _):
+            with jax.named_scope("inner"):
+                LINES["body"] = here() + 1
+                return jnp.sin(x) * 2, None
+
+        return jax.lax.scan(body, x, length=3)[0]
+
+    with sharding.mesh(devices=8, data=8):
+        c = sharding.jit(looped, in_shardings=P("data")).complete(X)
+    assert c.spec(f"test_places.py:{LINES['body']}") == c.spec("inner/sin") == P("data")
