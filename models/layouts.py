@@ -1,10 +1,11 @@
 """Parameter layouts of the models: the few annotations from which propagation infers all other shardings.
 
 A layout is a table of rules from parameter path to spec, as for `sharding.layout`. A rule has an entry for each dim of
-the parameter in one layer; leading dims of stacked layers stay unconstrained. Rules of priority 0 place the tensor
-axis, those of priority 1 the fsdp axis.
+the parameter in one layer; leading dims of stacked layers stay unconstrained. A batch over `fsdp` keeps that axis:
+parameters are stored over it, and gathered for their use.
 """
 
+import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
@@ -21,62 +22,51 @@ U = P.UNCONSTRAINED
 Table = tuple[Rule, ...]
 
 
-def rule(pattern: str, spec: P, priority: int = 0, *, optional: bool = False) -> Rule:
+def rule(pattern: str, spec: P, *, optional: bool = False) -> Rule:
     """A rule with one entry for each dim of the parameter in one layer."""
-    return Rule(pattern, spec, priority, optional, trailing=True)
+    return Rule(pattern, spec, optional=optional, trailing=True)
 
 
 # Megatron-LM: one all-reduce over tensor after each branch. References: Shoeybi et al., arXiv:1909.08053, section 3.
 BLOCKS: Table = (
-    rule("*/attention/qkv", P(U, "tensor", U, U)),
-    rule("*/attention/out", P("tensor", U, U)),
-    rule("*/mlp/w1", P(U, "tensor")),
-    rule("*/mlp/w2", P("tensor", U)),
-    rule("*/attention/qkv", P("fsdp", U, U, U), 1),
-    rule("*/attention/out", P(U, U, "fsdp"), 1),
-    rule("*/mlp/w1", P("fsdp", U), 1),
-    rule("*/mlp/w2", P(U, "fsdp"), 1),
+    rule("*/attention/qkv", P("fsdp", "tensor", U, U)),
+    rule("*/attention/out", P("tensor", U, "fsdp")),
+    rule("*/mlp/w1", P("fsdp", "tensor")),
+    rule("*/mlp/w2", P("tensor", "fsdp")),
 )
 
-TABLE: Table = (rule("*/table", P("tensor", U)), rule("*/table", P(U, "fsdp"), 1))
+TABLE: Table = (rule("*/table", P("tensor", "fsdp")),)
 
 GPT: Table = TABLE + BLOCKS
 
 # Experts are sharded over their own axis, and each like an MLP.
 GPT_MOE: Table = (
     *GPT,
-    rule("*/experts/up", P("expert", U, U)),
-    rule("*/experts/down", P("expert", U, U)),
-    rule("*/experts/up", P(U, U, "tensor")),
-    rule("*/experts/down", P(U, "tensor", U)),
-    rule("*/experts/up", P(U, "fsdp", U), 1),
-    rule("*/experts/down", P(U, U, "fsdp"), 1),
+    rule("*/experts/up", P("expert", "fsdp", "tensor")),
+    rule("*/experts/down", P("expert", "tensor", "fsdp")),
 )
 
-BERT: Table = (*GPT, rule("output/w", P("fsdp", U), 1))
+BERT: Table = (*GPT, rule("output/w", P("fsdp", U)))
 
-VIT: Table = (*BLOCKS, rule("embed/w", P(U, "fsdp"), 1), rule("head/w", P("fsdp", U), 1))
+VIT: Table = (*BLOCKS, rule("embed/w", P(U, "fsdp")), rule("head/w", P("fsdp", U)))
 
 # The last two convolutions of a block are like the two matrices of an MLP: the channels between them are sharded, and
 # one all-reduce over tensor ends the block. A bottleneck's first convolution is small.
 RESNET: Table = (
-    rule("*/conv1/kernel", P(U, U, U, "tensor")),
-    rule("*/conv2/kernel", P(U, U, "tensor", U)),
-    rule("stem/kernel", P(U, U, U, "fsdp"), 1),
-    rule("*/narrow/kernel", P(U, U, "fsdp", U), 1, optional=True),
-    rule("*/conv1/kernel", P(U, U, "fsdp", U), 1),
-    rule("*/conv2/kernel", P(U, U, U, "fsdp"), 1),
-    rule("*/shortcut/kernel", P(U, U, "fsdp", U), 1, optional=True),
-    rule("head/w", P("fsdp", U), 1),
+    rule("stem/kernel", P(U, U, U, "fsdp")),
+    rule("*/narrow/kernel", P(U, U, "fsdp", U), optional=True),
+    rule("*/conv1/kernel", P(U, U, "fsdp", "tensor")),
+    rule("*/conv2/kernel", P(U, U, "tensor", "fsdp")),
+    rule("*/shortcut/kernel", P(U, U, "fsdp", U), optional=True),
+    rule("head/w", P("fsdp", U)),
 )
 
 # Nearly all parameters are table rows: each device looks up its own, and an all-reduce over tensor combines them. The
 # MLPs are small in comparison; only fsdp is worth it for them.
 DLRM: Table = (
-    rule("tables/rows", P("tensor", U)),
-    rule("tables/rows", P(U, "fsdp"), 1),
-    rule("bottom/*/w", P(U, "fsdp"), 1),
-    rule("top/*/w", P(U, "fsdp"), 1),
+    rule("tables/rows", P("tensor", "fsdp")),
+    rule("bottom/*/w", P(U, "fsdp")),
+    rule("top/*/w", P(U, "fsdp")),
 )
 
 
@@ -111,8 +101,16 @@ def dlrm(axis_names: Iterable[str]) -> Layout:
 
 
 def _on(table: Table, axis_names: Iterable[str]) -> Layout:
+    """The rules with the axes that a mesh has; none for a parameter that these don't shard."""
     names = set(axis_names)
-    return Layout(tuple(one for one in table if names.intersection(a for a in one.spec or () if isinstance(a, str))))
+    specs = [P(*(axis if axis in names else U for axis in one.spec or ())) for one in table]
+    return Layout(
+        tuple(
+            dataclasses.replace(one, spec=spec)
+            for one, spec in zip(table, specs, strict=True)
+            if any(isinstance(axis, str) for axis in spec)
+        )
+    )
 
 
 def batch(axis_names: Iterable[str]) -> P:

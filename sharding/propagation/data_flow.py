@@ -65,6 +65,28 @@ class DataFlow:
         flow.is_free = flow.is_free and all(self._meets_only(op, rule, at, reached) for op, rule, at in inside_loops)
         return flow
 
+    def is_batched(self, start: ArrayDim) -> bool:
+        """Whether the first contraction that reads a dim computes along it apart, as along the experts of a mixture."""
+        reached, waiting, seen = {start}, sorted(self._users[start[0]]), set[int]()
+        while waiting:
+            i = heapq.heappop(waiting)
+            op = self.graph.ops[i]
+            if i in seen or op.rule is None:
+                continue
+            seen.add(i)
+            for at in _reached_operands(self.graph, op, reached):
+                results = list(_results(op, op.rule, at))
+                if i in self.contractions:
+                    factors = _factors(op, op.rule, at)
+                    pairs = zip(op.operands, op.rule.operands, strict=True)
+                    others = [own for v, dims in pairs if v != at[0] for own in dims]
+                    return bool(results) and any(not factors.isdisjoint(own) for own in others)
+                reached.update(results)
+                for v, _ in results:
+                    for j in self._users[v]:
+                        heapq.heappush(waiting, j)
+        return False
+
     @cached_property
     def contractions(self) -> frozenset[int]:
         """Indices of the ops that contract operands with each other."""

@@ -6,8 +6,9 @@ which the larger operand wins, shards the features of activations instead, from 
 
 Which dims are the batch's is a property of the program, not of names: those of a class of dims (`dim_classes.py`) with
 an argument that flows freely (`data_flow.py`) through most of the program's contractions. State that the program
-updates, such as optimizer state, is no evidence: it is read element by element. Where the activations are smaller than
-the parameters that they meet, as in decoding, gathering parameters is not worth it, and Shardy's order is kept.
+updates, such as optimizer state, is no evidence: it is read element by element. Dims that products compute apart, such
+as the experts of a mixture, are no storage: tokens are sent to them. Where the activations are smaller than the
+parameters that they meet, as in decoding, gathering parameters is not worth it, and Shardy's order is kept.
 
 References:
     FSDP: Zhao et al., arXiv:2304.11277, section 3. ZeRO-3: Rajbhandari et al., arXiv:1910.02054, section 5.3.
@@ -49,16 +50,14 @@ def _stored_dims(graph: Graph) -> dict[ArrayDim, None]:
     claims = _claims(graph)
     if all(len(dims) < 2 for dims in claims.values()):
         return {}
-    classes = DimClasses(graph)
+    classes, flow = DimClasses(graph), DataFlow(graph)
     contested = [groups for dims in claims.values() if len(groups := _grouped(classes, dims)) > 1]
-    batch = _batch_classes(graph, classes, {c for groups in contested for c in groups}) if contested else set()
+    batch = _batch_classes(flow, classes, {c for groups in contested for c in groups}) if contested else set()
+    contested = [groups for groups in contested if not batch.isdisjoint(groups)]
+    stored = {c: dims for groups in contested for c, dims in groups.items() if c not in batch}
+    kept = {c for c, dims in stored.items() if any(map(flow.is_batched, dims))}
     return dict.fromkeys(
-        at
-        for groups in contested
-        if not batch.isdisjoint(groups)
-        for c, dims in groups.items()
-        if c not in batch
-        for at in dims
+        at for groups in contested for c, dims in groups.items() if c not in batch | kept for at in dims
     )
 
 
@@ -81,12 +80,13 @@ def _grouped(classes: DimClasses, dims: Iterable[ArrayDim]) -> Groups:
     return groups
 
 
-def _batch_classes(graph: Graph, classes: DimClasses, claimed: set[int]) -> set[int]:
+def _batch_classes(flow: DataFlow, classes: DimClasses, claimed: set[int]) -> set[int]:
     """Returns those of the claimed classes that hold dims of the batch."""
+    graph = flow.graph
     updated = _updated(graph, classes)
     arguments = _grouped(classes, ((v, d) for v in graph.inputs for d in range(len(graph.shapes[v]))))
     evidence = {c: [at for at in arguments.get(c, ()) if at[0] not in updated] for c in claimed}
-    flow, found = DataFlow(graph), set()
+    found = set()
     for c, dims in evidence.items():
         free = [one for one in map(flow.of, dims) if one.is_free]
         reached = set[int]().union(*(one.contractions for one in free))

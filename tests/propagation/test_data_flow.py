@@ -75,3 +75,20 @@ def test_bytes_of_activations_and_of_the_weights_they_meet():
     assert len(flow.contractions) == 2
     assert flow.met_bytes == 4 * (4 * 16 + 16 * 4)
     assert flow.own_bytes == 4 * (8 * 4 + 8 * 16 + 8 * 16 + 8 * 4)
+
+
+def test_experts_are_batched_in_their_first_contraction_and_heads_are_not():
+    def experts(x, w):
+        return jnp.einsum("ebd,edf->ebf", x * 2.0, jnp.tanh(w))
+
+    graph = propagate(experts, ((4, 8, 16), None), ((4, 16, 32), None)).graph
+    flow = DataFlow(graph)
+    assert [flow.is_batched((graph.inputs[1], d)) for d in range(3)] == [True, False, False]
+
+    def heads(x, w):
+        q = jnp.einsum("bld,dhk->blhk", x, w)
+        return jnp.einsum("blhk,bmhk->bhlm", q, q)
+
+    graph = propagate(heads, ((4, 8, 16), None), ((16, 2, 8), None)).graph
+    flow = DataFlow(graph)
+    assert not any(flow.is_batched((graph.inputs[1], d)) for d in range(3))

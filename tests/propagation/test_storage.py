@@ -222,3 +222,21 @@ def test_the_policy_is_applied_again_to_new_annotations():
 def test_an_unknown_policy_is_an_error():
     with pytest.raises(sharding.ShardingError, match="policy='batch'"):
         sharding.jit(loss, policy="batch")
+
+
+def test_experts_keep_their_axis():
+    """Tokens are sent to the experts: no weight of an expert is gathered over its own axis."""
+
+    def mixture(w, x):
+        gates = jax.nn.softmax(x @ w["router"])
+        sent = jnp.einsum("ble,bld->ebld", gates, x)
+        h = sharding.annotate(jax.nn.relu(jnp.einsum("ebld,edf->eblf", sent, w["up"])), name="experts")
+        return (jnp.einsum("eblf,efd->bld", h, w["down"]) ** 2).mean()
+
+    w = {"router": jnp.ones((16, 8)), "up": jnp.ones((8, 16, 32)), "down": jnp.ones((8, 32, 16))}
+    specs = {"router": P(), "up": P("expert", "fsdp"), "down": P("expert", None, "fsdp")}
+    args, sizes = (w, jnp.ones((64, 16, 16))), {"expert": 4, "fsdp": 2}
+    c = completed(jax.grad(mixture), args, (specs, P(("fsdp", "expert"))), sizes=sizes)
+    annotations = c.assignment.graph.annotations
+    up = annotations[c.assignment.graph.names["w/up"]].spec
+    assert [dim.priority for dim in up.dims] == [0, 1, 0]
