@@ -15,7 +15,7 @@ class DimClasses:
     """The classes of a graph's dims: dims that share the major factor of an op are in one class."""
 
     def __init__(self, graph: Graph):
-        self._first = [0]
+        self._shapes, self._first = graph.shapes, [0]
         for shape in graph.shapes:
             self._first.append(self._first[-1] + len(shape))
         self._parents = list(range(self._first[-1]))
@@ -33,6 +33,10 @@ class DimClasses:
         for v, home in enumerate(graph.representatives):
             for d in range(len(graph.shapes[v]) if v != home else 0):
                 self._join((home, d), (v, d))
+
+    def form(self, v: int) -> tuple[tuple[int, int], ...]:
+        """Returns the size and class of each dim of a value."""
+        return tuple((size, self.of((v, d))) for d, size in enumerate(self._shapes[v]))
 
     def of(self, at: ArrayDim) -> int:
         """Returns the class of a dim, as a number."""

@@ -21,6 +21,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
 from ..graph import Annotation, Graph
+from ..spec import Dim
 from .data_flow import DataFlow
 from .dim_classes import ArrayDim, DimClasses
 
@@ -31,11 +32,12 @@ Groups = Mapping[int, list[ArrayDim]]
 def deferred(graph: Graph) -> Graph:
     """Returns `graph` with the storage specs of its arguments and results at a lower priority than those of the batch.
 
-    Only dims of priority 0 that claim an axis of the batch are deferred, to priority 1.
+    Only dims of priority 0 that claim an axis of the batch are deferred, to priority 1. So are annotations of values
+    that are like a stored argument in every dim, such as its gradient.
     """
     stored = _stored_dims(graph)
     changed: dict[int, Annotation] = {}
-    for v in dict.fromkeys(v for v, _ in stored):
+    for v in {v for v, _ in stored}:
         annotation = graph.annotations[v]
         dims = tuple(
             dataclasses.replace(dim, priority=1) if (v, d) in stored and dim.priority == 0 else dim
@@ -45,31 +47,45 @@ def deferred(graph: Graph) -> Graph:
     return graph.with_annotations(changed) if changed else graph
 
 
-def _stored_dims(graph: Graph) -> dict[ArrayDim, None]:
-    """Returns the dims of arguments and results that claim an axis of the batch, and are none of its dims."""
+def _stored_dims(graph: Graph) -> set[ArrayDim]:
+    """Returns the dims of arguments and results, and of gradients of these, that claim an axis of the batch."""
     claims = _claims(graph)
     if all(len(dims) < 2 for dims in claims.values()):
-        return {}
+        return set()
     classes, flow = DimClasses(graph), DataFlow(graph)
-    contested = [groups for dims in claims.values() if len(groups := _grouped(classes, dims)) > 1]
-    batch = _batch_classes(flow, classes, {c for groups in contested for c in groups}) if contested else set()
-    contested = [groups for groups in contested if not batch.isdisjoint(groups)]
-    stored = {c: dims for groups in contested for c, dims in groups.items() if c not in batch}
-    kept = {c for c, dims in stored.items() if any(map(flow.is_batched, dims))}
-    return dict.fromkeys(
-        at for groups in contested for c, dims in groups.items() if c not in batch | kept for at in dims
-    )
+    by_axis = {axis: _grouped(classes, dims) for axis, dims in claims.items()}
+    contested = {axis: groups for axis, groups in by_axis.items() if len(groups) > 1}
+    batch = _batch_classes(flow, classes, {c for groups in contested.values() for c in groups})
+    contested = {axis: groups for axis, groups in contested.items() if not batch.isdisjoint(groups)}
+    others = {c: dims for groups in contested.values() for c, dims in groups.items() if c not in batch}
+    kept = batch | {c for c, dims in others.items() if any(map(flow.is_batched, dims))}
+    stored = {at for groups in contested.values() for c, dims in groups.items() if c not in kept for at in dims}
+    forms, ends = {classes.form(v) for v, _ in stored}, _ends(graph)
+    gradients = [v for v in graph.annotations if v not in ends and classes.form(v) in forms]
+    return stored | {
+        (v, d)
+        for v in gradients
+        for d, dim in enumerate(graph.annotations[v].spec.dims)
+        if any(classes.of((v, d)) in contested.get(axis, {}) for axis in _names(dim)) and classes.of((v, d)) not in kept
+    }
+
+
+def _ends(graph: Graph) -> dict[int, None]:
+    return dict.fromkeys((*graph.inputs, *graph.outputs))
+
+
+def _names(dim: Dim) -> list[str]:
+    return [axis if isinstance(axis, str) else axis[0] for axis in dim.axes]
 
 
 def _claims(graph: Graph) -> Mapping[str, list[ArrayDim]]:
     """Mesh axis -> the dims of arguments and results that annotations shard over it."""
     found: defaultdict[str, list[ArrayDim]] = defaultdict(list)
-    for v in dict.fromkeys((*graph.inputs, *graph.outputs)):
-        if v not in graph.annotations:
-            continue
-        for d, dim in enumerate(graph.annotations[v].spec.dims):
-            for axis in dim.axes:
-                found[axis if isinstance(axis, str) else axis[0]].append((v, d))
+    for v in _ends(graph):
+        if v in graph.annotations:
+            for d, dim in enumerate(graph.annotations[v].spec.dims):
+                for axis in _names(dim):
+                    found[axis].append((v, d))
     return found
 
 
@@ -107,8 +123,7 @@ def _updated(graph: Graph, classes: DimClasses) -> set[int]:
         return donated
 
     def form(v: int) -> tuple:
-        shape = graph.shapes[v]
-        return graph.dtypes[v], shape, tuple(classes.of((v, d)) for d in range(len(shape)))
+        return graph.dtypes[v], classes.form(v)
 
     results = {form(v) for v in graph.outputs}
     updated = {v for v in inputs if form(v) in results}

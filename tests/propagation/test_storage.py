@@ -240,3 +240,14 @@ def test_experts_keep_their_axis():
     annotations = c.assignment.graph.annotations
     up = annotations[c.assignment.graph.names["w/up"]].spec
     assert [dim.priority for dim in up.dims] == [0, 1, 0]
+
+
+def test_annotated_gradients_are_stored_alike():
+    """`annotate` gives a cotangent its primal's spec, with the same claim."""
+
+    def annotated(w, x):
+        return jax.grad(lambda w: loss({k: sharding.annotate(v, FSDP[k]) for k, v in w.items()}, x))(w)
+
+    c = completed(annotated, (params(), tokens()), (None, P("fsdp")))
+    assert keeps_batch(c, "embedded", "hidden", "logits")
+    assert all("fsdp" in str(spec) for spec in c.out_shardings.values())
