@@ -47,7 +47,7 @@ def train_step(params, x):
 
 
 def completed(devices="h100:1x8"):
-    specs = ({"layers": None, "bias": P(None)}, P(("data", "tensor"), None))
+    specs = ({"layers": None, "bias": P(None)}, P("data", None))
     with sharding.mesh({"data": 2, "tensor": 4}, devices=devices):
         return sharding.jit(train_step, in_shardings=specs, donate_argnums=0).complete(PARAMS, X)
 
@@ -137,7 +137,6 @@ def test_costs_match_ledger_memory_report_and_estimate(c, data):
     assert data["time"]["seconds"] == estimate.seconds
     assert sum(row[1] for row in data["time"]["by_source"]) == pytest.approx(estimate.compute_seconds)
     assert (data["time"]["mfu"], data["time"]["bound"]) == (pytest.approx(estimate.mfu, abs=1e-4), estimate.bound_text)
-    assert data["conflicts"] and sum(row[2] for row in data["conflicts"]) == len(c.conflicts)
 
 
 def test_a_page_is_self_contained_and_safe(path):
