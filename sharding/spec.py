@@ -31,6 +31,8 @@ class Dim:
     """Whether propagation may add minor axes."""
     priority: int = 0
     """0 is propagated first, higher numbers later."""
+    is_stored: bool = field(default=False, compare=False)
+    """Whether the axes only say where an array is stored: it is gathered where it meets the batch."""
     via: str = field(default="", compare=False)
     """The axis rule that the axes come from, if any: `mlp -> tensor`."""
 

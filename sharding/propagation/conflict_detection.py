@@ -17,12 +17,24 @@ from .fixed_point import Engine
 from .interned_shardings import ValueSharding
 from .propagation_graph import OpForm
 
-Origin = Callable[[int, int, int], str]
+
+class ClaimOrigin(NamedTuple):
+    """The annotation that an axis on a dim came from."""
+
+    text: str
+    is_stored: bool
+    """Whether it only says where an array is stored."""
+
+
+Origin = Callable[[int, int, int], ClaimOrigin]
 """(value, dim, atom) -> the annotation it came from."""
 
 
 def find(engine: Engine, specs: tuple[Spec, ...], origin: Origin) -> tuple[Conflict, ...]:
-    """Returns every conflict once, in program order, then the conflicting annotations of one value."""
+    """Returns every conflict once, in program order, then the conflicting annotations of one value.
+
+    An array that is gathered from where it is stored is no conflict.
+    """
     seen: dict[tuple[int, int, Atoms], Conflict] = {}
     known: dict[tuple, tuple[_FactorConflict, ...]] = {}  # by form and shardings
     ops = engine.op_graph
@@ -39,7 +51,8 @@ def find(engine: Engine, specs: tuple[Spec, ...], origin: Origin) -> tuple[Confl
             value = values[one.array]
             if (value, one.dim, one.want) not in seen:
                 kept = _KeptDim(engine, specs, origin, value, one.dim, have=one.have, want=one.want)
-                seen[value, one.dim, one.want] = kept.conflict(op, values[one.longest], one.longest_dim)
+                if not origin(values[one.longest], one.longest_dim, kept.missing).is_stored:
+                    seen[value, one.dim, one.want] = kept.conflict(op, values[one.longest], one.longest_dim)
     return (*seen.values(), *_annotation_conflicts(engine.graph))
 
 
@@ -97,7 +110,7 @@ class _KeptDim:
             value=value,
             dim=dim,
             axes=self.engine.table.axes_of(self.want),
-            origin=self.origin(value, dim, self.missing),
+            origin=self.origin(value, dim, self.missing).text,
         )
         return Conflict(
             op=op.name, source=op.source, kept=self.kept(), lost=lost, rule=self.rule(), bytes_lost=self.bytes_lost()
@@ -107,7 +120,7 @@ class _KeptDim:
         """Returns the claim that won: the dim already sharded over the missing axis, or this dim as it is."""
         graph, axes = self.engine.graph, self.engine.sharding(self.value).axes
         dim = next((k for k, dim in enumerate(axes) if self.missing in dim), self.dim)
-        came = self.origin(self.value, dim, axes[dim][0]) if axes[dim] else _annotation_origin(graph, self.value)
+        came = self.origin(self.value, dim, axes[dim][0]).text if axes[dim] else _annotation_origin(graph, self.value)
         name, kept_axes = graph.label(self.value), self.engine.table.axes_of(axes[dim])
         return Claim(name=name, value=self.value, dim=dim, axes=kept_axes, origin=came)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Literal, get_args
 
@@ -10,6 +11,7 @@ from ..spec import Dim, Spec
 from . import conflict_detection, storage
 from .assignment import Assignment, Reason
 from .axis_atoms import AtomTable
+from .conflict_detection import ClaimOrigin
 from .fixed_point import Engine
 
 Policy = Literal["storage", "shardy"]
@@ -50,7 +52,7 @@ def _completed(engine: Engine, as_annotated: Graph, policy: Policy) -> Assignmen
         specs=specs,
         with_annotations=with_annotations,
         find_reason=lambda v, d, axis: _reason(engine, v, d, engine.table.atoms_of((axis,))[0]),
-        find_conflicts=lambda: conflict_detection.find(engine, specs, lambda v, d, atom: _origin(engine, v, d, atom)),
+        find_conflicts=lambda: conflict_detection.find(engine, specs, functools.partial(_claim_origin, engine)),
     )
 
 
@@ -103,7 +105,7 @@ def _annotated(engine: Engine, v: int, d: int, atom: int) -> int:
     return next((m for m in members if atom in engine.table.atoms_of(annotations[m].spec.dims[d].axes)), v)
 
 
-def _origin(engine: Engine, v: int, d: int, atom: int) -> str:
+def _claim_origin(engine: Engine, v: int, d: int, atom: int) -> ClaimOrigin:
     seen = set()
     while (v, d) not in seen:
         seen.add((v, d))
@@ -112,4 +114,7 @@ def _origin(engine: Engine, v: int, d: int, atom: int) -> str:
             v = _annotated(engine, v, d, atom)
             break
         v, d = step.source, step.source_dim
-    return engine.graph.annotations[v].origin_of(d) if v in engine.graph.annotations else "unknown"
+    annotation = engine.graph.annotations.get(v)
+    if annotation is None:
+        return ClaimOrigin("unknown", is_stored=False)
+    return ClaimOrigin(annotation.origin_of(d), annotation.spec.dims[d].is_stored)

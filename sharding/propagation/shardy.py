@@ -79,8 +79,9 @@ def _assignment(
     engine = _engine_with(graph, sizes, found.shardings)
     specs = specs_of(engine)
 
-    def origin(value: int, dim: int, atom: int) -> str:
-        return assignment.origin(value, dim, engine.table.positions[atom][0])
+    def origin(value: int, dim: int, atom: int) -> conflict_detection.ClaimOrigin:
+        text = assignment.origin(value, dim, engine.table.positions[atom][0])
+        return conflict_detection.ClaimOrigin(text, is_stored=False)
 
     assignment = Assignment(
         graph=graph,

@@ -40,7 +40,7 @@ def deferred(graph: Graph) -> Graph:
     for v in {v for v, _ in stored}:
         annotation = graph.annotations[v]
         dims = tuple(
-            dataclasses.replace(dim, priority=1) if (v, d) in stored and dim.priority == 0 else dim
+            dataclasses.replace(dim, priority=1, is_stored=True) if (v, d) in stored and dim.priority == 0 else dim
             for d, dim in enumerate(annotation.spec.dims)
         )
         changed[v] = dataclasses.replace(annotation, spec=dataclasses.replace(annotation.spec, dims=dims))

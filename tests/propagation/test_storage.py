@@ -82,8 +82,10 @@ def test_activations_keep_the_batch_and_parameters_are_gathered():
     assert c.spec("state/0/up") == P("fsdp") == c.out_shardings[0][0]["up"]  # stored as the user said
     gathered = {e.cause.split(", resharded")[0] for e in c.communication() if e.kind == "all-gather"}
     assert {f"operand 1 of dot_general, state/0/{name}" for name in ("up", "down", "head")} <= gathered
+    assert not c.conflicts
+    assert "stored so" in str(c.why("state/0/up")) and "stored so" not in str(c.why("hidden"))
     shardy = completed(train, (state(), tokens()), specs, "shardy", donate=(0,))
-    assert not keeps_batch(shardy, "embedded")
+    assert not keeps_batch(shardy, "embedded") and shardy.conflicts
 
 
 @pytest.mark.parametrize("spec", [P("fsdp"), P(("data", "fsdp"))])
