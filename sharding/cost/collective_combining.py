@@ -1,40 +1,34 @@
-"""Combining of collectives over the same devices: all-reduces, and all-gathers on GPUs.
+"""Combining of all-reduces over the same devices, as on XLA:CPU.
 
-Operands first, a collective joins the open batch of its group, unless it depends on that batch or makes it too large:
-then it opens the next (openxla/xla, `service/collective_combiner_utils.h`, `cpu/cpu_all_reduce_combiner.cc`).
+Operands first, a collective joins the open batch of its group, unless it depends on that batch: then it opens the
+next (openxla/xla, `service/collective_combiner_utils.h`, `cpu/cpu_all_reduce_combiner.cc`).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 
 
 def combined_collectives(
     operands: Sequence[Sequence[int]],
     groups: Mapping[int, object],
-    num_bytes: Mapping[int, int],
     ends: Sequence[int],
-    *,
-    most_bytes: float = math.inf,
 ) -> list[list[int]]:
-    """The ops of a program in a topological order, combined collectives as one entry of at most `most_bytes`.
+    """The ops of a program in a topological order, combined collectives as one entry.
 
     Args:
         operands: per op those whose results it reads.
         groups: collective -> what it shares with those that it may be combined with.
-        num_bytes: of each collective's result.
         ends: the ops from which the program is walked, operands first: those that make its results.
-        most_bytes: of one batch.
     """
-    batches = _Batches(most_bytes)
+    batches = _Batches()
     needed = [0] * len(operands)
     batch_of: dict[int, int] = {}
-    for k in _postorder([*ends, *range(len(operands))], operands):
+    for k in postorder([*ends, *range(len(operands))], operands):
         for j in operands[k]:
             needed[k] |= needed[j]
-        if k in groups and num_bytes[k] <= most_bytes:
-            batch_of[k] = batches.join(groups[k], num_bytes[k], needed[k])
+        if k in groups:
+            batch_of[k] = batches.join(groups[k], needed[k])
             needed[k] = 1 << batch_of[k]
     first: dict[int, int] = {}
     leader = [first.setdefault(batch_of[k], k) if k in batch_of else k for k in range(len(operands))]
@@ -42,36 +36,32 @@ def combined_collectives(
     for k in range(len(operands)):
         members.setdefault(leader[k], []).append(k)
     sources = {k: [leader[j] for m in unit for j in operands[m] if leader[j] != k] for k, unit in members.items()}
-    return [members[k] for k in _postorder(members, sources)]
+    return [members[k] for k in postorder(members, sources)]
 
 
 class _Batches:
     """Combined collectives by number. Sets of batches are integers with a bit for each."""
 
-    def __init__(self, most_bytes: float):
-        self.most_bytes = most_bytes
+    def __init__(self):
         self.open: dict[object, int] = {}
-        self.num_bytes: list[int] = []
         self.before: list[int] = []
         """Per batch those that it depends on, and itself."""
 
-    def join(self, group: object, num_bytes: int, needed: int) -> int:
+    def join(self, group: object, needed: int) -> int:
         """The batch of a collective that depends on the batches `needed`."""
         for batch in range(needed.bit_length()):
             if needed >> batch & 1:
                 needed |= self.before[batch]
         found = self.open.get(group)
-        if found is None or needed >> found & 1 or self.num_bytes[found] + num_bytes > self.most_bytes:
+        if found is None or needed >> found & 1:
             found = self.open[group] = len(self.before)
             self.before.append(1 << found)
-            self.num_bytes.append(0)
-        self.num_bytes[found] += num_bytes
         if needed & ~self.before[found]:
             self.before = [others | needed if others >> found & 1 else others for others in self.before]
         return found
 
 
-def _postorder(ends: Iterable[int], operands: Mapping[int, Sequence[int]] | Sequence[Sequence[int]]) -> list[int]:
+def postorder(ends: Iterable[int], operands: Mapping[int, Sequence[int]] | Sequence[Sequence[int]]) -> list[int]:
     """Some nodes and all they depend on, operands first."""
     order: dict[int, None] = {}
     for end in ends:

@@ -30,8 +30,6 @@ class Work:
     is_collective: bool = False
     communicates: bool = False
     """Whether it is a loop or branch with collectives, which runs while no other collective is in flight."""
-    is_fill: bool = False
-    """Whether it writes a large constant, which is placed right before it is read."""
 
 
 @dataclass(slots=True, eq=False)
@@ -48,10 +46,13 @@ class _Node:
     readers: list[tuple[_Node, float]] = field(default_factory=list)
     """Each with the time from the end of this node to it."""
     num_readers_left: int = 0
+    num_last_reads: int = 0
+    """The number of its sources that wait for it alone."""
     depth: float = 0.0
     """The latencies of the collectives that it depends on."""
     ends_before: bool = False
     """Whether it reads the result of a collective."""
+    is_placed: bool = False
     ready: float = 0.0
     """The earliest time for it, from the end of the program; once placed, its time."""
 
@@ -63,7 +64,7 @@ class _Node:
     @property
     def preference(self) -> tuple[bool, int, int]:
         """Preferred are the nodes behind a collective, then those that make most others ready, then the last."""
-        return self.ends_before, sum(s.num_readers_left == 1 for s in self.sources), self.position
+        return self.ends_before, self.num_last_reads, self.position
 
 
 def latency_hiding_order(works: Sequence[Work]) -> list[tuple[int, Part]]:
@@ -93,6 +94,8 @@ def _nodes(works: Sequence[Work]) -> list[_Node]:
             _connect(last[j], first, START_US)
     for node in nodes:
         node.num_readers_left = len(node.readers)
+        if len(node.readers) == 1:
+            node.readers[0][0].num_last_reads += 1
         node.ends_before = any(s.part == "end" for s in node.sources)
         own = node.work.microseconds if node.part == "end" else 0.0
         node.depth = max((s.depth for s in node.sources), default=0.0) + own
@@ -110,7 +113,7 @@ class _Scheduler:
         self.now = 0.0
         self.in_flight: _Node | None = None
         self.free: list[_Node] = []
-        """Fills, and nodes that take no time."""
+        """Nodes that take no time."""
         self.ends: list[_Node] = []
         self.start: _Node | None = None
         """The start of the collective in flight, once all that follows it is placed."""
@@ -136,10 +139,14 @@ class _Scheduler:
             if node.part != "kernel":
                 self.in_flight = node.twin if node.part == "end" else None
             order.append(node)
+            node.is_placed = True
             for source in node.sources:
                 source.num_readers_left -= 1
                 if not source.num_readers_left:
                     self.release(source)
+                elif source.num_readers_left == 1:
+                    last = next(reader for reader, _ in source.readers if not reader.is_placed)
+                    last.num_last_reads += 1
         return order[::-1]
 
     def earliest(self, node: _Node) -> float:
@@ -152,7 +159,7 @@ class _Scheduler:
             self.ends.append(node)
         elif node.part == "start":
             self.start = node
-        elif node.work.is_fill or not node.microseconds:
+        elif not node.microseconds:
             self.free.append(node)
         elif node.work.communicates:
             self.loops.append(node)

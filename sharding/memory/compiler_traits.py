@@ -24,18 +24,14 @@ class CompilerTraits:
     """Whether dots of 16-bit floats don't, unless their left operand is transposed."""
     uses_library: bool
     """Whether a library runs dots and convolutions, their operands transposed to its order, and large reductions with
-    the elementwise ops around them; others choose layouts so that no transpose is needed."""
+    the elementwise ops around them, a loop computes random bits, and what a scatter updates is copied as soon as it is
+    there; others choose layouts so that no transpose is needed."""
     reduce_scatters: bool
     """Whether a reduce-scatter stores only its result; otherwise it is an all-reduce and a slice."""
     stored_once: frozenset[str]
     """Primitives that are stored rather than computed in each of several consumers."""
-    runs_op_by_op: bool
-    """Whether a loop computes random bits, two words for each, what a scatter updates is copied as soon as it is there,
-    and concatenations of rows are kernels of their own."""
     counts_bytes: bool
-    """Whether the bytes to read decide what several consumers compute again."""
-    adds_before_reducing: bool
-    """Whether partial sums over the same devices are added before one reduction."""
+    """Whether bytes decide what several consumers compute again, or else elements."""
     schedule: Schedule
     """The order of the kernels."""
     rounds_early: bool = False
@@ -47,8 +43,8 @@ class CompilerTraits:
     reduces_in_place: bool = False
     """Whether every all-reduce writes into its operand's buffer."""
     counts_gaps_twice: bool = False
-    """Whether `memory_analysis()` adds to the heap what exceeds the buffers live at once, of which stacks count only
-    until a loop fills them: libtpu 0.0.51, by the buffer assignments that it dumps."""
+    """Whether `memory_analysis()` adds to the heap what exceeds the buffers live at once: libtpu 0.0.51, by the buffer
+    assignments that it dumps."""
 
 
 ACCELERATOR = CompilerTraits(
@@ -57,9 +53,7 @@ ACCELERATOR = CompilerTraits(
     uses_library=False,
     reduce_scatters=True,
     stored_once=frozenset({"gather", "threefry2x32", "threefry4x32"}),
-    runs_op_by_op=False,
     counts_bytes=True,
-    adds_before_reducing=True,
     schedule="program order",
 )
 
@@ -70,9 +64,7 @@ TRAITS: Mapping[Platform, CompilerTraits] = {
         uses_library=True,
         reduce_scatters=False,
         stored_once=TRANSCENDENTAL,
-        runs_op_by_op=True,
         counts_bytes=False,
-        adds_before_reducing=False,
         schedule="breadth first",
     ),
     "tpu": replace(

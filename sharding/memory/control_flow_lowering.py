@@ -31,8 +31,6 @@ def stored(
     spec = lowering.specs[need] if isinstance(need, int) else need or have
     if x is None:
         return emitter.constant(emitter.local_shape(shape, spec), itemsize)
-    if x.name == "transpose" and x.role == "bitcast":  # loops and branches have arrays in row-major layout
-        x = emitter.emit(x.name, "fusible", x.operands, x.shape, itemsize, key=id(x), value=x.value, eqn=x.eqn)
     return emitter.reshard(x, shape, itemsize, have, spec)
 
 

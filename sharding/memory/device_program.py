@@ -13,8 +13,7 @@ from .compiler_traits import CompilerTraits
 from .emitter import Emitter
 from .equation_lowering import Env, Handler, Lowering
 from .instruction import Body, Instruction
-from .reduction_reassociation import add_before_reducing
-from .shared_operands import merge_products
+from .product_merging import merge_products
 
 HANDLERS: dict[str, Handler] = {
     "cond": control_flow_lowering.cond,
@@ -61,8 +60,6 @@ def lower(assignment: Assignment, traits: CompilerTraits) -> DeviceProgram:
             x = emitter.reshard(x, g.shapes[v], itemsize, lowering.spec_of(atom, scope), spec)
         outputs.append(x)
     emitter.body.results = outputs
-    if traits.adds_before_reducing:
-        add_before_reducing(emitter.body)
     if traits.merges_products:
         merge_products(emitter.body)
     used = compat.inputs_used(scope.jaxpr, [True] * len(outputs))

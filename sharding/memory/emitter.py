@@ -21,7 +21,13 @@ class Cursor:
 
 
 class Emitter:
-    """Appends instructions to a body."""
+    """Appends instructions to a body.
+
+    Args:
+        sizes: of the mesh axes.
+        cursor: shared by all bodies of a program.
+        permutes: whether reshards may be collective-permutes: not where only some devices run the body.
+    """
 
     def __init__(self, sizes: Mapping[str, int], cursor: Cursor, traits: CompilerTraits, *, permutes: bool = True):
         self.body = Body(counts_bytes=traits.counts_bytes)
@@ -40,6 +46,11 @@ class Emitter:
         """Append an instruction of a local shape, or return the equal one that the body already has.
 
         Args:
+            name: the primitive or collective.
+            role: how it is computed.
+            operands: the instructions it reads.
+            shape: local shape of the result.
+            itemsize: bytes per element; 2 for values that are stored in bfloat16.
             key: what it depends on besides name, operands and shape, for common-subexpression elimination; None: never
                 shared.
             facts: further fields of the instruction.
@@ -77,21 +88,30 @@ class Emitter:
     def tuple_elements(
         self, source: Instruction, elements: Sequence[tuple[Sequence[int], int, int | None, Any]]
     ) -> list[Instruction]:
-        """The results of an instruction with several: (shape, bytes per element, value, equation) each."""
+        """The results of an instruction with several.
+
+        Args:
+            elements: local shape, bytes per element, the graph's value and the equation that makes it, of each.
+        """
         return [
-            self.emit(source.name, "tuple-element", [source], shape, itemsize, value=value, eqn=eqn)
-            for shape, itemsize, value, eqn in elements
+            self.emit(source.name, "tuple-element", [source], shape, itemsize, value=value, eqn=eqn, element=k)
+            for k, (shape, itemsize, value, eqn) in enumerate(elements)
         ]
 
     def local_shape(self, shape: tuple[int, ...], spec: Spec) -> tuple[int, ...]:
-        """The local shape, padded as XLA pads."""
+        """The local shape of an array of a global shape, padded as XLA pads."""
         found = self._local_shapes.get((id(spec), shape))
         if found is None:
             found = self._local_shapes[id(spec), shape] = spec, local_shape(spec.axes, shape, self.sizes)
         return found[1]
 
     def reshard(self, x: Instruction, shape: tuple[int, ...], itemsize: int, have: Spec, need: Spec) -> Instruction:
-        """The array resharded by the cheapest chain of steps."""
+        """The array resharded by the cheapest chain of steps.
+
+        Args:
+            shape: global.
+            itemsize: bytes per element, by which chains are compared.
+        """
         if have.axes == need.axes:
             return x
         return self.apply_steps(
@@ -105,29 +125,29 @@ class Emitter:
         return x
 
     def apply_step(self, x: Instruction, shape: tuple[int, ...], itemsize: int, step: Step) -> Instruction:
-        """The array after one reshard step: an all-to-all slices first and concatenates last, and on XLA:CPU a
-        reduce-scatter is an all-reduce and a slice."""
+        """The array after one reshard step.
+
+        An all-to-all slices its operand and concatenates the result. A reduce-scatter is an all-reduce and a slice on
+        XLA:CPU; an all-reduce to a smaller local shape slices first.
+
+        Args:
+            shape: local shape of the result.
+        """
         key, facts = step.spec.axes, {"value": x.value, "eqn": x.eqn}
         sent = {**facts, "axes": step.axes}
-        if step.kind == "all-gather":
-            return self.emit(step.kind, "unfusible", [x], shape, itemsize, key=key, group=self.group(step), **sent)
-        if step.kind == "collective-permute":
+        if step.kind in ("all-gather", "collective-permute"):
             return self.emit(step.kind, "unfusible", [x], shape, itemsize, key=key, **sent)
         if step.kind == "all-to-all":
             pieces = self.emit("slice", "fusible", [x], shape, itemsize, key=key, **facts)
             received = self.emit(step.kind, "unfusible", [pieces], shape, itemsize, key=key, **sent)
             return self.emit("concatenate", "unfusible", [received], shape, itemsize, key=key, **facts)
         if step.kind == "reduce-scatter" and self.traits.reduce_scatters:
-            return self.emit(step.kind, "unfusible", [x], shape, itemsize, group=self.group(step, itemsize), **sent)
+            return self.emit(step.kind, "unfusible", [x], shape, itemsize, **sent)
         if step.kind == "reduce-scatter":
             x = self.all_reduce(x, itemsize, step.axes)
         if x.shape != shape:
             x = self.emit("slice", "fusible", [x], shape, itemsize, key=key, **facts)
         return self.all_reduce(x, itemsize, step.axes) if step.kind == "all-reduce" else x
-
-    def group(self, step: Step, *key: object) -> object:
-        """The group of an all-gather or reduce-scatter, see `Instruction.group`."""
-        return (step.kind, step.axes, *key) if self.traits.reduce_scatters else None
 
     def all_reduce(self, x: Instruction, itemsize: int, axes: tuple[Axis, ...]) -> Instruction:
         """An all-reduce of partial sums; 16-bit floats are reduced in 32 bits."""

@@ -16,13 +16,14 @@ from .. import compat
 from ..graph import CALLS, Graph, Op, Scope
 from ..propagation import Assignment
 from ..rewrite import xla_workarounds
-from ..rewrite.bfloat16_propagation import rounded_values
+from ..rewrite.bfloat16_propagation import PRODUCTS, rounded_values
 from ..rewrite.op_strategy import OpStrategies
 from ..rewrite.reshard import Step
 from ..spec import Spec, closed_spec
-from . import operand_layouts, primitive_traits, widening
+from . import library_calls, primitive_traits
 from .compiler_traits import CompilerTraits
 from .emitter import Cursor, Emitter
+from .expansions import EXPANSIONS, LocalOp
 from .instruction import Instruction, Phase
 
 Env = dict[Any, Instruction | None]
@@ -30,9 +31,6 @@ Env = dict[Any, Instruction | None]
 
 MIN_LIBRARY_ELEMENTS = 4096
 """A library runs reductions of at least as many elements (openxla/xla, `backends/cpu/ynn_support.cc`)."""
-
-MOST_CONCATENATED = 8
-"""XLA:CPU concatenates no more arrays than these inside another kernel (`service/cpu/cpu_instruction_fusion.cc`)."""
 
 Handler = Callable[["Lowering", int, Any, "Scope | None", Env, Emitter], None]
 """(lowering, index of the equation, equation, its scope, environment, emitter) -> None."""
@@ -226,83 +224,43 @@ class Lowering:
                 emitter.emit(kind, "unfusible", [x] if x is not None else [], shape, itemsize, value=value, eqn=eqn)
                 for x, (shape, itemsize, value) in zip(operands, outputs, strict=False)
             ]
-        is_fusible = primitive_traits.is_fusible(name) and not (traits.runs_op_by_op and copies_rows(eqn, shapes[0]))
+        is_fusible = primitive_traits.is_fusible(name)
         if len(outputs) != 1 and not is_fusible:
             results = emitter.emit(name, "unfusible", present, (0,), 1, eqn=eqn)
             return emitter.tuple_elements(results, [(*output, eqn) for output in outputs])
         shape, itemsize, value = outputs[0]
-        if name == "threefry2x32" and traits.runs_op_by_op and len(outputs) == 1:
-            loop = emitter.emit(name, "unfusible", present, (0,), 1, eqn=eqn)
-            words = emitter.tuple_elements(loop, [(shape, 4, value, eqn)] * 2)
-            return [emitter.emit("xor", "fusible", words, shape, itemsize, value=value, eqn=eqn, elementwise=True)]
         key = _key(eqn, operands)
         facts: dict[str, Any] = {"value": value, "eqn": eqn, "key": key}
-        if self.is_view(name, present, shape):
-            facts["key"] = ("bitcast", eqn.params.get("permutation"))
-            return [emitter.emit(name, "bitcast", present, shape, itemsize, **facts)]
-        if name == "dot_general" and len(present) == 2 and contracts_nothing(eqn, present[0]):
-            return [emitter.emit("mul", "fusible", present, shape, itemsize, **facts)]
-        if name in ("dot_general", "conv_general_dilated") and traits.uses_library:
-            return [self.external_call(eqn, present, shape, itemsize, facts, emitter)]
-        if name == "dot_general" and len(present) == 2 and multiplies_a_vector(eqn, present):
-            return [emitter.emit("reduce_sum", "fusible", present, shape, itemsize, expensive=True, **facts)]
+        if name in primitive_traits.RESHAPES:
+            return [emitter.emit(name, "bitcast", present, shape, itemsize, **{**facts, "key": "bitcast"})]
+        op = LocalOp(eqn=eqn, operands=present, shape=shape, itemsize=itemsize, facts=facts, emitter=emitter)
+        expanded = EXPANSIONS[name](op) if name in EXPANSIONS else None
+        if expanded is not None:
+            return [expanded]
         if name == "convert_element_type" and itemsize == 4 and present:
-            wide = widening.before_rounding(present[0])
+            wide = library_calls.before_rounding(present[0])
             if wide is not present[0]:
                 return [wide]
         facts |= {
             "elementwise": primitive_traits.is_elementwise(name),
             "expensive": primitive_traits.is_expensive(name, eqn, traits),
             "in_place": ((0, 0),) if primitive_traits.updates(name) and operands[0] is not None else (),
+            "fuses_operands": traits.fuses_into_products and name in PRODUCTS,
         }
-        if name.startswith("scatter") and traits.runs_op_by_op and present[0].role != "argument":
-            present[0] = emitter.owned(present[0])
-        if name in ("dot_general", "conv_general_dilated"):
-            facts["fuses_operands"] = traits.fuses_into_products
-        if traits.uses_library and name in primitive_traits.REDUCTIONS:
-            facts["is_library_reduction"] = present[0].num_elements >= MIN_LIBRARY_ELEMENTS
-        if facts["elementwise"] and traits.uses_library:
-            present = [stretched(x, shape, emitter) for x in present]
-        if facts["elementwise"] and widening.is_computed_in_f32(eqn, traits):
-            return [widening.rounded(emitter.emit(name, "fusible", present, shape, 4, **facts), emitter)]
+        if traits.uses_library:
+            if name.startswith("scatter") and present[0].role != "argument":
+                present[0] = emitter.owned(present[0])
+            if name in primitive_traits.REDUCTIONS:
+                facts["is_library_reduction"] = present[0].num_elements >= MIN_LIBRARY_ELEMENTS
+            if facts["elementwise"]:
+                present = [stretched(x, shape, emitter) for x in present]
+        if facts["elementwise"] and library_calls.is_computed_in_f32(eqn, traits):
+            return [library_calls.rounded(emitter.emit(name, "fusible", present, shape, 4, **facts), emitter)]
         role, made = "fusible" if is_fusible else "unfusible", []
         for k, (shape, itemsize, value) in enumerate(outputs):
             facts |= {"value": value, "key": key and (key, k)}
             made.append(emitter.emit(name, role, present, shape, itemsize, **facts))
         return made
-
-    def external_call(
-        self,
-        eqn: Any,
-        operands: Sequence[Instruction],
-        shape: Sequence[int],
-        itemsize: int,
-        facts: dict[str, Any],
-        emitter: Emitter,
-    ) -> Instruction:
-        """A dot or a convolution, its operands transposed for the library."""
-        is_dot = eqn.primitive.name == "dot_general"
-        is_native = is_dot and self.traits.multiplies_16_bits and not operand_layouts.is_swapped(eqn, operands[0])
-        wide = widening.is_computed_in_f32(eqn, self.traits) and not is_native
-        if wide:
-            operands = [widening.widened(x, emitter) for x in operands]
-        if is_dot:
-            stored, order = operand_layouts.dot_operands(eqn, operands, emitter), [*range(len(shape))]
-        else:
-            out = eqn.params["dimension_numbers"].out_spec
-            stored, order = operand_layouts.conv_operands(eqn, operands, emitter), [out[0], *out[2:], out[1]]
-        shape = [shape[d] for d in order]
-        made = emitter.emit(eqn.primitive.name, "unfusible", stored, shape, 4 if wide else itemsize, **facts)
-        made = widening.rounded(made, emitter) if wide else made
-        return operand_layouts.transposed(made, [order.index(d) for d in range(len(order))], emitter)
-
-    def is_view(self, name: str, operands: Sequence[Instruction], shape: Sequence[int]) -> bool:
-        """Whether the result is the operand under another shape, as where a dim of size 1 is summed or added."""
-        if name in primitive_traits.RESHAPES or self.traits.uses_library:
-            return name in primitive_traits.RESHAPES
-        if name in primitive_traits.REDUCTIONS or name == "broadcast_in_dim":
-            return len(operands) == 1 and operands[0].num_elements == math.prod(shape)
-        return name == "transpose"
 
 
 def stretched(x: Instruction, shape: Sequence[int], emitter: Emitter) -> Instruction:
@@ -310,29 +268,6 @@ def stretched(x: Instruction, shape: Sequence[int], emitter: Emitter) -> Instruc
     if len(x.shape) != len(shape) or x.num_elements == math.prod(shape):
         return x
     return emitter.emit("broadcast_in_dim", "fusible", [x], shape, x.itemsize, key="stretched", eqn=x.eqn)
-
-
-def copies_rows(eqn: Any, shape: Sequence[int]) -> bool:
-    """Whether it concatenates arrays along their rows, which XLA:CPU does by copying memory."""
-    if eqn.primitive.name != "concatenate":
-        return False
-    row_bytes = shape[-1] * eqn.outvars[0].aval.dtype.itemsize
-    is_along_rows = len(shape) > 1 and eqn.params["dimension"] == len(shape) - 1
-    return len(eqn.invars) > MOST_CONCATENATED or (
-        is_along_rows and row_bytes >= 64 and math.prod(shape[:-1]) * row_bytes >= 2048
-    )
-
-
-def contracts_nothing(eqn: Any, lhs: Instruction) -> bool:
-    """Whether a dot is an outer product, which XLA computes elementwise."""
-    (contracted, _), _ = eqn.params["dimension_numbers"]
-    return math.prod(lhs.shape[d] for d in contracted) == 1
-
-
-def multiplies_a_vector(eqn: Any, operands: Sequence[Instruction]) -> bool:
-    """Whether one operand of a dot is a vector, or one per batch: accelerators run it as a reduction."""
-    sizes = zip(operands, *eqn.params["dimension_numbers"], strict=True)
-    return any(x.num_elements == math.prod(x.shape[d] for d in (*summed, *batch)) for x, summed, batch in sizes)
 
 
 def _key(eqn: Any, operands: Sequence[Instruction | None]) -> Any:

@@ -38,6 +38,8 @@ class Instruction:
     """Whether a library runs it, a reduction, together with its neighbours."""
     in_place: tuple[tuple[int, int], ...] = ()
     """(operand, result) pairs that share a buffer; result 0 is the instruction itself unless it has tuple elements."""
+    element: int = 0
+    """The index of a tuple element."""
     bodies: tuple[Body, ...] = ()
     value: int | None = None
     """The graph's value that it computes or moves."""

@@ -7,10 +7,9 @@ collectives: models with unrolled layers peak at up to twice the memory that the
 
 from __future__ import annotations
 
-import math
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from graphlib import TopologicalSorter
 
 from ..cost import gpu_latencies
 from ..cost.collective_combining import combined_collectives
@@ -20,11 +19,6 @@ from .fusion import Kernel
 from .instruction import Instruction, all_instructions
 from .sibling_fusion import fuse_siblings
 
-COMBINED_BYTES = 30 * 2**20
-"""XLA:GPU combines all-reduces up to this size (`xla_gpu_all_reduce_combine_threshold_bytes`)."""
-FILL_BYTES = 2**20
-"""XLA:GPU writes constants of this size right before they are read."""
-
 
 @dataclass(slots=True, eq=False)
 class Step:
@@ -33,8 +27,6 @@ class Step:
     kernels: list[Kernel]
     awaited: list[Instruction] = field(default_factory=list)
     """The operands of collectives that end before it."""
-    is_in_place: bool = False
-    """Whether its kernels write into their operands."""
 
     @property
     def operands(self) -> list[Instruction]:
@@ -55,29 +47,16 @@ def program_order(kernels: Sequence[Kernel], results: Sequence[Instruction]) -> 
 def xla_cpu_order(kernels: Sequence[Kernel], results: Sequence[Instruction]) -> list[Step]:
     """Breadth first, all-reduces combined, as on XLA:CPU."""
     units = _combined(kernels, results)
-    sources = _dependencies(units)
-    readers: list[list[int]] = [[] for _ in units]
-    for k, after in enumerate(sources):
-        for j in after:
-            readers[j].append(k)
-    missing = [len(after) for after in sources]
-    ready = deque(k for k, count in enumerate(missing) if not count)
-    order = []
-    while ready:
-        order.append(ready.popleft())
-        for reader in readers[order[-1]]:
-            missing[reader] -= 1
-            if not missing[reader]:
-                ready.append(reader)
-    assert len(order) == len(units)
-    return [Step(units[k]) for k in order]
+    ready = TopologicalSorter(dict(enumerate(_dependencies(units))))  # first in, first out
+    return [Step(units[k]) for k in ready.static_order()]
 
 
 def xla_gpu_order(kernels: Sequence[Kernel], results: Sequence[Instruction]) -> list[Step]:
-    """Small all-reduces combined, siblings fused, and collectives overlapped with other kernels, as on XLA:GPU."""
-    units = fuse_siblings(_combined(kernels, results, COMBINED_BYTES))
+    """Siblings fused, and collectives overlapped with other kernels, as on XLA:GPU."""
+    del results
+    units = fuse_siblings([[kernel] for kernel in kernels])
     works = [_work(unit, tuple(after)) for unit, after in zip(units, _dependencies(units), strict=True)]
-    return _overlapped_steps(units, works, latency_hiding_order(works))
+    return _overlapped_steps(units, latency_hiding_order(works))
 
 
 ORDERS: Mapping[Schedule, Order] = {
@@ -87,16 +66,12 @@ ORDERS: Mapping[Schedule, Order] = {
 }
 
 
-def _combined(
-    kernels: Sequence[Kernel], results: Sequence[Instruction], most_bytes: float = math.inf
-) -> list[list[Kernel]]:
+def _combined(kernels: Sequence[Kernel], results: Sequence[Instruction]) -> list[list[Kernel]]:
     """The kernels in a topological order, combined collectives as one entry."""
     index = {kernel.root: k for k, kernel in enumerate(kernels)}
     operands = [[index[x] for x in kernel.operands] for kernel in kernels]
-    collectives = {k: kernel.root for k, kernel in enumerate(kernels) if kernel.root.group is not None}
-    groups, num_bytes = ({k: getattr(x, name) for k, x in collectives.items()} for name in ("group", "num_bytes"))
-    ends = [index[x] for x in results]
-    units = combined_collectives(operands, groups, num_bytes, ends, most_bytes=most_bytes)
+    groups = {k: kernel.root.group for k, kernel in enumerate(kernels) if kernel.root.group is not None}
+    units = combined_collectives(operands, groups, [index[x] for x in results])
     return [[kernels[k] for k in unit] for unit in units]
 
 
@@ -117,7 +92,6 @@ def _work(unit: Sequence[Kernel], after: tuple[int, ...]) -> Work:
         microseconds=sum(map(_kernel_us, unit)),
         after=after,
         communicates=any(x.name in gpu_latencies.COLLECTIVES for body in root.bodies for x in all_instructions(body)),
-        is_fill=not unit[0].operands and root.num_bytes >= FILL_BYTES,
     )
 
 
@@ -131,36 +105,19 @@ def _kernel_us(kernel: Kernel) -> float:
         return 0.0
     if root.name == "conv_general_dilated":
         return gpu_latencies.CONVOLUTION_US
-    if root.name == "dot_general" and root.eqn is not None and len(root.operands) > 1:
-        lhs, rhs = root.operands[:2]
-        (contracted, _), (batch, _) = root.eqn.params["dimension_numbers"]
-        b, k = (max(1, math.prod(lhs.shape[d] for d in dims)) for dims in (batch, contracted))
-        m = max(1, lhs.num_elements // (b * k))
-        n = max(1, root.num_elements // (b * m))
-        return gpu_latencies.product_us(b, m, n, k, lhs.itemsize, rhs.itemsize, root.itemsize)
-    return (sum(x.num_bytes for x in kernel.operands) + root.num_bytes) / gpu_latencies.BYTES_PER_US
+    return (root.num_bytes + sum(x.num_bytes for x in kernel.operands)) / gpu_latencies.BYTES_PER_US
 
 
-def _overlapped_steps(
-    units: Sequence[list[Kernel]], works: Sequence[Work], order: Sequence[tuple[int, Part]]
-) -> list[Step]:
-    """The steps of scheduled units.
-
-    The operands of a collective live until it ends; an all-reduce that overlaps other kernels works in place instead.
-    """
-    busy = [(k, part) for k, part in order if part != "kernel" or works[k].microseconds]
-    overlapped = {
-        k for (k, part), after in zip(busy, busy[1:], strict=False) if part == "start" and after != (k, "end")
-    }
+def _overlapped_steps(units: Sequence[list[Kernel]], order: Sequence[tuple[int, Part]]) -> list[Step]:
+    """The steps of scheduled units; the operands of a collective live until it ends."""
     steps: list[Step] = []
     awaited: list[Instruction] = []
     for k, part in order:
-        is_in_place = units[k][0].root.name == "all-reduce" and k in overlapped
-        if part != "end":
-            steps.append(Step(units[k], awaited=awaited, is_in_place=is_in_place))
+        if part == "end":
+            awaited += [x for kernel in units[k] for x in kernel.operands]
+        else:
+            steps.append(Step(units[k], awaited))
             awaited = []
-        elif not is_in_place:
-            awaited = awaited + [x for kernel in units[k] for x in kernel.operands]
     if awaited:
-        steps[-1].awaited = steps[-1].awaited + awaited
+        steps[-1].awaited += awaited
     return steps

@@ -7,15 +7,14 @@ that is the operand's last reader.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from .fusion import Kernel, fuse
 from .heap_simulator import Interval, aligned
 from .instruction import Body, Instruction
 from .kernel_order import Order, Step
-from .primitive_traits import BARRIER, updates
+from .primitive_traits import BARRIER
 
 
 @dataclass(slots=True, eq=False)
@@ -29,8 +28,6 @@ class Buffer:
     """The instructions that write it, each with its step, in order."""
     is_temporary: bool = True
     """Whether it is a temporary of this body: neither an argument nor in a result's buffer."""
-    filled: int | None = None
-    """The first step of a loop that fills it row by row, as one does a stack."""
 
 
 @dataclass(slots=True, eq=False)
@@ -44,28 +41,20 @@ class Lifetimes:
 
     def timeline(self) -> list[int]:
         """Live temporary bytes at each step, those of nested bodies included."""
-        return self._timeline([b.dies for b in self.buffers], Lifetimes.peak_bytes)
+        change = [0] * (len(self.steps) + 1)
+        for b in self.buffers:
+            if b.is_temporary:
+                change[b.born] += b.num_bytes
+                change[b.dies + 1] -= b.num_bytes
+        found, now = [], 0
+        for k in range(len(self.steps)):
+            now += change[k]
+            found.append(now + max((body.peak_bytes() for body in self.nested.get(k, ())), default=0))
+        return found
 
     def peak_bytes(self) -> int:
         """The maximum of the timeline."""
         return max(self.timeline(), default=0)
-
-    def peak_bytes_without_stacks(self) -> int:
-        """The maximum of the timeline if stacks were free from the loop on that fills them."""
-        ends = [b.dies if b.filled is None else b.filled - 1 for b in self.buffers]
-        return max(self._timeline(ends, Lifetimes.peak_bytes_without_stacks), default=0)
-
-    def _timeline(self, ends: Sequence[int], nested_peak: Callable[[Lifetimes], int]) -> list[int]:
-        change = [0] * (len(self.steps) + 1)
-        for b, end in zip(self.buffers, ends, strict=True):
-            if b.is_temporary:
-                change[b.born] += b.num_bytes
-                change[max(end + 1, b.born)] -= b.num_bytes
-        found, now = [], 0
-        for k in range(len(self.steps)):
-            now += change[k]
-            found.append(now + max(map(nested_peak, self.nested.get(k, ())), default=0))
-        return found
 
     def intervals(self) -> list[Interval]:
         """Bytes of every temporary buffer, and its first and last instant; a step follows those of its bodies."""
@@ -86,24 +75,16 @@ class Lifetimes:
 
 
 def lifetimes(
-    body: Body,
-    carried: Sequence[tuple[Instruction, int]],
-    not_temporary: set[Instruction],
-    order: Order,
-    *,
-    are_donated: bool = False,
+    body: Body, carried: Sequence[tuple[Instruction, int]], not_temporary: set[Instruction], order: Order
 ) -> Lifetimes:
     """The buffers of one body.
 
     Args:
-        carried: (argument, result) pairs that share a buffer.
+        carried: (argument, result) pairs that share a buffer: a result that can't is a temporary, copied in the end.
         not_temporary: results whose buffers are counted elsewhere.
-        are_donated: whether the pairs are donated arguments: a result that is written while its argument is still
-            read is a temporary, copied in the end.
     """
     steps = order(fuse(body.live_instructions(), body.results, counts_bytes=body.counts_bytes), body.results)
-    found = _BufferAssignment(steps, body, carried, not_temporary, order)
-    return found.lifetimes(are_donated=are_donated)
+    return _BufferAssignment(steps, body, carried, not_temporary, order).lifetimes()
 
 
 class _BufferAssignment:
@@ -119,6 +100,7 @@ class _BufferAssignment:
         self.step_of: dict[Instruction, int] = {}
         self.last_read: dict[Instruction, int] = {}
         self.readers: dict[Instruction, list[Kernel]] = {}
+        self.kernel_of = {kernel.root: kernel for step in steps for kernel in step.kernels}
         for k, step in enumerate(steps):
             for kernel in step.kernels:
                 root = kernel.root
@@ -131,25 +113,15 @@ class _BufferAssignment:
         self.end = len(steps) - 1
         self.buffer_of: dict[Instruction, Buffer] = {}
         self.buffers: list[Buffer] = []
-        self.numbers: dict[Instruction, int] = {}
-        """Tuple element -> its index among those of its operand."""
-        counts: Counter[Instruction] = Counter()
-        for one in body.instructions:
-            if one.role == "tuple-element":
-                self.numbers[one] = counts[one.operands[0]]
-                counts[one.operands[0]] += 1
 
-    def lifetimes(self, *, are_donated: bool) -> Lifetimes:
+    def lifetimes(self) -> Lifetimes:
         nested: dict[int, list[Lifetimes]] = {}
         for k, step in enumerate(self.steps):
             for kernel in step.kernels:
                 self.assign(kernel)
                 for body in kernel.root.bodies:
                     nested.setdefault(k, []).append(self.nested(kernel.root, body))
-        if are_donated:
-            self.copy_interfering()
-        else:
-            self.alias_carried()
+        self.alias()
         return Lifetimes(self.steps, self.buffers, nested)
 
     def nested(self, source: Instruction, body: Body) -> Lifetimes:
@@ -171,8 +143,6 @@ class _BufferAssignment:
             reused.dies = max(reused.dies, dies)
             reused.makers.append((born, root))
             reused.is_temporary = reused.is_temporary and root not in self.not_temporary
-            if reused.filled is None and self.is_stack(root):
-                reused.filled = born
             self.buffer_of[root] = reused
             return
         is_argument = root.role == "argument"
@@ -193,43 +163,22 @@ class _BufferAssignment:
             return self.buffer_of.get(root.operands[0])
         if root.role == "tuple-element":
             source = root.operands[0]
-            number = self.numbers[root]
-            for at, element in source.in_place:
-                if element == number and source.name == BARRIER:
-                    return self.buffer_of.get(source.operands[at])
-                if element == number:
-                    return self.freed_buffer(source.operands[at], born)
-            return None
-        if self.steps[born].is_in_place:
-            return self.freed_buffer(root.operands[0], born)
-        for at, _ in root.in_place:
-            return self.freed_buffer(root.operands[at], born)
+            at = next((at for at, element in source.in_place if element == root.element), None)
+            if at is None or source.name == BARRIER:
+                return None if at is None else self.buffer_of.get(source.operands[at])
+            return self.freed_buffer(source.operands[at], born)
+        if root.in_place:
+            return self.freed_buffer(root.operands[root.in_place[0][0]], born)
         if not root.elementwise or root in self.not_temporary:
             return None
-        for operand in kernel.operands:
-            if (
-                operand.num_bytes == root.num_bytes
-                and operand.shape == root.shape
-                and self.is_elementwise(kernel, operand)
-            ):
-                found = self.freed_buffer(operand, born)
-                if found is not None:
-                    return found
-        return None
-
-    def is_stack(self, one: Instruction) -> bool:
-        """Whether an instruction is a result of a loop that updates it in place in each iteration."""
-        bodies = one.operands[0].bodies if one.role == "tuple-element" else ()
-        return len(bodies) == 1 and updates(bodies[0].results[self.numbers[one]].name)
+        alike = [x for x in kernel.operands if x.shape == root.shape and x.num_bytes == root.num_bytes]
+        alike = [x for x in alike if self.is_elementwise(kernel, x)]
+        return next(filter(None, (self.freed_buffer(x, born) for x in alike)), None)
 
     def freed_buffer(self, operand: Instruction, step: int) -> Buffer | None:
         """The buffer of an operand that is not read after a step."""
         buffer = self.buffer_of.get(operand)
-        if buffer is None or operand.role == "argument" or not buffer.is_temporary:
-            return None
-        return (
-            buffer if buffer.dies <= step and all(self.last_read.get(m, 0) <= step for _, m in buffer.makers) else None
-        )
+        return buffer if buffer is not None and buffer.is_temporary and buffer.dies <= step else None
 
     def is_elementwise(self, kernel: Kernel, operand: Instruction) -> bool:
         """Whether every path in a kernel from an operand to the result is elementwise."""
@@ -241,39 +190,17 @@ class _BufferAssignment:
                 reached.add(m)
         return True
 
-    def alias_carried(self) -> None:
-        """Alias each new loop carry to the old one where the old one is no longer read."""
-        kernels = {kernel.root: kernel for step in self.steps for kernel in step.kernels}
-        for argument, number in self.carried:
-            result = self.body.results[number]
-            new, old = self.buffer_of.get(result), self.buffer_of.get(argument)
-            if new is None or old is None or new is old:
-                continue
-            made, read = new.born, self.last_read.get(argument, 0)
-            first = kernels[new.makers[0][1]]
-            updated = any(first.root.operands[at] is argument for at, _ in first.root.in_place)
-            if made > read or (made == read and (updated or self.is_elementwise(first, argument))):
-                new.is_temporary = False
+    def alias(self) -> None:
+        """Alias each new loop carry or donated result to the old one, unless a kernel needs both at once.
 
-    def copy_interfering(self) -> None:
-        """Keep a donated result apart from its argument where a reader of the argument needs the result, too; other
-        readers run before the result is written."""
+        Other readers of the old one run before the new one is written.
+        """
         for argument, number in self.carried:
             new, old = self.buffer_of.get(self.body.results[number]), self.buffer_of.get(argument)
-            if new is None or new is old or new.makers[0][1].role == "argument":
+            if new is None or old is None or new is old or new.makers[0][1].role == "argument":
                 continue
-            if new.makers[0][0] <= self.last_read.get(argument, -1) and self.is_read_after(argument, new):
-                new.is_temporary = True
-
-    def is_read_after(self, argument: Instruction, new: Buffer) -> bool:
-        """Whether some kernel that reads an argument also reads, or depends on, what another buffer holds."""
-        last = self.last_read[argument]
-        reached, waiting = {x for _, x in new.makers}, [x for _, x in new.makers]
-        while waiting:
-            for kernel in self.readers.get(waiting.pop(), ()):
-                if argument in kernel.operands:
-                    return True
-                if kernel.root not in reached and self.step_of[kernel.root] <= last:
-                    reached.add(kernel.root)
-                    waiting.append(kernel.root)
-        return False
+            first = self.kernel_of[new.makers[0][1]]
+            is_overwritten = any(first.root.operands[at] is argument for at, _ in first.root.in_place)
+            needs_both = argument in first.operands and not is_overwritten and not self.is_elementwise(first, argument)
+            readers = (kernel for _, x in new.makers for kernel in self.readers.get(x, ()))
+            new.is_temporary = needs_both or any(argument in kernel.operands for kernel in readers)

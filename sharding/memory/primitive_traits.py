@@ -64,10 +64,6 @@ def stores_constant(name: str, shape: tuple[int, ...]) -> bool:
 
 def is_expensive(name: str, eqn: Any, traits: CompilerTraits) -> bool:
     """Whether a compiler does not duplicate it into several consumers."""
-    if name in ("div", "rem"):
-        return name in traits.stored_once and getattr(eqn.outvars[0].aval.dtype, "kind", "f") not in "iu"
-    if name == "integer_pow":
-        return "div" in traits.stored_once and eqn.params["y"] < 0
     if name == "convert_element_type":
         rounds = str(eqn.outvars[0].aval.dtype) == "bfloat16" and str(eqn.invars[0].aval.dtype) == "float32"
         return traits.widens_16_bits and rounds

@@ -45,8 +45,8 @@ class Usage:
     @cached_property
     def temporary_bytes(self) -> int:
         """The heap of temporaries, without those placed in the buffers of results."""
-        heap = block_bytes(self.lifetimes.intervals(), self.lifetimes.peak_bytes())
-        return 2 * heap - self.lifetimes.peak_bytes_without_stacks() if self.counts_gaps_twice else heap
+        heap = block_bytes(self.lifetimes.intervals())
+        return 2 * heap - self.lifetimes.peak_bytes() if self.counts_gaps_twice else heap
 
     @property
     def peak_bytes(self) -> int:
@@ -62,7 +62,7 @@ def usage(assignment: Assignment, donated: Collection[int] = (), *, platform: Pl
     aliases = donations(assignment, program, donated)
     pairs = [(program.inputs[a], k) for k, a in aliases.items()]
     order, outputs = ORDERS[traits.schedule], {*program.outputs}
-    found = lifetimes(program.body, pairs, outputs, order, are_donated=True)
+    found = lifetimes(program.body, pairs, outputs, order)
     return Usage(program, found, aliases, traits.counts_gaps_twice)
 
 

@@ -7,16 +7,14 @@ import pytest
 from sharding.cost.collective_combining import combined_collectives
 
 
-def combined(reads, groups, *, ends=None, most_bytes=100, num_bytes=1):
+def combined(reads, groups, *, ends=None):
     """The batches of a program: op -> the ops that it reads."""
     names = list(reads)
     place = {name: k for k, name in enumerate(names)}
     units = combined_collectives(
         [[place[x] for x in reads[name]] for name in names],
         {place[name]: group for name, group in groups.items()},
-        {place[name]: num_bytes for name in groups},
         [place[x] for x in ends or names[-1:]],
-        most_bytes=most_bytes,
     )
     return [frozenset(names[k] for k in unit) for unit in units]
 
@@ -35,13 +33,6 @@ def test_a_collective_that_depends_on_another_begins_the_next_batch():
     # Each gradient's norm is reduced too, before the next gradient.
     reads = {"x": "", "a": "x", "b": "x", "c": "x", "A": "a", "B": "b", "C": "c", "end": "ABC"}
     assert combined(reads, dict.fromkeys("abcABC", 1)) == sets("x", "a", "A b", "B c", "C", "end")
-
-
-def test_batches_are_no_larger_than_asked():
-    reads = {"x": "", "a": "x", "b": "x", "c": "x", "end": "abc"}
-    found = combined(reads, dict.fromkeys("abc", 1), num_bytes=4, most_bytes=8)
-    assert found == sets("x", "a b", "c", "end")
-    assert combined(reads, dict.fromkeys("abc", 1), num_bytes=4, most_bytes=3) == sets("x", "a", "b", "c", "end")
 
 
 def test_combining_never_makes_a_cycle():

@@ -34,10 +34,10 @@ def scattered(x, w):
 
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])
 def test_sums_of_16_bits(platform):
-    """A partial product and its sum, in 16 bits; a CPU reduces in 32."""
+    """Two products, the sum of one and a constant, in 16 bits; a CPU reduces in 32."""
     options = {"sizes": {"data": 8}, "in_shardings": (P(None, "data"), P("data"))}
     found = temporaries(summed_over_devices, HALF, HALF, platform=platform, **options)
-    assert found <= 3 * N * N * 2 < temporaries(summed_over_devices, HALF, HALF, platform="cpu", **options)
+    assert found <= 4 * N * N * 2 < temporaries(summed_over_devices, HALF, HALF, platform="cpu", **options)
 
 
 @pytest.mark.parametrize(("platform", "share"), [("cpu", 1), ("gpu", 1 / 8), ("tpu", 1 / 8)])

@@ -1,5 +1,13 @@
-"""Fused kernels by hand."""
+"""Fused kernels by hand, and of products on accelerators."""
 
+import jax
+import jax.numpy as jnp
+import pytest
+
+import sharding
+from sharding import P
+from sharding.memory.compiler_traits import TRAITS
+from sharding.memory.device_program import lower
 from sharding.memory.fusion import fuse
 from sharding.memory.instruction import Instruction
 
@@ -53,16 +61,8 @@ def test_an_expensive_op_read_by_one_kernel_is_fused():
     assert stored(x, a, b, c) == {"c": ["a", "b"]}
 
 
-def test_an_op_that_reads_more_than_it_produces_is_stored_if_one_consumer_cannot_fuse_it():
-    x, y = argument(), argument()
-    both = make("both", x, y, elementwise=True)
-    cheap = make("cheap", both, elementwise=True)
-    dot = make("dot", both, role="unfusible")
-    end = make("end", cheap, dot, elementwise=True)
-    assert stored(x, y, both, cheap, dot, end) == {"both": [], "dot": [], "end": ["cheap"]}
-
-
-def test_a_chain_of_sums_is_not_read_again_by_every_consumer():
+@pytest.mark.parametrize("counts_bytes", [True, False])
+def test_a_chain_of_sums_is_not_read_again_by_every_consumer(counts_bytes):
     arguments = [argument() for _ in range(8)]
     found, total, ends = [*arguments], arguments[0], []
     for x in arguments[1:]:
@@ -70,7 +70,7 @@ def test_a_chain_of_sums_is_not_read_again_by_every_consumer():
         ends.append(make("dot", make("norm", total, elementwise=True), role="unfusible"))
         found += [total, ends[-1].operands[0], ends[-1]]
     end = make("end", *ends, role="unfusible")
-    kernels = fuse([*found, end], [end])
+    kernels = fuse([*found, end], [end], counts_bytes=counts_bytes)
     assert max(len(k.operands) for k in kernels if k.root is not end) <= 4
 
 
@@ -86,12 +86,28 @@ def test_a_library_reduction_stores_what_others_read_too():
         assert ("double" in found) == is_library_reduction
 
 
-def test_where_bytes_do_not_count_a_sum_is_computed_by_all_its_users_or_by_none():
-    for role, expected in (("fusible", {"b": ["both"], "c": ["both"]}), ("unfusible", {"both": [], "b": [], "c": []})):
+def test_where_bytes_do_not_count_a_mask_is_computed_again_from_what_it_compares():
+    for counts_bytes, expected in ((True, ["b", "c", "mask"]), (False, ["b", "c"])):
         x, y = argument(), argument()
-        both = make("both", x, y, elementwise=True)
-        b, c = make("b", both, role=role), make("c", both, elementwise=True)
-        end = make("end", b, c, role="unfusible")
-        kernels = fuse([x, y, both, b, c, end], [end], counts_bytes=False)
-        found = {k.root.name: [m.name for m in k.members if m is not k.root] for k in kernels if k.operands}
-        assert found == {**expected, "end": []}
+        mask = make("mask", x, y, elementwise=True)
+        mask.num_bytes //= 4
+        b, c = make("b", mask, elementwise=True), make("c", mask, elementwise=True)
+        kernels = fuse([x, y, mask, b, c], [b, c], counts_bytes=counts_bytes)
+        assert sorted(k.root.name for k in kernels if k.operands) == expected
+
+
+def test_a_tpu_computes_an_activation_in_the_products_that_read_it():
+    def loss(x, up, down):
+        return jnp.mean((jax.nn.gelu(x @ up) @ down) ** 2)
+
+    x, up, down = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((512, 64), (64, 256), (256, 64)))
+    with sharding.mesh({"data": 8}):
+        completed = sharding.jit(jax.grad(loss, argnums=(1, 2)), in_shardings=(P("data"), None, None))
+        assignment = completed.complete(x, up, down).assignment
+    computed = {}
+    for platform in ("gpu", "tpu"):
+        body = lower(assignment, TRAITS[platform]).body
+        kernels = [k for k in fuse(body.live_instructions(), body.results) if k.root.name == "dot_general"]
+        computed[platform] = sum(m.name == "tanh" for k in kernels for m in k.members)
+    assert computed["gpu"] == 0
+    assert computed["tpu"] >= 2  # the next product and the gradient of its weights

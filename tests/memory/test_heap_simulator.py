@@ -37,4 +37,3 @@ def test_heap_is_between_the_peak_and_the_sum():
         block = block_bytes(intervals)
         assert most_at_once(intervals) <= block <= sum(n for n, _, _ in intervals)
         assert block <= 2 * most_at_once(intervals)
-        assert block_bytes(intervals, most_at_once(intervals)) == block

@@ -44,7 +44,6 @@ def test_other_kernels_run_while_a_collective_is_in_flight():
     end = kernel("end", other, reduced)
     steps = xla_gpu_order([x, other, before, reduced, end], [end.root])
     assert names(steps) == ["x", "before", "all-reduce", "other", "end"]
-    assert [step.is_in_place for step in steps] == [False, False, True, False, False]
 
 
 def test_a_collective_with_nothing_beside_it_has_a_result_of_its_own():
@@ -53,17 +52,15 @@ def test_a_collective_with_nothing_beside_it_has_a_result_of_its_own():
     end = kernel("end", reduced)
     steps = xla_gpu_order([x, reduced, end], [end.root])
     assert names(steps) == ["x", "all-reduce", "end"]
-    assert not any(step.is_in_place for step in steps)
     assert x.root in steps[-1].operands  # it lives until the collective has ended
 
 
-def test_small_collectives_of_one_group_are_combined_and_large_ones_are_not():
+def test_independent_collectives_of_one_group_are_combined_on_cpus():
     x = kernel("x")
-    small = [kernel("all-reduce", x, size=MEGABYTES, group="data") for _ in range(3)]
-    large = [kernel("all-reduce", x, size=64 * MEGABYTES, group="data") for _ in range(2)]
-    end = kernel("end", *small, *large)
-    sizes = sorted(len(step.kernels) for step in xla_gpu_order([x, *small, *large, end], [end.root]))
-    assert sizes == [1, 1, 1, 1, 3]
+    grouped = [kernel("all-reduce", x, group="data") for _ in range(3)]
+    after = kernel("all-reduce", grouped[0], group="data")
+    end = kernel("end", *grouped, after)
+    assert [len(step.kernels) for step in xla_cpu_order([x, *grouped, after, end], [end.root])] == [1, 3, 1, 1]
 
 
 @pytest.mark.parametrize("name", ORDERS)

@@ -1,0 +1,83 @@
+"""Ops that a compiler runs as several, as another one, or in other arrays than those that the program has."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .emitter import Emitter
+from .instruction import Instruction
+from .library_calls import library_call
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalOp:
+    """An equation with one result, on one device."""
+
+    eqn: Any
+    operands: Sequence[Instruction]
+    """Those that are not constants."""
+    shape: tuple[int, ...]
+    itemsize: int
+    facts: Mapping[str, Any]
+    """Of the instruction that makes the result; see `Emitter.emit`."""
+    emitter: Emitter
+
+    def emit(self, name: str, operands: Sequence[Instruction], **more: Any) -> Instruction:
+        """The instruction that makes the result."""
+        facts = {"role": "fusible", **self.facts, **more}
+        return self.emitter.emit(name, operands=operands, shape=self.shape, itemsize=self.itemsize, **facts)
+
+
+Expansion = Callable[[LocalOp], Instruction | None]
+"""The result of an op; None where it runs as it is."""
+
+
+def product(op: LocalOp) -> Instruction | None:
+    """On CPUs a library's; elsewhere the product of a matrix and a vector, or one per batch, is a reduction."""
+    if op.emitter.traits.uses_library:
+        return library_call(op.eqn, op.operands, op.shape, op.itemsize, op.emitter, op.facts)
+    if op.eqn.primitive.name != "dot_general" or len(op.operands) != 2:
+        return None
+    sizes = zip(op.operands, *op.eqn.params["dimension_numbers"], strict=True)
+    if any(x.num_elements == math.prod(x.shape[d] for d in (*summed, *batch)) for x, summed, batch in sizes):
+        return op.emit("reduce_sum", op.operands, expensive=True)
+    return None
+
+
+def random_words(op: LocalOp) -> Instruction | None:
+    """On CPUs a loop computes two words for each random number."""
+    if not op.emitter.traits.uses_library:
+        return None
+    loop = op.emitter.emit("threefry2x32", "unfusible", op.operands, (0,), 1, eqn=op.eqn)
+    words = op.emitter.tuple_elements(loop, [(op.shape, 4, None, op.eqn)] * 2)
+    return op.emit("xor", words, elementwise=True)
+
+
+def selected_and_scattered(op: LocalOp) -> Instruction | None:
+    """The gradient of a maximum over windows: indices of the maxima are found and added to (openxla/xla,
+    `service/select_and_scatter_expander.cc`); on TPUs it is an op of its own."""
+    traits, emitter = op.emitter.traits, op.emitter
+    if traits.fuses_into_products:
+        return None
+    source, x = op.operands
+    ndim, facts = len(x.shape), {"eqn": op.eqn}
+    role = "unfusible" if traits.uses_library else "fusible"
+    places = [emitter.emit("iota", role, [], x.shape, 4, key=d, **facts) for d in range(ndim)]
+    fuses = not traits.uses_library
+    windows = emitter.emit("reduce_window", "unfusible", [x, *places], (0,), 1, fuses_operands=fuses, **facts)
+    found = emitter.tuple_elements(windows, [(source.shape, n, None, op.eqn) for n in (x.itemsize, *[4] * ndim)])
+    indices = emitter.emit("concatenate", role, found[1:], (*source.shape, ndim), 4, **facts)
+    zeros = emitter.owned(emitter.constant(op.shape, op.itemsize))
+    return op.emit("scatter_add", [zeros, indices, source], role="unfusible", in_place=((0, 0),))
+
+
+EXPANSIONS: Mapping[str, Expansion] = {
+    "conv_general_dilated": product,
+    "dot_general": product,
+    "select_and_scatter_add": selected_and_scattered,
+    "threefry2x32": random_words,
+}
+"""Primitive -> its expansion; random bits of threefry keys count as `threefry2x32`."""

@@ -1,0 +1,102 @@
+"""Dots and convolutions that a library runs, and 16-bit floats computed in 32 bits, as on XLA:CPU.
+
+The library takes operands with dims ordered batch, free, contracting (left) and batch, contracting, free (right), where
+it may read a matrix transposed; images with channels last, and kernels with output channels last. An op of 16-bit
+floats is computed in float32 and rounded, which counts as expensive; a consumer that converts to float32 reads the
+value before rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from .compiler_traits import CompilerTraits
+from .emitter import Emitter
+from .instruction import Instruction
+from .primitive_traits import CONVERSIONS
+
+
+def library_call(
+    eqn: Any,
+    operands: Sequence[Instruction],
+    shape: Sequence[int],
+    itemsize: int,
+    emitter: Emitter,
+    facts: Mapping[str, Any],
+) -> Instruction:
+    """A dot or a convolution of a local shape.
+
+    Args:
+        facts: of its instruction; see `Emitter.emit`.
+    """
+    name, wide = eqn.primitive.name, is_computed_in_f32(eqn, emitter.traits)
+    if name == "dot_general":
+        orders, is_turned = _dot_orders(eqn, operands)
+        order, wide = [*range(len(shape))], wide and not (emitter.traits.multiplies_16_bits and not is_turned)
+    else:
+        numbers = eqn.params["dimension_numbers"]
+        lhs, rhs, out = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
+        orders, order = [[lhs[0], *lhs[2:], lhs[1]], [*rhs[2:], rhs[1], rhs[0]]], [out[0], *out[2:], out[1]]
+    stored = [
+        _transposed(widened(x, emitter) if wide else x, dims, emitter) for x, dims in zip(operands, orders, strict=True)
+    ]
+    made = emitter.emit(name, "unfusible", stored, [shape[d] for d in order], 4 if wide else itemsize, **facts)
+    return _transposed(rounded(made, emitter) if wide else made, [order.index(d) for d in range(len(order))], emitter)
+
+
+def _dot_orders(eqn: Any, operands: Sequence[Instruction]) -> tuple[list[list[int]], bool]:
+    """The order of dims of both operands, and whether the left one is read transposed."""
+    found, is_turned = [], False
+    for k, (x, *dims) in enumerate(zip(operands, *eqn.params["dimension_numbers"], strict=True)):
+        summed, batch = map(list, dims)
+        free = [d for d in range(len(x.shape)) if d not in batch and d not in summed]
+        order, turned = [*batch, *free, *summed], [*batch, *summed, *free]
+        if k == 1:
+            order, turned = turned, order
+        can_turn = len(free) == len(summed) == 1 and _is_in_order(x, turned) and not _is_in_order(x, order)
+        is_turned = is_turned or (can_turn and k == 0)
+        found.append(turned if can_turn else order)
+    return found, is_turned
+
+
+def _is_in_order(x: Instruction, order: Sequence[int]) -> bool:
+    """Whether only dims of size 1 move if its dims are ordered so."""
+    large = [d for d in order if x.shape[d] > 1]
+    return large == sorted(large)
+
+
+def _transposed(x: Instruction, order: Sequence[int], emitter: Emitter) -> Instruction:
+    """An array with its dims permuted."""
+    if _is_in_order(x, order):
+        return x
+    shape = [x.shape[d] for d in order]
+    return emitter.emit("transpose", "fusible", [x], shape, x.itemsize, key=tuple(order), value=x.value, eqn=x.eqn)
+
+
+def is_computed_in_f32(eqn: Any, traits: CompilerTraits) -> bool:
+    """Whether an equation of bfloat16 arithmetic runs in float32."""
+    is_half = traits.widens_16_bits and eqn.outvars[0].aval.dtype == jnp.bfloat16
+    return is_half and eqn.primitive.name not in CONVERSIONS
+
+
+def rounded(wide: Instruction, emitter: Emitter) -> Instruction:
+    """float32 rounded to 16 bits."""
+    facts: dict[str, Any] = {"value": wide.value, "eqn": wide.eqn, "elementwise": True, "expensive": True}
+    return emitter.emit("convert", "fusible", [wide], wide.shape, 2, key="16", **facts)
+
+
+def widened(x: Instruction, emitter: Emitter) -> Instruction:
+    """16 bits as float32: the value before rounding, unless the program rounds it itself."""
+    wide = before_rounding(x) if x.name == "convert" else x
+    if wide.itemsize != 2:
+        return wide
+    return emitter.emit("convert", "fusible", [x], x.shape, 4, key="32", elementwise=True, value=x.value, eqn=x.eqn)
+
+
+def before_rounding(x: Instruction) -> Instruction:
+    """The float32 value that was rounded to 16 bits; x itself if there is none."""
+    is_rounded = x.name in ("convert", "convert_element_type") and x.itemsize == 2 and len(x.operands) == 1
+    return x.operands[0] if is_rounded and x.operands[0].itemsize == 4 else x
