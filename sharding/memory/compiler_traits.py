@@ -43,8 +43,8 @@ class CompilerTraits:
     reduces_in_place: bool = False
     """Whether every all-reduce writes into its operand's buffer."""
     counts_gaps_twice: bool = False
-    """Whether `memory_analysis()` adds to the heap what exceeds the buffers live at once: libtpu 0.0.51, by the buffer
-    assignments that it dumps."""
+    """Whether `memory_analysis()` adds to the heap what exceeds the buffers live at once, of which stacks count only
+    until a loop fills them: libtpu 0.0.51, by the buffer assignments that it dumps."""
 
 
 ACCELERATOR = CompilerTraits(

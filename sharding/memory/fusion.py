@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from .instruction import Instruction, users
+from .primitive_traits import REDUCTIONS
 
 SLICES = frozenset({"slice", "dynamic_slice"})
 
@@ -54,7 +55,19 @@ class _Fusion:
         for one in reversed(instructions):
             if one.is_library_reduction:
                 self.stored.update(self.stored_around(one))
+        self.scaled = self.scaled_by_reductions()
         self.once = self.costly({one: one.num_bytes if counts_bytes else one.num_elements for one in instructions})
+
+    def scaled_by_reductions(self) -> set[Instruction]:
+        """What is computed from reduced values that are broadcast again, as a softmax is."""
+        reduced, found = set[Instruction](), set[Instruction]()
+        for one in self.instructions:
+            sources = [x for x in one.operands if x.num_elements > 1]
+            if one.name in REDUCTIONS or (sources and reduced.issuperset(sources)):
+                reduced.add(one)
+            elif not reduced.isdisjoint(sources) or (_is_fusible(one) and not found.isdisjoint(sources)):
+                found.add(one)
+        return found
 
     def costly(self, sizes: Mapping[Instruction, int]) -> set[Instruction]:
         """What is read faster from memory than computed again by each of several users."""
@@ -115,6 +128,8 @@ class _Fusion:
         while waiting:
             _, producer = heapq.heappop(waiting)
             others = readers[producer] - gone
+            if root.fuses_operands and producer.phase == "backward" and producer in self.scaled:
+                continue
             if not _is_fusible(producer) or producer in self.stored or (producer in self.once and others):
                 continue
             members.append(producer)

@@ -46,7 +46,7 @@ class Usage:
     def temporary_bytes(self) -> int:
         """The heap of temporaries, without those placed in the buffers of results."""
         heap = block_bytes(self.lifetimes.intervals())
-        return 2 * heap - self.lifetimes.peak_bytes() if self.counts_gaps_twice else heap
+        return 2 * heap - self.lifetimes.peak_bytes(has_stacks=False) if self.counts_gaps_twice else heap
 
     @property
     def peak_bytes(self) -> int:
