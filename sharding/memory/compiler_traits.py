@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from .. import compat
@@ -18,21 +18,22 @@ Schedule = Literal["program order", "breadth first", "latency hiding"]
 class CompilerTraits:
     """How one compiler's buffers differ from the program's arrays."""
 
-    widens_16_bits: bool
+    widens_16_bits: bool = False
     """Whether arithmetic, dots and collectives of 16-bit floats run in 32 bits."""
-    multiplies_16_bits: bool
+    multiplies_16_bits: bool = True
     """Whether dots of 16-bit floats don't, unless their left operand is transposed."""
-    uses_library: bool
+    uses_library: bool = False
     """Whether a library runs dots and convolutions, their operands transposed to its order, and large reductions with
     the elementwise ops around them, a loop computes random bits, and what a scatter updates is copied as soon as it is
     there; others choose layouts so that no transpose is needed."""
-    reduce_scatters: bool
-    """Whether a reduce-scatter stores only its result; otherwise it is an all-reduce and a slice."""
-    stored_once: frozenset[str]
+    reduces_in_place: bool = True
+    """Whether an all-reduce writes into its operand's buffer, and a reduce-scatter stores only its result; otherwise it
+    is an all-reduce and a slice."""
+    stored_once: frozenset[str] = frozenset({"gather", "threefry2x32", "threefry4x32"})
     """Primitives that are stored rather than computed in each of several consumers."""
-    counts_bytes: bool
+    counts_bytes: bool = True
     """Whether bytes decide what several consumers compute again, or else elements."""
-    schedule: Schedule
+    schedule: Schedule = "program order"
     """The order of the kernels."""
     rounds_early: bool = False
     """Whether float32 values that are only read in bfloat16 are stored so."""
@@ -40,35 +41,21 @@ class CompilerTraits:
     """Whether the kernels of products and convolutions compute their operands."""
     merges_products: bool = False
     """Whether products that share an operand are slices of one."""
-    reduces_in_place: bool = False
-    """Whether every all-reduce writes into its operand's buffer."""
     counts_gaps_twice: bool = False
     """Whether `memory_analysis()` adds to the heap what exceeds the buffers live at once, of which stacks count only
     until a loop fills them: libtpu 0.0.51, by the buffer assignments that it dumps."""
 
-
-ACCELERATOR = CompilerTraits(
-    widens_16_bits=False,
-    multiplies_16_bits=True,
-    uses_library=False,
-    reduce_scatters=True,
-    stored_once=frozenset({"gather", "threefry2x32", "threefry4x32"}),
-    counts_bytes=True,
-    schedule="program order",
-)
 
 TRAITS: Mapping[Platform, CompilerTraits] = {
     "cpu": CompilerTraits(
         widens_16_bits=True,
         multiplies_16_bits=compat.MULTIPLIES_16_BITS,
         uses_library=True,
-        reduce_scatters=False,
+        reduces_in_place=False,
         stored_once=TRANSCENDENTAL,
         counts_bytes=False,
         schedule="breadth first",
     ),
-    "tpu": replace(
-        ACCELERATOR, rounds_early=True, fuses_into_products=True, reduces_in_place=True, counts_gaps_twice=True
-    ),
-    "gpu": replace(ACCELERATOR, schedule="latency hiding", merges_products=True),
+    "tpu": CompilerTraits(rounds_early=True, fuses_into_products=True, counts_gaps_twice=True),
+    "gpu": CompilerTraits(schedule="latency hiding", merges_products=True),
 }

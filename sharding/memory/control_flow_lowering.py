@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .. import compat
@@ -34,18 +34,34 @@ def stored(
     return emitter.reshard(x, shape, itemsize, have, spec)
 
 
-def body_emitter(lowering: Lowering, child: Scope | None) -> Emitter:
-    """The emitter of a loop body or branch."""
-    return Emitter(lowering.sizes, lowering.cursor, lowering.traits, permutes=child is None or not child.divergent)
+Rows = Mapping[int, Spec]
+"""Stacked input, of which a body reads a row -> the spec of the row."""
 
 
 def lower_body(
-    lowering: Lowering, jaxpr: Any, child: Scope | None, inputs: Sequence[Instruction]
+    lowering: Lowering,
+    eqn: Any,
+    jaxpr: Any,
+    child: Scope | None,
+    inputs: Sequence[Instruction],
+    rows: Mapping[int, Spec],
 ) -> tuple[Emitter, Env]:
-    """The emitter and environment of a body whose arguments are as its inputs."""
-    inner, env = body_emitter(lowering, child), dict.fromkeys(jaxpr.constvars)
-    for var, x in zip(jaxpr.invars, inputs, strict=True):
-        env[var] = inner.argument(x.shape, lowering.itemsize(var.aval), x.value)
+    """The emitter and environment of a body whose arguments are as its inputs.
+
+    Args:
+        rows: stacked inputs, of which the body reads a row -> the spec of that.
+    """
+    permutes = child is None or not child.divergent
+    inner = Emitter(lowering.sizes, lowering.cursor, lowering.traits, permutes=permutes)
+    env: Env = dict.fromkeys(jaxpr.constvars)
+    for k, (var, x) in enumerate(zip(jaxpr.invars, inputs, strict=True)):
+        itemsize = lowering.itemsize(var.aval)
+        element = inner.argument(x.shape, itemsize, x.value)
+        if k in rows:
+            value = lowering.graph_value(var, child)
+            element = inner.emit("dynamic_slice", "fusible", [element], x.shape[1:], itemsize, value=value, eqn=eqn)
+            element = inner.reshard(element, var.aval.shape, itemsize, rows[k], lowering.spec_of(var, child))
+        env[var] = element
     lowering.lower_equations(jaxpr, child, env, inner)
     return inner, env
 
@@ -88,18 +104,8 @@ def scan(lowering: Lowering, i: int, eqn: Any, scope: Scope | None, env: Env, em
     body = compat.open_jaxpr(eqn.params["jaxpr"])
     child = scope.children.get((i, "jaxpr", 0)) if scope is not None else None
     inputs, entries = loop_operands(lowering, i, eqn, scope, env, emitter)
-    inner = body_emitter(lowering, child)
-    inner_env: Env = dict.fromkeys(body.constvars)
-    for k, (var, x) in enumerate(zip(body.invars, inputs, strict=True)):
-        itemsize = lowering.itemsize(var.aval)
-        element = inner.argument(x.shape, itemsize, x.value)
-        if k >= first_stacked:
-            value = lowering.graph_value(var, child)
-            element = inner.emit("dynamic_slice", "fusible", [element], x.shape[1:], itemsize, value=value, eqn=eqn)
-            have = lowering.spec_of(eqn.invars[k], scope).row
-            element = inner.reshard(element, var.aval.shape, itemsize, have, lowering.spec_of(var, child))
-        inner_env[var] = element
-    lowering.lower_equations(body, child, inner_env, inner)
+    rows = {k: lowering.spec_of(eqn.invars[k], scope).row for k in range(first_stacked, len(inputs))}
+    inner, inner_env = lower_body(lowering, eqn, body, child, inputs, rows)
     stacks: list[Instruction] = []
     outputs: list[tuple[int, Any]] = [(k, eqn) for k in range(n_carry)]
     results = [
@@ -134,7 +140,7 @@ def while_(lowering: Lowering, i: int, eqn: Any, scope: Scope | None, env: Env, 
     body = compat.open_jaxpr(eqn.params["body_jaxpr"])
     child = scope.children.get((i, "body_jaxpr", 0)) if scope is not None else None
     inputs, entries = loop_operands(lowering, i, eqn, scope, env, emitter)
-    inner, inner_env = lower_body(lowering, body, child, inputs[n_cond:])
+    inner, inner_env = lower_body(lowering, eqn, body, child, inputs[n_cond:], {})
     pairs = zip(body.outvars, entries[first:], strict=True)
     inner.body.results = [stored(lowering, atom, inner_env, child, target, inner) for atom, target in pairs]
     carried, outputs = range(first, len(inputs)), [(k, eqn) for k in range(len(eqn.outvars))]
@@ -149,7 +155,7 @@ def cond(lowering: Lowering, i: int, eqn: Any, scope: Scope | None, env: Env, em
     for k, branch in enumerate(eqn.params["branches"]):
         jaxpr = compat.open_jaxpr(branch)
         child = scope.children.get((i, "branches", k)) if scope is not None else None
-        inner, inner_env = lower_body(lowering, jaxpr, child, inputs[1:])
+        inner, inner_env = lower_body(lowering, eqn, jaxpr, child, inputs[1:], {})
         pairs = zip(jaxpr.outvars, wants, strict=True)
         inner.body.results = [stored(lowering, atom, inner_env, child, want, inner) for atom, want in pairs]
         bodies.append(inner.body)

@@ -112,7 +112,7 @@ class Emitter:
             shape: global.
             itemsize: bytes per element, by which chains are compared.
         """
-        if have.axes == need.axes:
+        if have is need or have.axes == need.axes:
             return x
         return self.apply_steps(
             x, shape, itemsize, chain(have, need, shape, itemsize, self.sizes, permutes=self.permutes)
@@ -141,7 +141,7 @@ class Emitter:
             pieces = self.emit("slice", "fusible", [x], shape, itemsize, key=key, **facts)
             received = self.emit(step.kind, "unfusible", [pieces], shape, itemsize, key=key, **sent)
             return self.emit("concatenate", "unfusible", [received], shape, itemsize, key=key, **facts)
-        if step.kind == "reduce-scatter" and self.traits.reduce_scatters:
+        if step.kind == "reduce-scatter" and self.traits.reduces_in_place:
             return self.emit(step.kind, "unfusible", [x], shape, itemsize, **sent)
         if step.kind == "reduce-scatter":
             x = self.all_reduce(x, itemsize, step.axes)

@@ -149,10 +149,14 @@ class Lowering:
         if op is not None and op.rule is None:  # XLA runs it on replicated arrays
             needs, gives = ([closed_spec(len(v.aval.shape)) for v in vs] for vs in (eqn.invars, eqn.outvars))
         if name in xla_workarounds.AFFECTED:
-            needs, gives = self.workaround_specs(eqn, scope, needs, gives)
+            shapes, found = [v.aval.shape for v in (*eqn.invars, *eqn.outvars)], [*needs, *gives]
+            is_manual = scope is not None and bool(scope.manual)
+            safe = xla_workarounds.specs(name, eqn.params, shapes, found, self.sizes, is_manual=is_manual)
+            found = [a if b is None else b for a, b in zip(found, safe, strict=True)]
+            needs, gives = found[: len(needs)], found[len(needs) :]
             steps = [() if a.axes != b.axes else path for a, b, path in zip(result_specs, gives, steps, strict=True)]
         operands = [
-            x if x is None or have is need else emitter.reshard(x, a.aval.shape, self.itemsize(a.aval), have, need)
+            x if x is None else emitter.reshard(x, a.aval.shape, self.itemsize(a.aval), have, need)
             for a, x, have, need in zip(eqn.invars, operands, operand_specs, needs, strict=True)
         ]
         for k, (atom, x) in enumerate(zip(eqn.invars, operands, strict=True)):
@@ -161,28 +165,11 @@ class Lowering:
                 operands[k] = emitter.constant(shape, self.itemsize(atom.aval))
         shapes = [emitter.local_shape(v.aval.shape, spec) for v, spec in zip(eqn.outvars, gives, strict=True)]
         results = self.emit_op(eqn, operands, shapes, scope, emitter)
-        for k, (var, x) in enumerate(zip(eqn.outvars, results, strict=True)):
-            if steps[k] or gives[k] is not final_specs[k]:
-                shape, itemsize = var.aval.shape, self.itemsize(var.aval)
-                x = emitter.apply_steps(x, shape, itemsize, steps[k])
-                path = steps[k]
-                have = path[-1].spec if path else gives[k]
-                x = emitter.reshard(x, shape, itemsize, have, final_specs[k])
+        for var, x, path, have, need in zip(eqn.outvars, results, steps, gives, final_specs, strict=True):
             if not compat.is_drop(var):
-                env[var] = x
-
-    def workaround_specs(
-        self, eqn: Any, scope: Scope | None, operand_specs: Sequence[Spec], result_specs: Sequence[Spec]
-    ) -> tuple[list[Spec], list[Spec]]:
-        """The specs that an op runs with where XLA miscompiles it with the given ones."""
-        specs = [*operand_specs, *result_specs]
-        shapes = [v.aval.shape for v in (*eqn.invars, *eqn.outvars)]
-        is_manual = scope is not None and bool(scope.manual)
-        overrides = xla_workarounds.specs(
-            eqn.primitive.name, eqn.params, shapes, specs, self.sizes, is_manual=is_manual
-        )
-        found = [have if need is None else need for have, need in zip(specs, overrides, strict=True)]
-        return found[: len(operand_specs)], found[len(operand_specs) :]
+                shape, itemsize = var.aval.shape, self.itemsize(var.aval)
+                x = emitter.apply_steps(x, shape, itemsize, path)
+                env[var] = emitter.reshard(x, shape, itemsize, path[-1].spec if path else have, need)
 
     def is_constant(self, eqn: Any, scope: Scope | None) -> bool:
         """Whether the results are constants, which each user recomputes."""
@@ -195,8 +182,8 @@ class Lowering:
     ) -> None:
         """Lower an op whose results are its operands, possibly resharded."""
         for atom, var, x in zip(eqn.invars, eqn.outvars, operands, strict=True):
-            have, need = self.spec_of(atom, scope), self.spec_of(var, scope)
-            if x is not None and have is not need:
+            if x is not None:
+                have, need = self.spec_of(atom, scope), self.spec_of(var, scope)
                 x = emitter.reshard(x, var.aval.shape, self.itemsize(var.aval), have, need)
             if not compat.is_drop(var):
                 env[var] = x

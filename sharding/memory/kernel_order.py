@@ -54,7 +54,7 @@ def xla_cpu_order(kernels: Sequence[Kernel], results: Sequence[Instruction]) -> 
 def xla_gpu_order(kernels: Sequence[Kernel], results: Sequence[Instruction]) -> list[Step]:
     """Siblings fused, and collectives overlapped with other kernels, as on XLA:GPU."""
     del results
-    units = fuse_siblings([[kernel] for kernel in kernels])
+    units = fuse_siblings(kernels)
     works = [_work(unit, tuple(after)) for unit, after in zip(units, _dependencies(units), strict=True)]
     return _overlapped_steps(units, latency_hiding_order(works))
 

@@ -12,46 +12,45 @@ MIN_BYTES = 2**16
 """Kernels that share smaller arrays are fused, too, but don't matter."""
 
 
-def fuse_siblings(units: Sequence[list[Kernel]]) -> list[list[Kernel]]:
-    """The units in program order, reductions merged into a unit that reads the same array.
+def fuse_siblings(kernels: Sequence[Kernel]) -> list[list[Kernel]]:
+    """The kernels in program order, reductions with a kernel that reads the same array.
 
     A reduction moves up to the array's last reader before it, or down to the next one, where its operands and readers
-    let it. A unit is kernels that run at once.
+    let it.
     """
-    place = {kernel.root: k for k, unit in enumerate(units) for kernel in unit}
-    first_reader = [len(units)] * len(units)
+    place = {kernel.root: k for k, kernel in enumerate(kernels)}
+    first_reader = [len(kernels)] * len(kernels)
     readers: dict[Instruction, list[int]] = {}
-    for k, unit in enumerate(units):
-        for kernel in unit:
-            for x in kernel.operands:
-                first_reader[place[x]] = min(first_reader[place[x]], k)
-        for x in _looped_over(unit):
+    for k, kernel in enumerate(kernels):
+        for x in kernel.operands:
+            first_reader[place[x]] = min(first_reader[place[x]], k)
+        for x in _looped_over(kernel):
             readers.setdefault(x, []).append(k)
-    merged = [list(unit) for unit in units]
+    merged = [[kernel] for kernel in kernels]
     for siblings in readers.values():
         for before, k, after in zip([None, *siblings], siblings, [*siblings[1:], None], strict=False):
-            if len(merged[k]) != 1 or not _is_reduction(units[k][0]):
+            if len(merged[k]) != 1 or not _is_reduction(kernels[k]):
                 continue
-            last_operand = max(place[x] for x in units[k][0].operands)
+            last_operand = max(place[x] for x in kernels[k].operands)
             for sibling in (before, after):
-                target = k if sibling is None else place[units[sibling][0].root]
+                target = k if sibling is None else place[kernels[sibling].root]
                 if target != k and last_operand < target < first_reader[k]:
                     merged[target] += merged[k]
                     merged[k] = []
-                    place[units[k][0].root] = target
+                    place[kernels[k].root] = target
                     first_reader[target] = min(first_reader[target], first_reader[k])
-                    for x in units[k][0].operands:
+                    for x in kernels[k].operands:
                         first_reader[place[x]] = min(first_reader[place[x]], target)
                     break
     return [unit for unit in merged if unit]
 
 
-def _looped_over(unit: Sequence[Kernel]) -> list[Instruction]:
-    """The large arrays that a unit reads element by element."""
-    if len(unit) != 1 or unit[0].root.role not in ("fusible", "bitcast"):
+def _looped_over(kernel: Kernel) -> list[Instruction]:
+    """The large arrays that a kernel reads element by element."""
+    if kernel.root.role not in ("fusible", "bitcast"):
         return []
-    most = max(m.num_elements for m in unit[0].members)
-    return [x for x in unit[0].operands if x.num_bytes >= MIN_BYTES and x.num_elements >= most]
+    most = max(m.num_elements for m in kernel.members)
+    return [x for x in kernel.operands if x.num_bytes >= MIN_BYTES and x.num_elements >= most]
 
 
 def _is_reduction(kernel: Kernel) -> bool:

@@ -13,7 +13,7 @@ def kernel(name, *operands, elements=LARGE):
 
 
 def fused(*kernels):
-    return [[k.root.name for k in unit] for unit in fuse_siblings([[k] for k in kernels])]
+    return [[k.root.name for k in unit] for unit in fuse_siblings(kernels)]
 
 
 def test_a_reduction_runs_with_another_reader_of_its_array():
