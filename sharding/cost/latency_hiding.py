@@ -107,6 +107,49 @@ def _connect(source: _Node, reader: _Node, latency: float) -> None:
     reader.sources.append(source)
 
 
+class _Queue:
+    """Nodes whose readers are all placed: those that are ready later, and those that are ready, by depth."""
+
+    def __init__(self):
+        self.later: list[tuple[float, int, _Node]] = []
+        """A heap by time."""
+        self.by_depth: dict[float, list[_Node]] = {}
+        self.depths: list[float] = []
+        """The depths of `by_depth`, negated, as a heap."""
+
+    def push(self, node: _Node) -> None:
+        heapq.heappush(self.later, (node.ready, -node.position, node))
+
+    def advance(self, now: float) -> None:
+        """Move what is ready by now."""
+        while self.later and self.later[0][0] <= now:
+            node = self.pop_later()
+            if node.depth not in self.by_depth:
+                self.by_depth[node.depth] = []
+                heapq.heappush(self.depths, -node.depth)
+            self.by_depth[node.depth].append(node)
+
+    def pop_later(self) -> _Node:
+        """The next node that will be ready."""
+        return heapq.heappop(self.later)[2]
+
+    def deepest(self) -> float | None:
+        """The largest depth of a ready node."""
+        while self.depths and not self.by_depth[-self.depths[0]]:
+            del self.by_depth[-heapq.heappop(self.depths)]
+        return -self.depths[0] if self.depths else None
+
+    def take(self, depth: float, microseconds: float | None = None) -> _Node:
+        """The best ready node of a depth: of those that take a time most nearly, if given, by preference."""
+        nodes = found = self.by_depth[depth]
+        if microseconds is not None:
+            closest = min(abs(microseconds - n.microseconds) for n in nodes)
+            found = [n for n in nodes if abs(microseconds - n.microseconds) == closest]
+        best = max(found, key=lambda n: n.preference)
+        nodes.remove(best)
+        return best
+
+
 class _Scheduler:
     def __init__(self, nodes: list[_Node]):
         self.nodes = nodes
@@ -114,17 +157,11 @@ class _Scheduler:
         self.in_flight: _Node | None = None
         self.free: list[_Node] = []
         """Nodes that take no time."""
-        self.ends: list[_Node] = []
+        self.ends, self.kernels = _Queue(), _Queue()
         self.start: _Node | None = None
         """The start of the collective in flight, once all that follows it is placed."""
         self.loops: list[_Node] = []
         """Kernels that communicate."""
-        self.waiting: list[tuple[float, int, _Node]] = []
-        """Kernels that are ready later, a heap by time."""
-        self.by_depth: dict[float, list[_Node]] = {}
-        """Kernels that are ready."""
-        self.depths: list[float] = []
-        """The depths of `by_depth`, negated, as a heap."""
 
     def order(self) -> list[_Node]:
         """The nodes in the order in which they run."""
@@ -156,7 +193,7 @@ class _Scheduler:
         """Make a node available whose readers are all placed."""
         node.ready = max(self.now, self.earliest(node))
         if node.part == "end":
-            self.ends.append(node)
+            self.ends.push(node)
         elif node.part == "start":
             self.start = node
         elif not node.microseconds:
@@ -164,19 +201,20 @@ class _Scheduler:
         elif node.work.communicates:
             self.loops.append(node)
         else:
-            heapq.heappush(self.waiting, (node.ready, -node.position, node))
+            self.kernels.push(node)
 
     def next(self) -> _Node:
         """The best available node."""
         if self.free:
             return self.free.pop()
-        if self.ends and self.in_flight is None:
-            best = max(self.ends, key=lambda n: (-max(n.ready - self.now, 0.0), n.depth, *n.preference))
-            self.ends.remove(best)
-            return best
-        while self.waiting and self.waiting[0][0] <= self.now:
-            self.add(heapq.heappop(self.waiting)[2])
-        start, depth = self.start, self.deepest()
+        self.ends.advance(self.now)
+        self.kernels.advance(self.now)
+        depth = self.ends.deepest()
+        if self.in_flight is None and depth is not None:
+            return self.ends.take(depth)
+        if self.in_flight is None and self.ends.later:
+            return self.ends.pop_later()
+        start, depth = self.start, self.kernels.deepest()
         if self.loops and self.in_flight is None:
             loop = max(self.loops, key=lambda n: n.depth)
             if depth is None or loop.depth > depth:
@@ -186,40 +224,16 @@ class _Scheduler:
             self.start = None
             return start
         if depth is not None:
-            return self.take(depth)
-        if start is not None and (not self.waiting or start.ready <= self.waiting[0][0]):
+            waits = [n.ready for n in (self.start,) if n is not None and n.ready > self.now]
+            waits += [self.kernels.later[0][0]] if self.kernels.later else []
+            return self.kernels.take(depth, min(waits) - self.now if waits else None)
+        if start is not None and (not self.kernels.later or start.ready <= self.kernels.later[0][0]):
             self.start = None
             return start
-        return heapq.heappop(self.waiting)[2]
-
-    def add(self, node: _Node) -> None:
-        if node.depth not in self.by_depth:
-            self.by_depth[node.depth] = []
-            heapq.heappush(self.depths, -node.depth)
-        self.by_depth[node.depth].append(node)
-
-    def deepest(self) -> float | None:
-        """The largest depth of a ready kernel."""
-        while self.depths and not self.by_depth[-self.depths[0]]:
-            del self.by_depth[-heapq.heappop(self.depths)]
-        return -self.depths[0] if self.depths else None
+        return self.kernels.pop_later()
 
     def is_start_next(self, start: _Node, depth: float | None) -> bool:
         """Whether a start whose latency is hidden goes before the ready kernels."""
-        if depth is None or self.ends:  # another collective waits for this one
+        if depth is None or self.ends.later or self.ends.deepest() is not None:  # another collective waits for this one
             return True
         return start.depth > 0 and start.depth > depth
-
-    def take(self, depth: float) -> _Node:
-        """The best ready kernel of a depth: the one that fits best into the latency left, then by preference."""
-        nodes = self.by_depth[depth]
-        found = nodes
-        later = [n.ready for n in (self.start,) if n is not None and n.ready > self.now]
-        later += [self.waiting[0][0]] if self.waiting else []
-        if later:
-            left = min(later) - self.now
-            closest = min(abs(left - n.microseconds) for n in nodes)
-            found = [n for n in nodes if abs(left - n.microseconds) == closest]
-        best = max(found, key=lambda n: n.preference)
-        nodes.remove(best)
-        return best
