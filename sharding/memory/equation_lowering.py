@@ -10,8 +10,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from .. import compat
 from ..graph import CALLS, Graph, Op, Scope
 from ..propagation import Assignment
@@ -55,8 +53,8 @@ class Lowering:
         return self.specs[value] if value is not None else closed_spec(len(var.aval.shape))
 
     def itemsize(self, aval: Any) -> int:
-        """Bytes per element; a PRNG key is two words of 32 bits."""
-        return 8 if compat.is_extended(aval.dtype) else int(np.dtype(aval.dtype).itemsize)
+        """Bytes per element, those of a PRNG key included."""
+        return int(aval.dtype.itemsize)
 
     def read(self, atom: Any, env: Env) -> Instruction | None:
         """The instruction that produces an atom; None for constants."""
