@@ -203,7 +203,7 @@ class _BufferAssignment:
     def alias(self) -> None:
         """Alias each new loop carry or donated result to the old one, unless a kernel needs both at once.
 
-        Other readers of the old one run before the new one is written.
+        Other readers of a donated argument run before the result is written, those of a loop carry as scheduled.
         """
         for argument, number in self.carried:
             new, old = self.buffer_of.get(self.body.results[number]), self.buffer_of.get(argument)
@@ -213,4 +213,5 @@ class _BufferAssignment:
             is_overwritten = any(first.root.operands[at] is argument for at, _ in first.root.in_place)
             needs_both = argument in first.operands and not is_overwritten and not self.is_elementwise(first, argument)
             readers = (kernel for _, x in new.makers for kernel in self.readers.get(x, ()))
-            new.is_temporary = needs_both or any(argument in kernel.operands for kernel in readers)
+            is_early = new.is_temporary and new.born < self.last_read.get(argument, 0)
+            new.is_temporary = is_early or needs_both or any(argument in kernel.operands for kernel in readers)

@@ -8,10 +8,8 @@ Key = tuple[str, int, str]
 
 LIBRARY = "XLA:CPU's library runs further ops with a reduction, and stores what they read"
 HALF_DOTS = "XLA:CPU runs some bfloat16 dots in 16 bits"
-SPLIT = "XLA:CPU stores what it can't compute on all paths to its users"
 PEAKS: dict[Key, tuple[float, str]] = {
     ("gpt, scanned", 0, "weights"): (0.12, LIBRARY),
-    ("gpt, scanned, remat", 0, "weights"): (0.11, SPLIT),
     ("gpt, 16 bits", 0, "weights"): (0.13, HALF_DOTS),
     ("gpt, 16 bits", 1, "weights"): (0.16, HALF_DOTS),
     ("gpt, 16 bits", 3, "weights"): (0.15, HALF_DOTS),
