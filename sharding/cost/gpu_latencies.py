@@ -1,9 +1,9 @@
 """Times of kernels and collectives by which XLA:GPU schedules, in microseconds.
 
 XLA's estimator for an H100 (openxla/xla, `service/gpu/model/sol_latency_estimator.cc`) interpolates tables of measured
-products and collectives, and divides the bytes of other kernels by the memory bandwidth. The functions here fit what it
-logs: products to 25 %, collectives to 40 %. These are the compiler's figures, used to predict its schedule; for step
-times see `op_time` and `collective_time`.
+products and collectives, and divides the bytes of other kernels by the memory bandwidth. Collectives here fit what it
+logs to 40 %; products count by their bytes, too. These are the compiler's figures, used to predict its schedule; for
+step times see `op_time` and `collective_time`.
 """
 
 from __future__ import annotations
