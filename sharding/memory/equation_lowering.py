@@ -57,7 +57,9 @@ class Lowering:
         return self.specs[value] if value is not None else closed_spec(len(var.aval.shape))
 
     def itemsize(self, aval: Any) -> int:
-        """Bytes per element; a PRNG key is two words of 32 bits."""
+        """Bytes per element on the device; a PRNG key is two words of 32 bits, and an array of the host has none."""
+        if compat.is_on_host(aval):
+            return 0
         return 8 if compat.is_extended(aval.dtype) else int(np.dtype(aval.dtype).itemsize)
 
     def read(self, atom: Any, env: Env) -> Instruction | None:
@@ -148,8 +150,6 @@ class Lowering:
             ]
             operand_specs, result_specs = strategy.operand_specs, strategy.result_specs
         needs, gives = operand_specs, result_specs
-        if op is not None and op.rule is None:  # XLA runs it on replicated arrays
-            needs, gives = ([closed_spec(len(v.aval.shape)) for v in vs] for vs in (eqn.invars, eqn.outvars))
         if name in xla_workarounds.AFFECTED:
             needs, gives = self.workaround_specs(eqn, scope, needs, gives)
             steps = [() if a.axes != b.axes else path for a, b, path in zip(result_specs, gives, steps, strict=True)]
@@ -198,10 +198,18 @@ class Lowering:
         """Lower an op whose results are its operands, possibly resharded."""
         for atom, var, x in zip(eqn.invars, eqn.outvars, operands, strict=True):
             have, need = self.spec_of(atom, scope), self.spec_of(var, scope)
+            if x is not None and self.memory_kind(atom, scope) != self.memory_kind(var, scope):
+                shape, itemsize = emitter.local_shape(var.aval.shape, have), self.itemsize(var.aval)
+                x = emitter.emit("copy", "unfusible", [x], shape, itemsize, value=self.graph_value(var, scope), eqn=eqn)
             if x is not None and have is not need:
                 x = emitter.reshard(x, var.aval.shape, self.itemsize(var.aval), have, need)
             if not compat.is_drop(var):
                 env[var] = x
+
+    def memory_kind(self, var: Any, scope: Scope | None) -> str | None:
+        """The kind of memory that a variable is in; None is the device's."""
+        value = self.graph_value(var, scope)
+        return None if value is None else self.graph.memory_kinds.get(value)
 
     def emit_op(
         self,

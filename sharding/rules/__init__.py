@@ -24,14 +24,15 @@ Example:
     2
 """
 
-from .rule import Dims, Flow, Kind, Rule, RuleBuilder, Shape, pointwise
-from .rule_table import CONSTANT_PRESERVING, ELEMENTWISE, MOVES, barrier, identity, rule_for
+from .rule import Dims, Flow, Kind, Rule, RuleBuilder, Shape, opaque, pointwise
+from .rule_table import CONSTANT_PRESERVING, ELEMENTWISE, MOVES, PARTITIONED_BY_ITSELF, barrier, identity, rule_for
 from .user_rules import register, unregister, version
 
 __all__ = [
     "CONSTANT_PRESERVING",
     "ELEMENTWISE",
     "MOVES",
+    "PARTITIONED_BY_ITSELF",
     "Dims",
     "Flow",
     "Kind",
@@ -40,6 +41,7 @@ __all__ = [
     "Shape",
     "barrier",
     "identity",
+    "opaque",
     "pointwise",
     "register",
     "rule_for",
