@@ -117,6 +117,8 @@ class Lowering:
 
     def op_of(self, eqn: Any, scope: Scope | None) -> Op | None:
         """The graph's op of an equation, if both have the same operands and results."""
+        if scope is not None and (op := next((op for op in scope.opaque.values() if op.site[0] is eqn), None)):
+            return op
         for var in eqn.outvars:
             value = None if compat.is_drop(var) else self.graph_value(var, scope)
             if value is not None:
@@ -237,6 +239,8 @@ class Lowering:
         is_fusible = primitive_traits.is_fusible(name) and not (traits.runs_op_by_op and copies_rows(eqn, shapes[0]))
         if len(outputs) != 1 and not is_fusible:
             results = emitter.emit(name, "unfusible", present, (0,), 1, eqn=eqn)
+            if compat.has_side_effects(eqn):
+                emitter.body.effects.append(results)
             return emitter.tuple_elements(results, [(*output, eqn) for output in outputs])
         shape, itemsize, value = outputs[0]
         if name == "threefry2x32" and traits.runs_op_by_op and len(outputs) == 1:

@@ -182,3 +182,16 @@ def test_searches_of_known_sizes_are_ordinary_ops():
         assert not step.complete(X).unknown
         for mine, theirs in zip(step(X), f(X), strict=True):
             np.testing.assert_array_equal(mine, theirs)
+
+
+def test_what_a_callback_gathers_is_in_memory():
+    def f(x):
+        jax.debug.callback(lambda a: None, x)
+        return x + 1
+
+    with sharding.mesh(data=8):
+        step = sharding.jit(f, in_shardings=P("data"))
+        large = jax.ShapeDtypeStruct((256, 64), jnp.float32)
+        report, compiled = step.complete(large).memory(), step.lower(large).compile()
+    assert any(a.op == "all-gather" and a.num_bytes == 256 * 64 * 4 for a in report.arrays)
+    assert report.peak_bytes == pytest.approx(read_compiled(compiled).peak_bytes, rel=0.05)
