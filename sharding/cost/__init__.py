@@ -37,7 +37,7 @@ from .calibration import QUICK, Calibration, Effort, calibrate
 from .collective_time import collective_seconds
 from .op_time import Work, op_seconds, work
 from .simulator import Span, Task, Timeline, simulate
-from .topology import Topology, Way, byte_costs, known_topology, topology
+from .topology import Topology, Way, topology
 
 __all__ = [
     "KINDS",
@@ -66,8 +66,6 @@ __all__ = [
     "read_compiled",
     "read_hlo",
     "simulate",
-    "byte_costs",
-    "known_topology",
     "topology",
     "wire_bytes",
     "work",

@@ -38,7 +38,7 @@ from .memory_fit import Fit
 from .memory_report import AxisShare, MemoryReport, Moment, memory
 from .predicted_collectives import communication
 from .step_time import Estimate, estimate
-from .unknown_ops import UnknownOp, UnknownOps, unknown_ops
+from .unknown_ops import UnknownOp
 from .verification import Verification, verify
 
 __all__ = [
@@ -55,13 +55,11 @@ __all__ = [
     "Moment",
     "RepeatedLayers",
     "UnknownOp",
-    "UnknownOps",
     "Verification",
     "communication",
     "compile_time",
     "estimate",
     "largest_batch",
     "memory",
-    "unknown_ops",
     "verify",
 ]

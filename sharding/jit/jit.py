@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from .. import graph, paths, propagation
 from ..completion import Completion
-from ..cost import byte_costs, known_topology
+from ..cost.topology import byte_costs, known_topology
 from ..errors import ShardingError, raise_together
 from ..graph.garbage_collection import no_collection
 from ..hardware import Platform

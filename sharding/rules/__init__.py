@@ -8,6 +8,8 @@ Example:
     j i -> i j
     >>> print(rules.pointwise([(8, 4), (8, 4)], [(8, 4)]), "|", rules.identity(1, (8, 4)))
     i j, i j -> i j | i j -> i j
+    >>> print(rules.opaque([(8,)], [(8,)]))
+    i -> j
     >>> rules.barrier((8,), "forward").flow
     <Flow.FORWARD: 'forward only'>
     >>> builder = rules.RuleBuilder([(8, 4)], [(8,)])
