@@ -6,6 +6,7 @@ parameters are stored over it, and gathered for their use.
 """
 
 import dataclasses
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -100,9 +101,20 @@ def dlrm(axis_names: Iterable[str]) -> Layout:
     return _on(DLRM, axis_names)
 
 
+OTHER_AXES = frozenset({"data", "expert", "fsdp", "pipe", "seq"})
+"""Axes that batches, stages or sequences are sharded over, if no parameter is."""
+
+
 def _on(table: Table, axis_names: Iterable[str]) -> Layout:
     """The rules with the axes that a mesh has; none for a parameter that these don't shard."""
     names = set(axis_names)
+    known = {entry for one in table for entry in one.spec or () if isinstance(entry, str)}
+    if unused := sorted(names - known - OTHER_AXES):
+        warnings.warn(
+            f"layout: no rule shards over the mesh {'axes' if len(unused) > 1 else 'axis'} "
+            f"{', '.join(map(repr, unused))}; its rules shard over {', '.join(map(repr, sorted(known)))}",
+            stacklevel=3,
+        )
     specs = [P(*(axis if axis in names else U for axis in one.spec or ())) for one in table]
     return Layout(
         tuple(

@@ -21,6 +21,10 @@ from jax._src import distributed as _distributed
 from jax._src import source_info_util as _source
 from jax._src import xla_bridge as _bridge
 from jax._src.clusters import ClusterEnv as _ClusterEnv
+from jax._src.core import NamedAxisEffect as _NamedAxisEffect
+from jax._src.core import Ref as _Ref
+from jax._src.core import internal_mutable_array_effect as _internal_mutable_array_effect
+from jax._src.interpreters.pxla import _discharge_internal_refs
 from jax._src.named_sharding import UnspecifiedValue as _UnspecifiedValue
 from jax._src.random import prng as _prng
 from jax.core import Tracer as Tracer
@@ -132,6 +136,31 @@ def implementation(eqn: Any) -> Any:
         return primitive.to_lojax
     package = (getattr(primitive.impl, "__module__", None) or "functools").partition(".")[0]
     return None if package in ("functools", "jax", "jaxlib", __package__) else primitive.impl
+
+
+def has_side_effects(eqn: Any) -> bool:
+    """Whether an equation does more than compute its results; naming a mesh axis does not count."""
+    return any(not isinstance(effect, _NamedAxisEffect) for effect in eqn.effects)
+
+
+def is_on_host(aval: Any) -> bool:
+    """Whether arrays of an abstract value are in the memory of the host."""
+    return getattr(aval, "memory_space", None) == jax.memory.Space.Host
+
+
+def uses_refs(jaxpr: Any) -> bool:
+    """Whether a closed jaxpr makes mutable arrays of its own."""
+    return _internal_mutable_array_effect in open_jaxpr(jaxpr).effects
+
+
+def without_refs(jaxpr: Any) -> Any:
+    """A closed jaxpr with its own mutable arrays as ordinary ones, as `jax.jit` lowers them."""
+    return _discharge_internal_refs(jaxpr)
+
+
+def is_ref(x: Any) -> bool:
+    """Whether `x` is a mutable array."""
+    return isinstance(x, _Ref)
 
 
 def source_of(eqn: Any) -> Any:

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from . import paths
-from .annotations import axis_rules
 from .cost import Topology, topology
 from .display import Drawing
 from .display.text_table import ruled
@@ -35,12 +34,14 @@ from .explain import (
 from .explain import report as reports
 from .explain.conflict_list import Conflicts
 from .explain.replication_reasons import ReplicatedDims
+from .explain.unknown_ops import UnknownOps, unknown_ops
 from .explain.why import Why, why
-from .graph import Annotation, Places, joined
+from .graph import Annotation, Places, Trips
 from .hardware import Chip, Devices, Platform
 from .mesh import current
 from .propagation import Assignment, PendingSum, partial_sums
-from .spec import Spec, divisible, indivisible, sizes_text, to_partition_spec
+from .propagation.added_annotation import with_annotation
+from .spec import Spec, divisible, sizes_text, to_partition_spec
 
 MAX_DISPLAYED_OPS = 10_000
 """From this many ops on, displaying a completion omits memory and time, which would take seconds."""
@@ -76,8 +77,12 @@ class Completion:
 
     @property
     def in_shardings(self) -> tuple[Any, ...]:
-        """PartitionSpecs of the arguments: one pytree per argument, with its structure."""
-        specs = [self.boundary(v) for v in self._graph.inputs]
+        """PartitionSpecs of the arguments: one pytree per argument, with its structure.
+
+        An argument in the host's memory has a `NamedSharding`, which names its kind of memory.
+        """
+        kinds = self._graph.memory_kinds
+        specs = [self._in_memory(self.boundary(v), kinds.get(v)) for v in self._graph.inputs]
         trees, at = [], 0
         for tree in self._in_trees:
             trees.append(jax.tree.unflatten(tree, specs[at : at + tree.num_leaves]))
@@ -86,8 +91,14 @@ class Completion:
 
     @property
     def out_shardings(self) -> Any:
-        """PartitionSpecs of the result, a pytree with its structure."""
-        return jax.tree.unflatten(self._out_tree, [self.boundary(v) for v in self._graph.outputs])
+        """PartitionSpecs of the result, a pytree with its structure; as for arguments in the host's memory."""
+        pairs = zip(self._graph.outputs, self._graph.output_memory_kinds, strict=True)
+        return jax.tree.unflatten(self._out_tree, [self._in_memory(self.boundary(v), kind) for v, kind in pairs])
+
+    def _in_memory(self, spec: P, kind: str | None) -> P | NamedSharding:
+        sizes = self.assignment.sizes
+        mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))
+        return spec if kind is None else NamedSharding(mesh, spec, memory_kind=kind)
 
     def boundary(self, value: int) -> P:
         """The PartitionSpec of an argument or result, limited to axes that divide its dims."""
@@ -108,10 +119,13 @@ class Completion:
         a = self.assignment
         return partial_sums.find(a.graph, a.specs, a.sizes)
 
-    @property
-    def unknown(self) -> dict[str, int]:
-        """Primitives without a rule, with their number of ops; shardings do not propagate through these."""
-        return self._graph.unknown
+    @cached_property
+    def unknown(self) -> UnknownOps:
+        """The ops without a rule, each with its line and the operands that are gathered for it.
+
+        Shardings do not propagate through these.
+        """
+        return unknown_ops(self.assignment)
 
     @property
     def uneven(self) -> tuple[str, ...]:
@@ -170,11 +184,27 @@ class Completion:
         failures: list[ShardingError] = []
         for name, v in found.items():
             try:
-                annotations[v] = self._annotation(name, v, spec, priority)
+                sizes, is_end = self.assignment.sizes, v in self._ends
+                annotations[v] = with_annotation(self._graph, name, v, spec, sizes, priority=priority, is_end=is_end)
             except ShardingError as error:
                 failures.append(error)
         raise_together(f"{self.name}: annotate({path!r}, {spec})", failures)
-        assignment = self.assignment.with_annotations(annotations)
+        return self._of(self.assignment.with_annotations(annotations))
+
+    def with_trips(self, trips: Trips) -> Completion:
+        """The completion with trip counts for loops of unknown length (`while_loop`), which count as one iteration.
+
+        Args:
+            trips: how often they run: all of them, or each by the start of its line, as `{"decode.py:31": 64}`.
+
+        Raises:
+            ShardingError: a negative count, or a line at which there is no such loop.
+
+        The ledger and the estimate then count all iterations; peak memory is that of any number.
+        """
+        return self._of(self.assignment.with_trips(trips))
+
+    def _of(self, assignment: Assignment) -> Completion:
         return Completion(
             assignment,
             name=self.name,
@@ -185,37 +215,11 @@ class Completion:
             devices=self._devices,
         )
 
-    def _annotation(self, name: str, v: int, spec: P, priority: int) -> Annotation:
-        """The annotation of a value after adding another."""
-        asked = f"annotate({name!r}, {spec})"
-        shape, sizes = self._graph.shapes[v], self.assignment.sizes
-        annotation = Annotation(
-            spec=axis_rules.resolve(spec, shape, sizes, asked=asked, priority=priority), origin=asked
-        )
-        faults = indivisible(annotation.spec, shape, sizes)
-        if faults and v in self._ends:
-            raise ShardingError(
-                asked,
-                found=[f"shape {shape}", *faults],
-                required="dims of arguments and results divisible by the product of their axis sizes",
-            )
-        have = self._graph.annotations.get(v)
-        both = annotation if have is None else joined(have, annotation)
-        if both is None:
-            assert have is not None
-            raise ShardingError(
-                asked,
-                found=f"{to_partition_spec(have.spec, keep_open=True)} from {have.origin}",
-                required="annotations of one value that agree on each dim, or leave it open",
-                fix="P.UNCONSTRAINED for the dims annotated already, or a program without that annotation",
-            )
-        return both
-
     def communication(self) -> Ledger:
         """Predicts the collectives of one call, each with the source line and the cause, before anything compiles.
 
-        In logical dtypes; `.lowered("cpu")` gives them as that platform's compiler emits them. Collectives of ops
-        without a rule (`.unknown`) are not predicted.
+        In logical dtypes; `.lowered("cpu")` gives them as that platform's compiler emits them. What it cannot predict,
+        such as a `custom_partitioning` whose rule is a function, is listed under the table (`.unknown`).
         """
         return communication(self.assignment, name=self.name)
 

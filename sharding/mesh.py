@@ -23,6 +23,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from sharding import compat, hardware
 from sharding.errors import ShardingError, raise_together
+from sharding.hardware.physical_mesh import device_array
 
 
 class Device(Protocol):
@@ -75,7 +76,8 @@ def mesh(axes: AxisSizes | None = None, /, *, devices: DevicesLike | None = None
     if isinstance(found, int | hardware.Devices):
         over = AbstractMesh(tuple(resolved.values()), tuple(resolved), axis_types=_auto(resolved))
         return MeshContext(mesh=over, described=None if isinstance(found, int) else found)
-    return MeshContext(mesh=_over(found, resolved))
+    order = device_array(found, resolved, asked=str(request))
+    return MeshContext(mesh=Mesh(order, tuple(resolved), axis_types=_auto(resolved)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,12 +146,6 @@ def _without_devices(m: AbstractMesh) -> Iterator[None]:
         yield
 
 
-def island(device: Device) -> int:
-    """The island of fast links of a device: its slice if the platform has slices, else its process."""
-    index = getattr(device, "slice_index", None)
-    return device.process_index if index is None else index
-
-
 def _innermost() -> MeshContext | None:
     entered = _ENTERED.get()
     return entered[-1][0] if entered else None
@@ -157,16 +153,6 @@ def _innermost() -> MeshContext | None:
 
 def _auto(sizes: AxisSizes) -> tuple[AxisType, ...]:
     return (AxisType.Auto,) * len(sizes)
-
-
-def _over(devices: Sequence[Device], sizes: AxisSizes) -> Mesh:
-    """A mesh over real devices, in JAX's physical-topology order if possible."""
-    names, shape = tuple(sizes), tuple(sizes.values())
-    try:
-        return jax.make_mesh(shape, names, axis_types=_auto(sizes), devices=devices)
-    except (AssertionError, ValueError, NotImplementedError):
-        # Several slices, a part of a torus, or one that the shape cannot be mapped to: in order, islands outermost.
-        return Mesh(np.array(sorted(devices, key=island)).reshape(shape), names, axis_types=_auto(sizes))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

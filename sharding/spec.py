@@ -41,6 +41,32 @@ class Dim:
         return "(" + ",".join(names) + ")" if len(names) > 1 else (names[0] if names else "-")
 
 
+class MeshSizes(dict[str, int]):
+    """Mesh axis -> size, with what a byte costs along the slow axes.
+
+    Reshards weigh bytes by it; nothing else depends on it.
+    """
+
+    def __init__(self, sizes: Mapping[str, int], byte_costs: Mapping[str, float] | None = None):
+        super().__init__(sizes)
+        own = sizes.byte_costs if isinstance(sizes, MeshSizes) else {}
+        self.byte_costs: Mapping[str, float] = own if byte_costs is None else byte_costs
+        """Axis -> the time of a byte, relative to the fastest links of the mesh; 1 where it is missing."""
+
+
+def byte_cost(axes: Iterable[Axis], sizes: Mapping[str, int]) -> float:
+    """The time of a byte in groups over some axes, relative to the fastest links.
+
+    A collective over fast and slow axes is hierarchical: each device of a fast group sends its part over the slow one.
+    """
+    if not isinstance(sizes, MeshSizes) or not sizes.byte_costs:
+        return 1.0
+    costs = [(sizes.byte_costs.get(a if isinstance(a, str) else a[0], 1.0), axis_size(a, sizes)) for a in axes]
+    slowest = max((cost for cost, _ in costs), default=1.0)
+    fast_group = math.prod(size for cost, size in costs if cost < slowest)
+    return slowest if fast_group == 1 else 1.0 + (slowest - 1.0) / fast_group
+
+
 OPEN = Dim(open=True)
 CLOSED = Dim()
 

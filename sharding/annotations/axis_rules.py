@@ -100,6 +100,13 @@ def in_force() -> AxisRules:
     return _CONTEXT.value
 
 
+def unused(specs: Iterable[Spec]) -> tuple[str, ...]:
+    """The current rules that no dim of some specs comes from, each as `mlp -> tensor`."""
+    used = {via for spec in specs for dim in spec.dims for via in dim.via.split(", ")}
+    rules = (f"{name} -> {_entry_text(entry)}" for name, entry in in_force().pairs)
+    return tuple(rule for rule in rules if rule not in used)
+
+
 def resolve(spec: P, shape: tuple[int, ...], sizes: Mapping[str, int], *, asked: str, priority: int = 0) -> Spec:
     """The `Spec` of a `PartitionSpec` that may contain logical names.
 

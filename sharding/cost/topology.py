@@ -24,7 +24,8 @@ from jax.sharding import AbstractMesh, Mesh
 from .. import hardware
 from ..errors import ShardingError
 from ..hardware import Chip, Devices, Link, Wire
-from ..mesh import current, described, island
+from ..hardware.physical_mesh import island
+from ..mesh import current, described
 from ..spec import Axis, axis_name, num_parts
 
 Shape = Literal["ring", "line", "switch"]
@@ -65,6 +66,14 @@ class Topology:
     def chip(self) -> Chip:
         """The chip of every device."""
         return self.devices.chip
+
+    @property
+    def folds(self) -> bool:
+        """Whether each axis takes whole dims of the torus; otherwise axes share links.
+
+        Several slices are not checked.
+        """
+        return not self.chip.torus_dims or bool(self.islands) or _full_dims(self.sizes, self.devices) is not None
 
     def group_size(self, axes: Sequence[Axis]) -> int:
         """Devices per group over these axes."""
@@ -126,6 +135,29 @@ def topology(m: Mesh | AbstractMesh, hardware_like: Devices | Chip | str | None 
     sizes = tuple((str(name), int(size)) for name, size in m.shape.items())
     islands = _slices(m) if found.chip.torus_dims else _islands(m, found)
     return Topology(sizes=sizes, devices=found, islands=islands)
+
+
+def known_topology(m: Mesh | AbstractMesh) -> Topology | None:
+    """The topology of a mesh on its own devices, or the described ones that it was created over; None if unknown."""
+    try:
+        return topology(m)
+    except ShardingError:
+        return None
+
+
+def byte_costs(on: Topology | None) -> dict[str, float]:
+    """Axis -> the time of a byte over the network, relative to the links inside of hosts or slices.
+
+    By data sheet alone, so that all processes find the same. Empty if all axes have the same kind of link, and for
+    CPUs and unknown devices.
+    """
+    if on is None or on.chip.platform == "cpu":
+        return {}
+    slow = [axis for axis, size in on.sizes if on.links[axis] == "network" and size > 1]
+    if all(axis in slow for axis, size in on.sizes if size > 1):
+        return {}
+    ratio = on.chip.wire.total_bytes_per_second / on.chip.network.total_bytes_per_second
+    return dict.fromkeys(slow, max(1.0, ratio))
 
 
 def _real(m: Mesh) -> Devices | None:

@@ -38,6 +38,7 @@ from .memory_fit import Fit
 from .memory_report import AxisShare, MemoryReport, Moment, memory
 from .predicted_collectives import communication
 from .step_time import Estimate, estimate
+from .unknown_ops import UnknownOp
 from .verification import Verification, verify
 
 __all__ = [
@@ -53,6 +54,7 @@ __all__ = [
     "MemoryReport",
     "Moment",
     "RepeatedLayers",
+    "UnknownOp",
     "Verification",
     "communication",
     "compile_time",

@@ -24,6 +24,8 @@ class Hints:
 
     def operand(self, op: Op, v: int, want: Spec) -> str:
         """How to avoid resharding an operand to the spec that the op needs."""
+        if op.is_unknown:
+            return f"{unknown_op_fix(op)}, or annotate {self.label(v)} as {want} where it is small"
         have = self.specs[v]
         left, came = _minus(have, want), _minus(want, have)
         hint = f"annotate {self.label(v)} as {want}" + self.current_spec(v, have, left)
@@ -119,6 +121,15 @@ class Hints:
         if name or op is None or op.name == "edge" or not op.source:
             return self.graph.label(v)
         return f"{self.graph.label(v)} of {op.name} at {op.source}"
+
+
+def unknown_op_fix(op: Op) -> str:
+    """How to keep an op without a rule from running on replicated arrays."""
+    if op.name == "custom_partitioning":
+        return "pass sharding_rule= to def_partition as a string"
+    if op.name.startswith("debug_"):
+        return "call it with partitioned=True, or on a smaller array"
+    return f"call {op.name} in a jax.shard_map, or register its rule (sharding.rules.register)"
 
 
 def _minus(a: Spec, b: Spec) -> list[tuple[int, Axis]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import overload
 
@@ -13,11 +13,13 @@ from ..cost import Kind, Repeated, by_kind, lower_collective
 from ..display import Column, Table, Tabular
 from ..display.text_table import aligned
 from ..display.units import bytes_text
+from ..graph import Loop
 from ..hardware import Platform
 from ..paths import Layers
 from ..spec import Axis, axis_name
 from ..xla.collective_lowering import is_slice_wide
 from ..xla.collective_ops import totals
+from .unknown_ops import UnknownOp, UnknownOps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +36,8 @@ class Collective(Repeated):
     """Why it is needed."""
     advise: Callable[[], str] = field(default=str, repr=False, compare=False)
     """Computes the hint on demand."""
+    loops: tuple[str, ...] = ()
+    """The lines of the enclosing loops of unknown length, of which it is counted for one iteration."""
     is_manual: bool = False
     """Whether the program calls it explicitly, in a `shard_map`."""
     is_move: bool = False
@@ -43,6 +47,14 @@ class Collective(Repeated):
     def hint(self) -> str:
         """How to avoid it, with the annotations that it comes from; empty if unknown."""
         return self.advise()
+
+    def in_loops(self, loops: Iterable[Loop]) -> Collective:
+        """The same in loops of unknown length."""
+        lines = tuple(dict.fromkeys(loop.source for loop in loops))
+        if not lines:
+            return self
+        at = ", ".join(f"at {source}" for source in lines if source) or "of unknown length"
+        return dataclasses.replace(self, loops=lines, cause=f"{self.cause}, per iteration of the loop {at}")
 
     def in_dtype(self, dtype: str) -> Collective:
         """The same of an array that was converted to another dtype."""
@@ -66,7 +78,10 @@ COLUMNS = (
 
 
 class Ledger(Sequence[Collective], Tabular):
-    """The collectives of a program, in program order; prints as a table, most bytes first."""
+    """The collectives of a program, in program order; prints as a table, most bytes first.
+
+    `unknown` lists the ops without a rule; what those move that are left to XLA is not in the table.
+    """
 
     def __init__(
         self,
@@ -76,8 +91,11 @@ class Ledger(Sequence[Collective], Tabular):
         on_platform: Callable[[Platform], Sequence[Collective]] | None = None,
         num_devices: int = 0,
         layers: Layers | None = None,
+        unknown: Sequence[UnknownOp] = (),
+        find_cut_searches: Callable[[], tuple[str, ...]] = tuple,
     ):
         self.name, self._num_devices, self._layers = name, num_devices, layers or Layers()
+        self.unknown, self._find_cut_searches = UnknownOps(unknown), find_cut_searches
         self._collectives = tuple(collectives)
         self._on_platform = on_platform
 
@@ -123,7 +141,19 @@ class Ledger(Sequence[Collective], Tabular):
         return self._of(found)
 
     def _of(self, collectives: Sequence[Collective]) -> Ledger:
-        return Ledger(collectives, name=self.name, num_devices=self._num_devices, layers=self._layers)
+        return Ledger(
+            collectives,
+            name=self.name,
+            num_devices=self._num_devices,
+            layers=self._layers,
+            unknown=self.unknown,
+            find_cut_searches=self._find_cut_searches,
+        )
+
+    @property
+    def cut_searches(self) -> tuple[str, ...]:
+        """The ops for which not all ways to run or reshard them were compared, with their lines."""
+        return self._find_cut_searches()
 
     def rows(self) -> list[tuple[str, str, int, int, str, str]]:
         """(kind, axes, count, bytes, line, cause), most bytes first; those of equal layers are in one row."""
@@ -146,11 +176,19 @@ class Ledger(Sequence[Collective], Tabular):
         counts = [
             f"{n} {kind}{'s' if n != 1 else ''} ({bytes_text(size)})" for kind, (n, size) in self.by_kind().items()
         ]
-        return f"{self.name}, per device: {', '.join(counts) or 'no collectives'}"
+        size = sum(c.bytes for c in self if c.loops)
+        per_iteration = f" ({bytes_text(size)} per iteration of loops of unknown length: with_trips)" if size else ""
+        return f"{self.name}, per device: {', '.join(counts) or 'no collectives'}{per_iteration}"
+
+    def notes(self) -> list[str]:
+        """What is not predicted, and for which ops not all ways to run them were compared."""
+        rest = UnknownOps(one for one in self.unknown if not one.is_predicted)
+        found = [f"not predicted: {line}" for line in str(rest).splitlines()]
+        return found + [f"search cut short: {line}" for line in self.cut_searches]
 
     def __str__(self) -> str:
         table = [tuple(column.name for column in COLUMNS), *(tuple(map(str, row)) for row in self.rows())]
-        return "\n".join([self._title(), *(aligned(table) if len(table) > 1 else [])])
+        return "\n".join([self._title(), *(aligned(table) if len(table) > 1 else []), *self.notes()])
 
     __repr__ = __str__
 

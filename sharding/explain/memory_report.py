@@ -14,7 +14,7 @@ from ..display import Column, Table, Tabular
 from ..display.units import bytes_text
 from ..graph import Graph
 from ..hardware import Platform
-from ..memory import Usage, usage
+from ..memory import HostBytes, Usage, usage
 from ..paths import Layers
 from ..propagation import Assignment
 from ..spec import sizes_text
@@ -93,6 +93,8 @@ class MemoryReport(Tabular):
     """The temporary buffer for everything else, including gaps."""
     collective_buffer_bytes: int = 0
     """What NCCL keeps for the collectives on GPUs, outside XLA's memory and not in `peak_bytes`."""
+    host: HostBytes = HostBytes()
+    """Arrays in the host's memory (`memory_kind="pinned_host"`), which are not in `peak_bytes`."""
     arrays: tuple[Array, ...]
     """Arrays live at the peak, largest first."""
     layers: Layers = Layers()
@@ -221,6 +223,7 @@ def report(assignment: Assignment, found: Usage, *, name: str = "program", platf
         argument_bytes=found.argument_bytes,
         result_bytes=found.result_bytes,
         temporary_bytes=found.temporary_bytes,
+        host=found.host,
         collective_buffer_bytes=collective_buffer_bytes(found, assignment.sizes, platform),
         arrays=LiveArrays(assignment, found).arrays(),
         layers=assignment.graph.layers,
@@ -254,9 +257,16 @@ def _lines(report: MemoryReport) -> Iterator[str]:
         yield f"compiled, nine of ten such programs take {bytes_text(low)} to {bytes_text(high)}"
     if report.collective_buffer_bytes:
         yield f"outside XLA's memory: {bytes_text(report.collective_buffer_bytes)} for NCCL's buffers"
+    if report.host.total_bytes:
+        yield f"in the host's memory: {_host_text(report.host)} per device"
     yield from categories.lines()
     for table in (axes, Table("", ARRAY_COLUMNS, arrays.rows[:MAX_ARRAYS])):
         yield from ("", *table.lines())
     left = len(arrays.rows) - MAX_ARRAYS
     if left > 0:
         yield f"and {left} more"
+
+
+def _host_text(host: HostBytes) -> str:
+    parts = {"arguments": host.argument_bytes, "results": host.result_bytes, "temporaries": host.temporary_bytes}
+    return f"{bytes_text(host.total_bytes)} ({', '.join(f'{bytes_text(n)} of {k}' for k, n in parts.items() if n)})"

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from .. import compat
 from ..cost import Kind
 from ..graph import Op
 from ..hardware import Platform
@@ -27,14 +25,18 @@ from ..rewrite.rotation import rotation_parts
 from ..rewrite.unread_gathers import without_unread_gathers
 from ..spec import Axis, Spec, divisible, local_shape, num_parts
 from ..xla.collective_lowering import is_gathered_by_all_reduce
+from .callback_results import broadcast_results
 from .collective_dtypes import CollectiveDtypes
 from .collective_hints import Hints
 from .collective_ledger import Collective, Ledger
+from .cut_searches import cut_searches
 from .reduce_scatter_creation import in_mesh_order, reduce_scattered, reduces_elementwise, stays_all_reduce
+from .runs_moved import loops_moved, times_moved
 from .shard_exchanges import ShardExchanges, axis_names
 from .shard_map_collectives import MANUAL, explicit, in_bodies
 from .sum_reassociation import LOOKED_THROUGH, SPLITS, Reassociation, reassociate, split_all_reduce, sums_and_rest
 from .sums_behind_loops import Reduction
+from .unknown_ops import unknown_ops
 
 _SUMMING = {
     "conv_general_dilated": "conv_general_dilated contracts",
@@ -45,7 +47,7 @@ _SUMMING = {
 
 
 def communication(assignment: Assignment, *, name: str = "") -> Ledger:
-    """Every collective that a completed program runs; what XLA does for ops without a rule is unknown."""
+    """Every collective that a completed program runs; what XLA does for ops that are left to it is unknown."""
 
     @functools.cache
     def collectives(platform: Platform) -> tuple[Collective, ...]:
@@ -53,9 +55,10 @@ def communication(assignment: Assignment, *, name: str = "") -> Ledger:
         found = [transfer.collective for _, transfers in program.ops() for transfer in transfers]
         return (*found, *program.in_shard_maps())
 
-    num_devices = math.prod(assignment.sizes.values())
-    layers = assignment.graph.layers
-    return Ledger(collectives("cpu"), name=name, on_platform=collectives, num_devices=num_devices, layers=layers)
+    find_cut = functools.cache(functools.partial(cut_searches, assignment))
+    given = {"on_platform": collectives, "unknown": unknown_ops(assignment), "find_cut_searches": find_cut}
+    given |= {"layers": assignment.graph.layers, "num_devices": math.prod(assignment.sizes.values())}
+    return Ledger(collectives("cpu"), name=name, **given)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +87,6 @@ class ProgramCollectives:
         self.strategies, self.hints = OpStrategies(assignment), Hints(assignment)
         self.live = self.graph.live_values()
         self.times = self.graph.times
-        self.loop_invariants = self.graph.loop_invariants
         self.regions = self.graph.regions
         children = (pair for scope in self.graph.scopes() for pair in scope.children_of("scan"))
         self.loop_bodies = {id(eqn): child for eqn, child in children}
@@ -97,7 +99,7 @@ class ProgramCollectives:
     def ops(self) -> Iterator[tuple[Op, tuple[Transfer, ...]]]:
         """(op, its collectives) in program order; none for empty arrays, which XLA replaces by constants."""
         for op in self.graph.ops:
-            if not self.live.isdisjoint(op.results):
+            if self.graph.is_live(op, self.live):
                 yield op, tuple(t for t in self.transfers(op) if t.collective.result_bytes)
 
     def reassociated(self, platform: Platform) -> Reassociation:
@@ -145,7 +147,7 @@ class ProgramCollectives:
     def in_shard_maps(self) -> Iterator[Collective]:
         """The explicit collectives of `shard_map`s over all mesh axes."""
         if self.graph.scope is not None:
-            yield from in_bodies(self.graph.scope, self.sizes, self.platform)
+            yield from in_bodies(self.graph.scope, self.sizes, self.platform, self.graph.trips)
 
     def transfers(self, op: Op) -> Iterator[Transfer]:
         if op.rule is None:
@@ -157,6 +159,11 @@ class ProgramCollectives:
         elif op.name in MANUAL:
             for c in self.manual_collectives(op):
                 yield Transfer(self.dtypes.of_value(c, op.results[0]), op.results[0], False)
+        elif op.is_unknown:
+            yield from self.op(op) if op.operands else ()
+            yield from (
+                Transfer(c.in_loops(op.loops), v, False) for v, c in broadcast_results(op, self.graph, self.sizes)
+            )
         elif op.results[0] in self.exchanges.rotation_parts:
             return
         elif op.results[0] in self.exchanges.rotations:
@@ -198,7 +205,7 @@ class ProgramCollectives:
             what = f"annotation of {self.graph.label(target)}"
             advise = functools.partial(self.hints.result, target, have)
             steps = self.chain(op, v, have, want)
-            times = self.times_moved(op, v)
+            times = times_moved(self.graph, op, v)
             yield from (Transfer(c, v, True) for c in self.reshards(op, v, have, steps, times, what, advise))
 
     def rotated(self, op: Op) -> Iterator[Transfer]:
@@ -214,11 +221,6 @@ class ProgramCollectives:
                 yield Transfer(c, v, True)
         for c in self.exchanges.rotated(op):
             yield Transfer(self.dtypes.of_value(c, result), v, True)
-
-    def times_moved(self, op: Op, v: int) -> int:
-        """How often an operand is resharded: a loop invariant before its loop, but not what is behind a barrier."""
-        inner = itertools.takewhile(lambda eqn: eqn.primitive.name not in ("scan", "while"), op.site[1:])
-        return op.times if any(map(compat.is_recomputed, inner)) else self.loop_invariants.get(v, op.times)
 
     def output_spec(self, target: int) -> Spec:
         """The spec of an output of the program: only axes that divide their dim."""
@@ -236,7 +238,7 @@ class ProgramCollectives:
         strategy = self.strategies.of(op)
         operand_specs, result_specs = self.with_workarounds(op, strategy)
         for k, (v, steps) in enumerate(zip(op.operands, strategy.operand_steps, strict=True)):
-            times, what = self.times_moved(op, v), f"operand {k} of {op.name}, {self.graph.label(v)}"
+            times, what = times_moved(self.graph, op, v), f"operand {k} of {op.name}, {self.graph.label(v)}"
             advise = functools.partial(self.hints.operand, op, v, operand_specs[k])
             if v in self.times and operand_specs[k].axes != strategy.operand_specs[k].axes:
                 steps = self.chain(op, v, self.specs[v], operand_specs[k])
@@ -311,7 +313,8 @@ class ProgramCollectives:
         """The explicit collectives in the body of a `shard_map`."""
         for v in op.results:
             dtype = str(self.graph.dtypes[v])
-            yield from explicit(op.site[0], self.shard_bytes(v), dtype, op.times, op.source, self.sizes)
+            for c in explicit(op.site[0], self.shard_bytes(v), dtype, op.times, op.source, self.sizes):
+                yield c.in_loops(op.loops)
 
     def sums(self, op: Op, v: int, steps: Sequence[Step], strategy: OpStrategy | None) -> Iterator[Collective]:
         """The reductions of an op's partial sums."""
@@ -383,7 +386,7 @@ class ProgramCollectives:
         cause: str,
     ) -> Collective:
         assert kind != "slice"
-        return Collective(
+        found = Collective(
             kind=kind,
             axes=axes,
             num_devices=num_parts(axes, self.sizes),
@@ -394,3 +397,4 @@ class ProgramCollectives:
             source=op.source or self.graph.source(v),
             cause=cause,
         )
+        return found.in_loops(loops_moved(self.graph, op, v))

@@ -90,6 +90,10 @@ class Estimate(Tabular):
     """Of the chip's matrix unit in bfloat16."""
     parts: tuple[TimedOp, ...]
     """In program order."""
+    folds: bool = True
+    """Whether the mesh folds onto the devices' torus; otherwise its axes share links."""
+    loops: tuple[str, ...] = ()
+    """The lines of loops of unknown length, which count as one iteration."""
     timeline: Timeline
     """Start and end of each task; tasks are numbered, as `0 dot_general`, `1 all-reduce`."""
 
@@ -188,6 +192,8 @@ class Estimate(Tabular):
             *(f"{name:<15}{seconds_text(seconds)}" for name, seconds in self._totals()),
             f"MFU            {self.mfu:.1%}",
             f"bound by       {self.bound_text}",
+            *([] if self.folds else [f"the mesh does not fold onto the torus of {self.chip}: its axes share links"]),
+            *(f"one iteration of the loop of unknown length at {source or 'an unknown line'}" for source in self.loops),
             "",
         ]
         most = list(self.by_source.items())[:10]
@@ -207,6 +213,8 @@ def estimate(assignment: Assignment, on: Topology, *, name: str = "") -> Estimat
         chip=str(on.devices),
         peak_flops_per_second=on.chip.rates.bfloat16_flops_per_second,
         parts=tuple(parts),
+        folds=on.folds,
+        loops=tuple(dict.fromkeys(loop.source for op in assignment.graph.ops for loop in op.loops)),
         timeline=simulate(_as_scheduled(tasks, parts) if on.chip.platform == "gpu" else tasks),
     )
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from ..display import ArrayPicture, Drawing
+from ..display.units import bytes_text
 from ..graph import Graph
 from ..hardware import Platform
 from ..propagation import Assignment
 from ..spec import divisible
 from .compile_time import compile_time
 from .conflict_list import Conflicts
+from .unknown_ops import unknown_ops
 
 
 def word(assignment: Assignment, value: int) -> str:
@@ -24,10 +26,15 @@ def rows(assignment: Assignment) -> list[tuple[str, str, str, str]]:
     """(name, shape, spec, reason) of every named value; equal layers share a row."""
     graph = assignment.graph
     found = [
-        (name, "x".join(map(str, graph.shapes[v])) or "scalar", str(assignment.specs[v]), word(assignment, v))
+        (name, "x".join(map(str, graph.shapes[v])) or "scalar", _spec_text(assignment, v), word(assignment, v))
         for v, name in graph.first_names.items()
     ]
     return [(name, *found[members[0]][1:]) for name, members in graph.layers.merged(found)]
+
+
+def _spec_text(assignment: Assignment, v: int) -> str:
+    kind = assignment.graph.memory_kinds.get(v)
+    return f"{assignment.specs[v]} in {kind}" if kind else str(assignment.specs[v])
 
 
 def notes(assignment: Assignment, conflicts: Conflicts, platform: Platform) -> Iterator[str]:
@@ -40,7 +47,12 @@ def notes(assignment: Assignment, conflicts: Conflicts, platform: Platform) -> I
         lost = sum(c.bytes_lost for c in conflicts)
         yield f"{len(conflicts)} conflicts, {lost} bytes per device more than requested (.conflicts)"
     if graph.unknown:
-        yield "no rule for " + ", ".join(f"{k} (x{n})" for k, n in sorted(graph.unknown.items()))
+        listed = ", ".join(f"{k} (x{n})" for k, n in sorted(graph.unknown.items()))
+        size = sum(one.num_bytes * one.count for one in unknown_ops(assignment))
+        gathers = f": {bytes_text(size)} per device are gathered for them (.unknown)" if size else ""
+        yield f"no rule for {listed}{gathers}"
+    if graph.unused_axis_rules:
+        yield f"axis rules that no annotation uses: {', '.join(graph.unused_axis_rules)}"
     yield from (f"uneven: {line}" for line in assignment.uneven[:8])
     found = compile_time(graph, platform)
     if found.rough != "seconds" and found.layers is not None:

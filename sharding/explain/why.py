@@ -39,6 +39,11 @@ def why(assignment: Assignment, replicated: ReplicatedDims, name: str, value: in
         for axis in spec.dims[d].axes:
             lines.append(f"{name} dim {d} is sharded over {axis_name(axis)}:")
             lines += [f"  {line}" for line in chain_lines(assignment.graph, assignment.chain(value, d, axis))]
+    if value in assignment.graph.replicated_by_default and any(spec.axes):
+        lines.append(
+            f"{name} was passed replicated as JAX creates arrays under a mesh, which leaves its sharding open: "
+            "in_shardings=P() or an array with the spec P(None, ...) keeps it replicated"
+        )
     return Why(tuple(lines))
 
 

@@ -4,7 +4,7 @@ In: a closed jaxpr and the annotations of its arguments and results. Out: a `Gra
 """
 
 from .build import build
-from .graph import Annotation, Atom, Graph, Group, Op, Scope, Site, joined, line, merged
+from .graph import Annotation, Atom, Graph, Group, Loop, Op, Scope, Site, Trips, joined, line, merged, trip_count
 from .inlined_calls import CALLS
 from .places import Places
 from .sharding_groups import group_annotations, value_annotations
@@ -14,15 +14,18 @@ __all__ = [
     "Atom",
     "Graph",
     "Group",
+    "Loop",
     "Op",
     "Places",
     "Annotation",
     "Scope",
     "Site",
+    "Trips",
     "value_annotations",
     "build",
     "joined",
     "line",
     "merged",
     "group_annotations",
+    "trip_count",
 ]

@@ -8,10 +8,27 @@ from typing import Any
 import jax
 
 from .. import compat
-from ..rules import CONSTANT_PRESERVING, MOVES, Flow, Rule, Shape, barrier, identity, pointwise, rule_for
+from ..rules import (
+    CONSTANT_PRESERVING,
+    MOVES,
+    PARTITIONED_BY_ITSELF,
+    Flow,
+    Rule,
+    Shape,
+    barrier,
+    identity,
+    opaque,
+    pointwise,
+    rule_for,
+)
 from ..spec import Dim, Spec, from_partition_spec
-from .graph import Annotation, Atom, Graph, Group, Op, Scope, Site, joined, line, merged
+from .graph import Annotation, Atom, Graph, Group, Loop, Op, Scope, Site, joined, line, merged
 from .inlined_calls import CALLS
+
+DEVICE = (None, "device")
+"""The kinds of memory that are the device's."""
+HOST = "pinned_host"
+"""The kind of the host's memory where the program names none."""
 
 Handler = Callable[["Builder", Scope, int, Any, int], None]
 """(builder, scope, index of the equation, equation, number of runs) -> None."""
@@ -25,6 +42,7 @@ class Builder:
         self.sizes = sizes
         self.targets: set[int] = set()  # edge targets, which are never annotated directly
         self.repeated: dict[str, list[int]] = {}
+        self.loops: tuple[Loop, ...] = ()  # enclosing loops of unknown length
         self.calls: Site = ()  # enclosing call equations, innermost first
         self.manual: frozenset[str] = frozenset()  # manual axes of enclosing shard_maps
         self.divergent = False  # whether an enclosing loop or branch may run on only some devices along them
@@ -37,6 +55,8 @@ class Builder:
         g.dtypes.append(getattr(aval, "dtype", None))
         g.sites.append((maker, *self.calls) if maker is not None else ())
         made = len(g.shapes) - 1
+        if compat.is_on_host(aval):
+            g.memory_kinds[made] = HOST
         if self.divergent:
             g.divergent.add(made)
         return made
@@ -50,7 +70,7 @@ class Builder:
 
     def op(self, name: str, ins: Sequence[int], outs: Sequence[int], rule: Rule | None, eqn: Any, times: int) -> None:
         site = (eqn, *self.calls) if eqn is not None else ()
-        self.graph.ops.append(Op(name, tuple(ins), tuple(outs), rule, site, times))
+        self.graph.ops.append(Op(name, tuple(ins), tuple(outs), rule, site, times, self.loops))
 
     def depend(self, values: Sequence[Atom], on: Iterable[Atom]) -> None:
         """States that values depend on others, which are no operands of theirs."""
@@ -93,7 +113,7 @@ class Builder:
             elif name == "sharding_constraint":
                 self.sharding_constraint(scope, eqn, times)
             else:
-                self.plain(scope, eqn, times)
+                self.plain(scope, i, eqn, times)
             self.depend_on_scalars(scope, i, eqn)
         return scope
 
@@ -136,7 +156,7 @@ class Builder:
             if not compat.is_drop(var):
                 scope.env[var] = value
 
-    def plain(self, scope: Scope, eqn: Any, times: int) -> None:
+    def plain(self, scope: Scope, i: int, eqn: Any, times: int) -> None:
         name, g, env = eqn.primitive.name, self.graph, scope.env
         atoms = [None if compat.is_literal(a) else env[a] for a in eqn.invars]
         if self.is_constant(name, atoms) and (name == "broadcast_in_dim" or not scope.scalars_of(eqn.invars)):
@@ -150,8 +170,23 @@ class Builder:
         if name in MOVES:
             for a, b in zip(ins, outs, strict=True):
                 self.op(name, [a], [b], self.shared(identity(1, g.shapes[b])), eqn, times)
+            for b, target in zip(outs, eqn.params.get("devices", ()) if name == "device_put" else (), strict=False):
+                self.placed(b, target, eqn)
             return
-        self.op(name, ins, outs, self.rule(eqn, [g.shapes[v] for v in ins], [g.shapes[v] for v in outs]), eqn, times)
+        rule = self.rule(eqn, [g.shapes[v] for v in ins], [g.shapes[v] for v in outs])
+        self.op(name, ins, outs, rule, eqn, times)
+        if rule is not None and rule.is_opaque and ins:
+            scope.opaque[i] = g.ops[-1]
+
+    def placed(self, value: int, target: Any, eqn: Any) -> None:
+        """Adds what the target of a `device_put` says: a kind of memory, and an annotation by its spec."""
+        if not isinstance(target, jax.sharding.NamedSharding):
+            return
+        if target.memory_kind not in DEVICE:
+            self.graph.memory_kinds[value] = target.memory_kind
+        spec = self.checked(target.spec, value) if dict(target.mesh.shape) == dict(self.sizes) else None
+        if spec is not None and not spec.is_open:
+            self.add_annotation(value, Annotation(spec=spec, origin=f"device_put at {line((eqn, *self.calls))}"))
 
     def is_constant(self, primitive: str, atoms: Sequence[Atom]) -> bool:
         """Whether an equation is a constant expression: of constants, or a broadcast scalar.
@@ -169,10 +204,10 @@ class Builder:
         try:
             return self.rules[key]
         except KeyError:
-            found = self.rules[key] = self.shared(rule_for(name, ins, outs, eqn.params))
+            found = self.rules[key] = self.shared(_rule_or_opaque(name, ins, outs, eqn.params))
             return found
         except TypeError:  # unhashable parameters
-            return self.shared(rule_for(name, ins, outs, eqn.params))
+            return self.shared(_rule_or_opaque(name, ins, outs, eqn.params))
 
     def shared(self, rule: Rule | None) -> Rule | None:
         return None if rule is None else self.distinct.setdefault(rule, rule)
@@ -275,3 +310,9 @@ class Builder:
             for n, v in enumerate(distinct):
                 alone = len(distinct) == 1 and name not in self.graph.names
                 self.graph.names[name if alone else f"{name}#{n}"] = v
+
+
+def _rule_or_opaque(name: str, ins: Sequence[Shape], outs: Sequence[Shape], params: Mapping[str, Any]) -> Rule | None:
+    """The rule of a primitive, or that of an op of which nothing is known; None if XLA knows how to partition it."""
+    rule = rule_for(name, ins, outs, params)
+    return rule if rule is not None or name in PARTITIONED_BY_ITSELF else opaque(ins, outs)

@@ -12,12 +12,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from functools import cached_property
 from typing import Any
 
 from .. import compat
+from ..errors import ShardingError
 from ..paths import Layers
 from ..rules import Rule
 from ..spec import Spec
@@ -34,6 +36,20 @@ def line(site: Site) -> str:
     return next((text for eqn in site if (text := compat.source_line(eqn))), "")
 
 
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """A loop of unknown length: a `while_loop`, whose body counts as run once and its condition as run twice."""
+
+    source: str
+    """The user's line; empty if unknown."""
+    is_condition: bool
+    """Whether an op is in the condition, which is evaluated once more than the body."""
+
+
+Trips = int | Mapping[str, int]
+"""How often the loops of unknown length run: all of them, or each by the start of its line, as `decode.py:31`."""
+
+
 @dataclass(slots=True, eq=False)
 class Op:
     """An equation, or an edge of a loop, a branch or the program's results."""
@@ -45,6 +61,18 @@ class Op:
     site: Site
     times: int
     """Number of runs per call of the program: the product of trip counts, where an unknown one counts as 1."""
+    loops: tuple[Loop, ...] = ()
+    """The enclosing loops of unknown length, outermost first."""
+
+    @property
+    def is_unknown(self) -> bool:
+        """Whether nothing is known of how its arrays can be sharded."""
+        return self.rule is None or self.rule.is_opaque
+
+    @property
+    def has_effects(self) -> bool:
+        """Whether it does more than compute its results, such as a callback that prints."""
+        return self.is_unknown and bool(self.site) and compat.has_side_effects(self.site[0])
 
     @property
     def source(self) -> str:
@@ -91,6 +119,8 @@ class Scope:
     """For each argument of a `scan` body, the stacked array of which it is a slice, or None."""
     stacked_outputs: list[Atom] = field(default_factory=list)
     """For each result of a `scan` body, the stacked array that it is written to, or None."""
+    opaque: dict[int, Op] = field(default_factory=dict)
+    """For each equation of which nothing is known, and which may have no results, its op."""
     manual: frozenset[str] = frozenset()
     """Manual axes of enclosing `shard_map`s, over which no value here can be sharded."""
     divergent: bool = False
@@ -128,15 +158,26 @@ class Graph:
     dependencies: dict[int, set[int]] = field(default_factory=dict)
     """Value -> what it depends on beside its op's operands: the condition of a loop, the index of a branch, and scalars
     that are broadcast in constant expressions, which are not values."""
+    memory_kinds: dict[int, str] = field(default_factory=dict)
+    """Value -> its kind of memory, such as `pinned_host`, where that is not the device's."""
+    output_memory_kinds: list[str | None] = field(default_factory=list)
+    """The kind of memory of each result of the program; None is the device's."""
     names: dict[str, int] = field(default_factory=dict)
     """Name or path -> value."""
     inputs: list[int] = field(default_factory=list)
     outputs: list[int] = field(default_factory=list)
+    replicated_by_default: frozenset[int] = frozenset()
+    """Arguments that arrive replicated over the mesh as JAX creates arrays, which counts as open."""
+    unused_axis_rules: tuple[str, ...] = ()
+    """The axis rules that no annotation comes from, each as `mlp -> tensor`."""
     scope: Scope | None = None
+    trips: Trips = field(default_factory=dict)
+    """The trip counts that were given for loops of unknown length."""
 
     def live_values(self) -> set[int]:
-        """The values that an output of the program depends on; the rest is dead code."""
-        waiting = list(self.outputs)
+        """The values that an output or an effect of the program depends on; the rest is dead code."""
+        effects = (op for op in self.unknown_ops if op.has_effects)
+        waiting = [*self.outputs, *(v for op in effects for v in (*op.operands, *op.results))]
         live = set(waiting)
         while waiting:
             v = waiting.pop()
@@ -169,22 +210,54 @@ class Graph:
                 waiting.append((child, child if is_region else region))
         return found
 
+    def is_live(self, op: Op, live: Collection[int]) -> bool:
+        """Whether an op is run, given `live_values`."""
+        return any(v in live for v in op.results) or op.has_effects
+
+    @cached_property
+    def unknown_ops(self) -> tuple[Op, ...]:
+        """The ops of arrays without a rule."""
+        return tuple(
+            op for op in self.ops if op.is_unknown and any(self.shapes[v] for v in (*op.operands, *op.results))
+        )
+
     @property
-    def unknown(self) -> dict[str, int]:
+    def unknown(self) -> Counter[str]:
         """Primitives without a rule, and the number of their ops."""
-        counts: dict[str, int] = {}
-        for op in self.ops:
-            if op.rule is None and any(self.shapes[v] for v in (*op.operands, *op.results)):
-                counts[op.name] = counts.get(op.name, 0) + 1
-        return counts
+        return Counter(op.name for op in self.unknown_ops)
 
     def with_annotations(self, annotations: Mapping[int, Annotation]) -> Graph:
         """Returns the same program with the given annotations added or replaced."""
         return dataclasses.replace(self, annotations={**self.annotations, **annotations})
 
+    def with_trips(self, trips: Trips) -> Graph:
+        """Returns the same program with trip counts for loops of unknown length.
+
+        Raises:
+            ShardingError: a negative count, or a line at which there is no such loop.
+        """
+        known = list(dict.fromkeys(loop.source for op in self.ops for loop in op.loops))
+        faults = [f"{n} iterations" for n in ([trips] if isinstance(trips, int) else trips.values()) if n < 0]
+        for key in {} if isinstance(trips, int) else trips:
+            faults += [] if any(source.startswith(key) for source in known) else [f"no loop at {key}"]
+        if faults:
+            raise ShardingError(
+                f"with_trips({trips!r})",
+                found=faults,
+                required="numbers of iterations, by the start of a line with a loop of unknown length",
+                fix=[f"{source!r}" for source in known if source],
+            )
+        ops = [op if not op.loops else _with_trips(op, trips) for op in self.ops]
+        return dataclasses.replace(self, ops=ops, trips=trips)
+
     def diverges(self, op: Op) -> bool:
         """Whether only some devices may run an op."""
-        return not self.divergent.isdisjoint(op.results)
+        return not self.divergent.isdisjoint(op.results or op.operands)
+
+    def changes_memory(self, op: Op) -> bool:
+        """Whether an op copies its operand between the memories of host and device."""
+        kinds = [self.memory_kinds.get(v) for v in (*op.operands, *op.results)]
+        return op.name == "device_put" and len({*kinds}) > 1
 
     def num_bytes(self, value: int) -> int:
         """Returns the global size of a value in bytes."""
@@ -270,6 +343,24 @@ class Graph:
     def source(self, value: int) -> str:
         """Returns the user's line that produces a value; empty for arguments."""
         return line(self.sites[value])
+
+
+def trip_count(source: str, trips: Trips) -> int | None:
+    """How often a loop at a line runs; None if it is not given."""
+    if isinstance(trips, int):
+        return trips
+    return next((n for key, n in trips.items() if source.startswith(key)), None)
+
+
+def _with_trips(op: Op, trips: Trips) -> Op:
+    runs, left = Fraction(op.times), []
+    for loop in op.loops:
+        count = trip_count(loop.source, trips)
+        if count is None:
+            left.append(loop)
+        else:
+            runs *= Fraction(count + 1, 2) if loop.is_condition else count
+    return dataclasses.replace(op, times=int(runs), loops=tuple(left))
 
 
 def merged(a: Spec, b: Spec) -> Spec | None:

@@ -10,7 +10,7 @@ from .. import compat
 from ..annotations.divergent_control_flow import declared_trip_count
 from ..rules import Flow, Rule, rule_for
 from .from_jaxpr import Builder
-from .graph import Scope
+from .graph import Loop, Scope, line
 
 
 def scan(b: Builder, scope: Scope, i: int, eqn: Any, times: int) -> None:
@@ -78,11 +78,15 @@ def while_(b: Builder, scope: Scope, i: int, eqn: Any, times: int) -> None:
     consts = _carry(b, eqn.invars[: n_cond + n_body], eqn)
     inits = eqn.invars[n_cond + n_body :]
     carry = _carry(b, inits, eqn)
-    rounds = math.ceil(times * (declared_trip_count(compat.name_stack(eqn)) or 1))
+    declared, around = declared_trip_count(compat.name_stack(eqn)), b.loops
+    rounds, source = math.ceil(times * (declared or 1)), line((eqn, *b.calls))
+    b.loops = around if declared else (*around, Loop(source, is_condition=True))
     condition = b.scope(p["cond_jaxpr"], [*consts[:n_cond], *carry], times + rounds)
     scope.children[i, "cond_jaxpr", 0] = condition
+    b.loops = around if declared else (*around, Loop(source, is_condition=False))
     child = b.scope(p["body_jaxpr"], [*consts[n_cond:], *carry], rounds)
     scope.children[i, "body_jaxpr", 0] = child
+    b.loops = around
     _enter(b, eqn.invars[: n_cond + n_body], consts, scope, eqn, times)
     for init, out, var, target in zip(inits, b.outs(child), child.jaxpr.outvars, carry, strict=True):
         sources = [b.use(b.read(scope, init), init.aval), b.use(out, var.aval)]

@@ -35,7 +35,7 @@ def shard_map(b: Builder, scope: Scope, i: int, eqn: Any, times: int) -> None:
     """
     manual, sizes = compat.manual_axes(eqn.params), dict(eqn.params["mesh"].shape)
     if any(b.sizes.get(axis) != sizes[axis] for axis in manual):  # not the mesh that propagation is for
-        b.plain(scope, eqn, times)
+        b.plain(scope, i, eqn, times)
         return
     body = compat.open_jaxpr(eqn.params["jaxpr"])
     around, b.manual = b.manual, b.manual | manual

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from .. import compat
 from ..annotations import axis_rules
 from ..errors import ShardingError, raise_together
-from ..graph import Annotation
+from ..graph import Annotation, Graph
 from ..spec import Spec, from_partition_spec, indivisible_error, to_partition_spec
 
 
@@ -83,6 +83,45 @@ def leaf_annotations(
             failures.append(e)
     raise_together(f"{function}: {what}", failures)
     return found
+
+
+def memory_kinds(
+    entries: Sequence[Any], leaves: Sequence[Any], names: Sequence[str], function: str
+) -> list[str | None]:
+    """The kind of memory that each argument arrives in: as `in_shardings` says, or as the array does.
+
+    Args:
+        entries: of `in_shardings`, one per leaf.
+        leaves: the arguments.
+        names: their paths.
+        function: its name, for errors.
+
+    Raises:
+        ShardingError: an array committed to another kind of memory than `in_shardings` says.
+    """
+    found: list[str | None] = []
+    failures = []
+    for entry, leaf, name in zip(entries, leaves, names, strict=True):
+        asked = memory_kind(entry)
+        is_placed = isinstance(leaf, jax.ShapeDtypeStruct) or compat.is_committed(leaf)
+        have = memory_kind(leaf.sharding) if is_placed else None
+        if asked is not None and have is not None and asked != have:
+            failures.append(
+                ShardingError(
+                    f"{function}({name})",
+                    found=[f"the array is in {have} memory", f"in_shardings requires {asked} memory"],
+                    required="a committed array in that kind of memory",
+                    fix="jax.device_put it first, or drop memory_kind from in_shardings",
+                )
+            )
+        found.append(asked or have)
+    raise_together(f"{function}: arguments", failures)
+    return found
+
+
+def memory_kind(entry: Any) -> str | None:
+    """The kind of memory that a sharding names; None if it names none."""
+    return entry.memory_kind if isinstance(entry, Sharding) else None
 
 
 def _resolve(entry: Any, aval: Any, asked: str, sizes: Mapping[str, int], mesh: Any, what: str) -> Annotation | None:
@@ -155,14 +194,26 @@ def with_committed_shardings(
 def committed_sharding(leaf: Any, mesh: Any) -> Sharding | None:
     """The sharding of a committed array, or of an abstract array that has one.
 
-    An array replicated over all devices of the mesh does not count: that is how JAX creates arrays under a mesh.
+    An array replicated over all devices of the mesh does not count: that is how JAX creates arrays under a mesh. One
+    whose spec says so dim by dim does: `P(None, None)`.
     """
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf.sharding
-    if not compat.is_committed(leaf):
-        return None
-    replicated = leaf.sharding.is_fully_replicated and isinstance(mesh, Mesh)
-    return None if replicated and leaf.sharding.device_set == set(mesh.devices.flat) else leaf.sharding
+    return None if not compat.is_committed(leaf) or is_replicated_by_default(leaf, mesh) else leaf.sharding
+
+
+def is_replicated_by_default(leaf: Any, mesh: Any) -> bool:
+    """Whether an array is replicated over the devices of the mesh, and its spec does not name its dims."""
+    if not compat.is_committed(leaf) or not leaf.sharding.is_fully_replicated or not isinstance(mesh, Mesh):
+        return False
+    is_named = isinstance(leaf.sharding, NamedSharding) and len(leaf.sharding.spec) > 0
+    return not is_named and leaf.sharding.device_set == set(mesh.devices.flat)
+
+
+def replicated_by_default(graph: Graph, leaves: Sequence[Any], mesh: Any) -> frozenset[int]:
+    """The arguments without an annotation that arrive replicated over the mesh as JAX creates arrays."""
+    pairs = zip(graph.inputs, leaves, strict=True)
+    return frozenset(v for v, x in pairs if v not in graph.annotations and is_replicated_by_default(x, mesh))
 
 
 def _reconciled(annotation: Annotation | None, have: Annotation, asked: str) -> Annotation:

@@ -20,6 +20,7 @@ from ..rewrite.constrain import constrain
 from . import tracing
 from .argument_shardings import committed_sharding
 from .cache_key import leaf_key
+from .placed_arguments import PlacedArguments
 from .tracing import Traced
 
 
@@ -40,14 +41,14 @@ class Executable:
     """Indices of the donated arguments."""
     constrained: bool
     """Whether every value is constrained, or only the annotated ones."""
-    shardings: dict[tuple[P, int], NamedSharding] = field(default_factory=dict)
-    """(spec, ndim) -> the one NamedSharding object used for it."""
+    shardings: dict[tuple[P, int, str | None], NamedSharding] = field(default_factory=dict)
+    """(spec, ndim, kind of memory) -> the one NamedSharding object used for it."""
     checked_across_processes: bool = False
     """Whether all processes are known to run this same program."""
 
     def accepts(self, leaves: Sequence[Any]) -> bool:
-        """Whether all committed arrays have exactly the shardings that this program takes."""
-        return all(
+        """Whether all committed arrays have exactly the shardings, and kinds of memory, that this program takes."""
+        return all(map(is_in_memory, leaves, self.memory_kinds)) and all(
             have is None or (required is not None and have.is_equivalent_to(required, len(leaf.shape)))
             for leaf, required in zip(leaves, self.in_shardings, strict=True)
             for have in [committed_sharding(leaf, self.mesh)]
@@ -77,10 +78,7 @@ class Executable:
         first = not self.checked_across_processes
         if first:
             self._check_across_processes()
-        if misplaced:
-            targets = [self.in_shardings[i] for i in misplaced]
-            for i, x in zip(misplaced, jax.device_put([leaves[i] for i in misplaced], targets), strict=True):
-                leaves[i] = x
+        self.placed_arguments.move(leaves, misplaced, self.in_shardings)
         with heartbeat.reporting_compilation() if first else contextlib.nullcontext():
             return jax.tree.unflatten(self.traced.out_tree, self.flat_jit(*leaves))
 
@@ -107,6 +105,13 @@ class Executable:
             shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=getattr(a, "weak_type", False)) for a in avals]
             consistency.agree({"program": self.flat_jit.lower(*shapes).as_text()}, about=f"compile {self.function}")
         self.checked_across_processes = True
+
+    @cached_property
+    def placed_arguments(self) -> PlacedArguments:
+        """The arguments that were moved to the shardings that the program takes."""
+        graph = self.completion.assignment.graph
+        names = [graph.first_names[v] for v in graph.inputs]
+        return PlacedArguments(self.function, names, self.donated_leaves)
 
     @cached_property
     def donated_leaves(self) -> tuple[int, ...]:
@@ -138,24 +143,31 @@ class Executable:
     @cached_property
     def in_shardings(self) -> tuple[NamedSharding | None, ...]:
         """The sharding of each argument leaf; None where XLA chooses."""
-        return self._shardings(self.completion.assignment.graph.inputs)
+        return self._shardings(self.completion.assignment.graph.inputs, self.memory_kinds)
 
     @cached_property
     def out_shardings(self) -> tuple[NamedSharding | None, ...]:
         """The sharding of each result leaf; None where XLA chooses."""
-        return self._shardings(self.completion.assignment.graph.outputs)
+        graph = self.completion.assignment.graph
+        return self._shardings(graph.outputs, graph.output_memory_kinds)
 
-    def _shardings(self, values: Sequence[int]) -> tuple[NamedSharding | None, ...]:
-        return tuple(self._sharding(v) for v in values)
+    @cached_property
+    def memory_kinds(self) -> tuple[str | None, ...]:
+        """The kind of memory of each argument leaf; None is the device's."""
+        graph = self.completion.assignment.graph
+        return tuple(graph.memory_kinds.get(v) for v in graph.inputs)
 
-    def _sharding(self, value: int) -> NamedSharding | None:
+    def _shardings(self, values: Sequence[int], kinds: Sequence[str | None]) -> tuple[NamedSharding | None, ...]:
+        return tuple(self._sharding(v, kind) for v, kind in zip(values, kinds, strict=True))
+
+    def _sharding(self, value: int, kind: str | None) -> NamedSharding | None:
         a = self.completion.assignment
-        if a.specs[value].is_open and not self.constrained:
+        if a.specs[value].is_open and not self.constrained and kind is None:
             return None
         spec = self.completion.boundary(value)
-        key = spec, len(a.graph.shapes[value])
+        key = spec, len(a.graph.shapes[value]), kind
         if key not in self.shardings:
-            self.shardings[key] = NamedSharding(self.mesh, spec)
+            self.shardings[key] = NamedSharding(self.mesh, spec, memory_kind=kind)
         return self.shardings[key]
 
     def reuse_argument_shardings(self, leaves: Sequence[Any]) -> None:
@@ -171,7 +183,7 @@ class Executable:
             spec, ndim = self.completion.boundary(v), len(self.completion.assignment.graph.shapes[v])
             ours = NamedSharding(self.mesh, spec)
             if theirs.memory_kind == ours.memory_kind and theirs.is_equivalent_to(ours, ndim):
-                self.shardings.setdefault((spec, ndim), theirs)
+                self.shardings.setdefault((spec, ndim, None), theirs)
 
     def flat(self, *, inside: bool = False) -> Callable[..., list[Any]]:
         """The program as a function of flat arrays; `inside` another trace, its arguments are constrained too."""
@@ -226,6 +238,13 @@ class Executable:
             out_shardings=jax.tree.unflatten(self.traced.out_tree, self.out_shardings),
             donate_argnums=self.donated,
         )
+
+
+def is_in_memory(x: Any, kind: str | None) -> bool:
+    """Whether an argument is in a kind of memory, where None is the device's, or not placed yet."""
+    if not (compat.is_committed(x) or _is_abstract(x)) or x.sharding is None:
+        return True
+    return x.sharding.memory_kind in ((kind,) if kind else (None, "device"))
 
 
 def needs_transfer(x: Any, required: Sharding | None) -> bool:

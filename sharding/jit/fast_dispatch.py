@@ -52,8 +52,6 @@ class FastPath:
         if not all(map(needs_transfer, before, targets)):  # e.g. a state that is now a result of the step
             raise ArgumentMismatch
         try:
-            moved = jax.device_put(before, targets)
+            self.executable.placed_arguments.move(leaves, self.misplaced, self.executable.in_shardings)
         except (TypeError, ValueError) as error:
             raise ArgumentMismatch from error
-        for i, x in zip(self.misplaced, moved, strict=True):
-            leaves[i] = x

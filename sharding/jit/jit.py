@@ -10,17 +10,20 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from .. import graph, paths, propagation
 from ..completion import Completion
-from ..cost import topology
+from ..cost.topology import byte_costs, known_topology
 from ..errors import ShardingError, raise_together
 from ..graph.garbage_collection import no_collection
-from ..hardware import Devices, Platform
+from ..hardware import Platform
 from ..mesh import current, described, tracing_context
 from ..propagation import Assignment, Policy, shardy
+from ..rewrite.host_memory import resharded_on_device
 from ..rewrite.reshard_placement import placed
+from ..spec import MeshSizes
 from . import argument_shardings, tracing
 from .cache_key import CacheKey, cache_key, changed_parts, context_key
 from .donation import outputs_reusing_donated
@@ -28,7 +31,7 @@ from .executable import ArgumentMismatch, Executable
 from .fast_dispatch import FastPath
 from .signature import Names, Nums, Signature
 from .simplification import simplify
-from .strict_checks import refuse_gathers, refuse_uneven
+from .strict_checks import refuse_gathers, refuse_uneven, report_unused_axis_rules
 
 Engine = Literal["sharding", "shardy", "xla"]
 ENGINES: tuple[Engine, ...] = get_args(Engine)
@@ -69,14 +72,16 @@ def jit(
             which the larger operand wins. Other engines than `"sharding"` have Shardy's.
         strict: whether an annotation that does not divide its dim is an error, not a warning.
         max_implicit_bytes: limit on implicit all-gathers, in bytes of the gathered array per device. A larger one is
-            an error that names the source line, before anything compiles.
+            an error that names the source line, before anything compiles; so are sharded operands of an op that
+            decides by itself what it gathers.
 
     Returns:
         A function with `.complete`, `.trace`, `.lower` and `.eval_shape`, which also accept ShapeDtypeStructs.
 
     Where `in_shardings` is None, the sharding of a committed array is an annotation. An array replicated over the mesh
-    counts as uncommitted, since that is how JAX creates arrays under a mesh: to require replication, pass `P()`.
-    Arguments with another sharding than the program takes are transferred first, so that a training loop compiles once.
+    counts as uncommitted, since that is how JAX creates arrays under a mesh: to require replication, pass `P()`, or an
+    array whose spec names its dims, `P(None, None)`. Arguments with another sharding than the program takes are
+    transferred first, so that a training loop compiles once; an array that is passed again is transferred once.
 
     Example:
         >>> import jax
@@ -170,6 +175,7 @@ class Jitted:
         executable = self._executable(call)
         # Not the arrays: their shardings may differ from the in_shardings, as a call transfers them first.
         avals = tracing.abstract_leaves(call.leaves, self._names(call), executable.function)
+        avals = tracing.in_memory(avals, executable.in_shardings)
         return executable.pytree_jit.trace(*jax.tree.unflatten(call.tree, avals))
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
@@ -288,9 +294,11 @@ class Jitted:
         requested = argument_shardings.leaf_annotations(
             specs, avals, names, mesh, what="in_shardings", function=function
         )
+        kinds = argument_shardings.memory_kinds(specs, call.leaves, names, function)
         in_annotations = argument_shardings.with_committed_shardings(call.leaves, requested, names, mesh, function)
         statics = dict(zip(sorted(self._signature.static), [value for _, value in call.statics], strict=False))
-        as_written = tracing.trace(self._f, avals, call.tree, statics, self._dynamic_names(call), function)
+        placed_avals = tracing.in_memory(avals, [NamedSharding(mesh, P(), memory_kind=kind) for kind in kinds])
+        as_written = tracing.trace(self._f, placed_avals, call.tree, statics, self._dynamic_names(call), function)
         traced = dataclasses.replace(as_written, jaxpr=simplify(as_written.jaxpr, _platform(mesh)))
         result = jax.tree.unflatten(traced.out_tree, traced.out_avals)
         out_names = paths.of_tree(result, "out")
@@ -306,10 +314,15 @@ class Jitted:
             out_names=out_names,
             in_annotations=in_annotations,
             out_annotations=out_annotations,
+            in_memory_kinds=kinds,
+            out_memory_kinds=[*map(argument_shardings.memory_kind, specs)],
             ties=outputs_reusing_donated(
                 traced, avals, call.tree, donated, [annotation is not None for annotation in out_annotations]
             ),
         )
+        built.replicated_by_default = argument_shardings.replicated_by_default(built, call.leaves, mesh)
+        if not any(argument_shardings.committed_sharding(leaf, mesh) is not None for leaf in call.leaves):
+            report_unused_axis_rules(built, function, strict=self._strict)
         if self._strict:
             refuse_uneven(built, dict(mesh.shape), function)
         assignment = self._assignment(built, traced, mesh)
@@ -320,7 +333,7 @@ class Jitted:
             out_tree=traced.out_tree,
             donated=donated,
             platform=cast(Platform, _platform(mesh).replace("cuda", "gpu")),
-            devices=_devices(mesh),
+            devices=on.devices if (on := known_topology(mesh)) is not None else None,
         )
         if self._max_implicit_bytes is not None:
             refuse_gathers(completion.communication(), self._max_implicit_bytes, function)
@@ -337,13 +350,14 @@ class Jitted:
         return executable
 
     def _assignment(self, built: graph.Graph, traced: tracing.Traced, mesh: Mesh | AbstractMesh) -> Assignment:
-        sizes = dict(mesh.shape)
+        sizes = MeshSizes(dict(mesh.shape), byte_costs(known_topology(mesh)))
         if self._engine == "sharding":
-            return placed(propagation.complete(built, sizes, policy=self._policy))
+            return resharded_on_device(placed(propagation.complete(built, sizes, policy=self._policy)))
         if self._engine == "xla":
             return propagation.unannotated(built, sizes)
         abstract = mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
-        return shardy.complete(built, sizes, program=traced.jaxpr, mesh=abstract, platform=_platform(mesh))
+        found = shardy.complete(built, sizes, program=traced.jaxpr, mesh=abstract, platform=_platform(mesh))
+        return resharded_on_device(found)
 
     def _donated(self, call: _Call) -> tuple[int, ...]:
         """Indices of the donated arguments among the non-static ones."""
@@ -368,14 +382,6 @@ def _platform(mesh: Mesh | AbstractMesh | None) -> str:
     if isinstance(mesh, Mesh):
         platform = mesh.devices.flat[0].platform
     return "cuda" if platform == "gpu" else platform
-
-
-def _devices(mesh: Mesh | AbstractMesh) -> Devices | None:
-    """The devices of a mesh, if known."""
-    try:
-        return topology(mesh).devices
-    except ShardingError:
-        return None
 
 
 def _axis_types(mesh: Mesh | AbstractMesh) -> dict[str, str]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 
+from ..annotations import axis_rules
 from ..errors import ShardingError, raise_together
 from ..explain import Ledger
 from ..graph import Graph
@@ -25,16 +27,51 @@ def refuse_uneven(graph: Graph, sizes: Mapping[str, int], function: str) -> None
     raise_together(function, failures)
 
 
+def report_unused_axis_rules(graph: Graph, function: str, *, strict: bool) -> None:
+    """Notes the axis rules that no annotation of a program comes from, and warns if nothing at all is annotated.
+
+    Flax resolves the names of its parameters itself.
+
+    Raises:
+        ShardingError: nothing is annotated, under strict.
+    """
+    graph.unused_axis_rules = axis_rules.unused(annotation.spec for annotation in graph.annotations.values())
+    if not graph.unused_axis_rules or graph.annotations:
+        return
+    unused = ", ".join(graph.unused_axis_rules)
+    if strict:
+        raise ShardingError(
+            f"{function}: axis rules",
+            found=f"nothing is annotated, also not by {unused}",
+            required="an annotation with a logical name, under strict=True",
+            fix="names of the rules in P(...), or a call outside of sharding.axis_rules",
+        )
+    warnings.warn(f"{function}: nothing is annotated, also not by the axis rules {unused}", stacklevel=6)
+
+
 def refuse_gathers(ledger: Ledger, limit: int, function: str) -> None:
-    """Raises one error for all implicit all-gathers of more than `limit` bytes per device."""
+    """Raises one error for all implicit moves that leave more than `limit` bytes of an array on every device.
+
+    Also for sharded operands of ops that are left to XLA, which may gather them.
+    """
     failures = [
         ShardingError(
             f"{c.op} at {c.source}" if c.source else c.op,
-            found=f"{c.cause}: all-gather over {', '.join(map(axis_name, c.axes))}, {c.result_bytes} bytes per device",
+            found=f"{c.cause}: {c.kind} over {', '.join(map(axis_name, c.axes))}, {c.result_bytes} bytes per device",
             required=f"implicit all-gathers of at most max_implicit_bytes={limit}",
             fix=c.hint,
         )
         for c in ledger
-        if c.is_move and c.kind == "all-gather" and c.result_bytes > limit
+        if c.is_move and c.kind in ("all-gather", "all-reduce") and c.result_bytes > limit
+    ]
+    failures += [
+        ShardingError(
+            f"{one.op} at {one.source}" if one.source else one.op,
+            found=f"no rule for sharded {', '.join(one.gathered)}, {one.num_bytes} bytes per device if gathered",
+            required=f"a known sharding, under max_implicit_bytes={limit}",
+            fix=one.fix,
+        )
+        for one in ledger.unknown
+        if not one.is_predicted and one.gathered
     ]
     raise_together(function, failures)

@@ -48,6 +48,16 @@ def abstract_leaves(leaves: Sequence[Any], names: Sequence[str], function: str) 
     return avals
 
 
+def in_memory(avals: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
+    """The abstract leaves, those in other memory than the device's with a sharding that names it."""
+    return [
+        aval
+        if sharding is None or sharding.memory_kind in (None, "device")
+        else jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type, sharding=sharding)
+        for aval, sharding in zip(avals, shardings, strict=True)
+    ]
+
+
 def trace(
     f: Callable[..., Any],
     avals: Sequence[Any],
@@ -86,6 +96,14 @@ def trace(
     with tracing_context():
         jaxpr, out_avals = jax.make_jaxpr(flat, return_shape=True)(*avals)
     assert out_tree is not None
+    if any(map(compat.is_ref, compat.constants(jaxpr))):
+        raise ShardingError(
+            f"{function}(...)",
+            found="a mutable array (jax.new_ref) that the function closes over",
+            required="a pure function of arrays; a mutable array that the function makes itself is fine",
+            fix="pass its value, ref[...], as an argument and return the new value",
+        )
+    jaxpr = compat.without_refs(jaxpr) if compat.uses_refs(jaxpr) else jaxpr
     return Traced(jaxpr=jaxpr, out_tree=out_tree, out_avals=out_avals)
 
 

@@ -3,6 +3,7 @@
 In: an `Assignment` and the donated inputs. Out: arguments, outputs, temporaries, aliased buffers and their lifetimes.
 """
 
+from .host_bytes import HostBytes
 from .usage import POINTER_BYTES, Usage, usage
 
-__all__ = ["POINTER_BYTES", "Usage", "usage"]
+__all__ = ["POINTER_BYTES", "HostBytes", "Usage", "usage"]

@@ -45,19 +45,23 @@ def lower(assignment: Assignment, traits: CompilerTraits) -> DeviceProgram:
     env: Env = dict.fromkeys(scope.jaxpr.constvars)
     inputs = []
     for var, v in zip(scope.jaxpr.invars, g.inputs, strict=True):
-        spec, itemsize = _boundary_spec(assignment, v), lowering.itemsize(var.aval)
+        spec = _boundary_spec(assignment, v)
+        itemsize = 0 if v in g.memory_kinds else lowering.itemsize(var.aval)
         x = emitter.argument(emitter.local_shape(g.shapes[v], spec), itemsize, v)
         inputs.append(x)
         env[var] = emitter.reshard(x, g.shapes[v], itemsize, spec, lowering.specs[v])
     lowering.lower_equations(scope.jaxpr, scope, env, emitter)
     outputs = []
-    for atom, v in zip(scope.jaxpr.outvars, g.outputs, strict=True):
+    for atom, v, kind in zip(scope.jaxpr.outvars, g.outputs, g.output_memory_kinds, strict=True):
         spec, itemsize = _boundary_spec(assignment, v), lowering.itemsize(atom.aval)
         x = lowering.read(atom, env)
         if x is None:
             x = emitter.constant(emitter.local_shape(g.shapes[v], spec), itemsize)
         else:
             x = emitter.reshard(x, g.shapes[v], itemsize, lowering.spec_of(atom, scope), spec)
+        if lowering.memory_kind(atom, scope) != kind:
+            itemsize = 0 if kind is not None else max(1, g.itemsize(v))
+            x = emitter.emit("copy", "unfusible", [x], x.shape, itemsize, value=v)
         outputs.append(x)
     emitter.body.results = outputs
     if traits.merges_products:

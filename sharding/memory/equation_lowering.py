@@ -53,8 +53,8 @@ class Lowering:
         return self.specs[value] if value is not None else closed_spec(len(var.aval.shape))
 
     def itemsize(self, aval: Any) -> int:
-        """Bytes per element, those of a PRNG key included."""
-        return int(aval.dtype.itemsize)
+        """Bytes per element on the device, those of a PRNG key included; an array of the host has none."""
+        return 0 if compat.is_on_host(aval) else int(aval.dtype.itemsize)
 
     def read(self, atom: Any, env: Env) -> Instruction | None:
         """The instruction that produces an atom; None for constants."""
@@ -111,6 +111,8 @@ class Lowering:
 
     def op_of(self, eqn: Any, scope: Scope | None) -> Op | None:
         """The graph's op of an equation, if both have the same operands and results."""
+        if scope is not None and (op := next((op for op in scope.opaque.values() if op.site[0] is eqn), None)):
+            return op
         for var in eqn.outvars:
             value = None if compat.is_drop(var) else self.graph_value(var, scope)
             if value is not None:
@@ -144,8 +146,6 @@ class Lowering:
             ]
             operand_specs, result_specs = strategy.operand_specs, strategy.result_specs
         needs, gives = operand_specs, result_specs
-        if op is not None and op.rule is None:  # XLA runs it on replicated arrays
-            needs, gives = ([closed_spec(len(v.aval.shape)) for v in vs] for vs in (eqn.invars, eqn.outvars))
         if name in xla_workarounds.AFFECTED:
             shapes, found = [v.aval.shape for v in (*eqn.invars, *eqn.outvars)], [*needs, *gives]
             is_manual = scope is not None and bool(scope.manual)
@@ -180,11 +180,19 @@ class Lowering:
     ) -> None:
         """Lower an op whose results are its operands, possibly resharded."""
         for atom, var, x in zip(eqn.invars, eqn.outvars, operands, strict=True):
+            have, need = self.spec_of(atom, scope), self.spec_of(var, scope)
+            if x is not None and self.memory_kind(atom, scope) != self.memory_kind(var, scope):
+                shape, itemsize = emitter.local_shape(var.aval.shape, have), self.itemsize(var.aval)
+                x = emitter.emit("copy", "unfusible", [x], shape, itemsize, value=self.graph_value(var, scope), eqn=eqn)
             if x is not None:
-                have, need = self.spec_of(atom, scope), self.spec_of(var, scope)
                 x = emitter.reshard(x, var.aval.shape, self.itemsize(var.aval), have, need)
             if not compat.is_drop(var):
                 env[var] = x
+
+    def memory_kind(self, var: Any, scope: Scope | None) -> str | None:
+        """The kind of memory that a variable is in; None is the device's."""
+        value = self.graph_value(var, scope)
+        return None if value is None else self.graph.memory_kinds.get(value)
 
     def emit_op(
         self,
@@ -212,6 +220,8 @@ class Lowering:
         is_fusible = primitive_traits.is_fusible(name)
         if len(outputs) != 1 and not is_fusible:
             results = emitter.emit(name, "unfusible", present, (0,), 1, eqn=eqn)
+            if compat.has_side_effects(eqn):
+                emitter.body.effects.append(results)
             return emitter.tuple_elements(results, [(*output, eqn) for output in outputs])
         shape, itemsize, value = outputs[0]
         key = _key(eqn, operands)

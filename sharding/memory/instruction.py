@@ -72,13 +72,15 @@ class Body:
     instructions: list[Instruction] = field(default_factory=list)
     arguments: list[Instruction] = field(default_factory=list)
     results: list[Instruction] = field(default_factory=list)
+    effects: list[Instruction] = field(default_factory=list)
+    """Instructions that run although no result depends on them, such as callbacks that print."""
     counts_bytes: bool = True
     """See `fusion.fuse`."""
 
     def live_instructions(self) -> list[Instruction]:
-        """The instructions that some result depends on, in order, with all tuple elements of each."""
+        """The instructions that a result or an effect depends on, in order, with all tuple elements of each."""
         alive: set[Instruction] = set()
-        waiting: list[Instruction] = list(self.results)
+        waiting: list[Instruction] = [*self.results, *self.effects]
         while waiting:
             one = waiting.pop()
             if one not in alive:

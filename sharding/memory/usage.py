@@ -13,6 +13,7 @@ from ..propagation import Assignment
 from .compiler_traits import TRAITS
 from .device_program import DeviceProgram, lower
 from .heap_simulator import block_bytes
+from .host_bytes import HostBytes, host_bytes
 from .kernel_order import ORDERS
 from .liveness import Lifetimes, lifetimes
 
@@ -30,6 +31,8 @@ class Usage:
     """Result -> the donated argument whose buffer it reuses."""
     counts_gaps_twice: bool = False
     """See `CompilerTraits`."""
+    host: HostBytes = HostBytes()
+    """What is in the host's memory instead."""
 
     @cached_property
     def argument_bytes(self) -> int:
@@ -63,19 +66,25 @@ def usage(assignment: Assignment, donated: Collection[int] = (), *, platform: Pl
     pairs = [(program.inputs[a], k) for k, a in aliases.items()]
     order, outputs = ORDERS[traits.schedule], {*program.outputs}
     found = lifetimes(program.body, pairs, outputs, order)
-    return Usage(program, found, aliases, traits.counts_gaps_twice)
+    kept = {k for k, x in enumerate(program.inputs) if x in program.kept}
+    return Usage(program, found, aliases, traits.counts_gaps_twice, host_bytes(assignment, kept, aliases))
 
 
 def donations(assignment: Assignment, program: DeviceProgram, donated: Collection[int]) -> dict[int, int]:
-    """Result -> the donated argument it aliases: itself, or the first of equal shape and dtype, as `jax.jit` pairs."""
+    """Result -> the donated argument it aliases: itself, or the first of equal shape and dtype, as `jax.jit` pairs.
+
+    Both are in the same kind of memory.
+    """
     g = assignment.graph
     index = {v: k for k, v in enumerate(g.inputs) if k in donated}
-    found = {k: index[v] for k, v in enumerate(g.outputs) if v in index}
+    kinds, out_kinds = g.memory_kinds, g.output_memory_kinds
+    found = {k: index[v] for k, v in enumerate(g.outputs) if v in index and out_kinds[k] == kinds.get(v)}
     free: defaultdict[object, deque[int]] = defaultdict(deque)
     for k in sorted({*donated} - {*found.values()}):
-        free[g.shapes[g.inputs[k]], g.dtypes[g.inputs[k]], program.inputs[k].shape].append(k)
+        v = g.inputs[k]
+        free[g.shapes[v], g.dtypes[v], kinds.get(v), program.inputs[k].shape].append(k)
     for k, v in enumerate(g.outputs):
-        matching = free.get((g.shapes[v], g.dtypes[v], program.outputs[k].shape))
+        matching = free.get((g.shapes[v], g.dtypes[v], out_kinds[k], program.outputs[k].shape))
         if k not in found and matching:
             found[k] = matching.popleft()
     return found

@@ -19,7 +19,7 @@ Example:
     (2, 2, 1, 1)
     >>> from jax import numpy as jnp
     >>> zb_v = pipeline.schedules.zb_v(stages=2, microbatches=4)
-    >>> pipeline.place(jnp.arange(zb_v.stages), zb_v).tolist()
+    >>> pipeline.place(jnp.arange(zb_v.stages), zb_v).stages.tolist()
     [0, 3, 1, 2]
     >>> pipeline.token_slices(tokens=8, stages=2, duration=lambda length, before: 1 + length * (1 + 0.1 * before))
     TokenSlices(lengths=(5, 3), makespan=17.5)
@@ -36,6 +36,7 @@ from .asynchronous_training import train_async
 from .cutting import Cut, cut
 from .gantt_chart import Chart
 from .gradient import Executor, ValueAndGrad, place, value_and_grad
+from .placed_stages import PlacedStages
 from .schedule import Schedule
 from .simulation import Duration, Simulation
 from .split_model import Split, split
@@ -52,6 +53,7 @@ __all__ = [
     "Executor",
     "JointSlices",
     "Kind",
+    "PlacedStages",
     "Push",
     "Schedule",
     "Simulation",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -24,6 +24,7 @@ from .executors.pipelined_model import LossFn, Model, Remat, StageFn
 from .executors.spmd_executor import one_program
 from .executors.stage_meshes import StageMeshes
 from .executors.tick_tables import device_stages
+from .placed_stages import PlacedStages, unplaced
 from .schedule import Schedule
 
 ASKED = "pipeline.value_and_grad"
@@ -75,13 +76,13 @@ def value_and_grad(
         context: initial context of a microbatch's first slice at every stage, such as empty keys and values. Its
             gradient is passed from each slice to the previous one. In one program its size is fixed, and large enough
             for all tokens; with ``"mpmd"`` slices may differ in length and the context may grow.
-        placed: whether the stages' parameters, and so their gradients, are in device order (see ``place``).
+        placed: whether the stages' parameters, and so their gradients, come from ``place``, in device order.
         executor: ``"spmd"``: one XLA program in lockstep, for use inside ``sharding.jit`` or ``jax.jit``. ``"mpmd"``:
             one program per task and device, each dispatched as early as possible; called outside of traces, by a
             single process.
     Raises:
         ShardingError: before compilation: a schedule that cannot run or is asynchronous; a missing mesh axis; a wrong
-            number of devices, stages or microbatches; a stage that changes the shape of x.
+            number of devices, stages or microbatches; stages in another order; a stage that changes the shape of x.
 
     References:
         Narayanan et al., PipeDream-2BW, ICML 2021 (2006.09503), section 2 (PipeDream-Flush); Qi et al., Zero Bubble
@@ -102,6 +103,11 @@ def value_and_grad(
     steps: dict[Any, PipelineStep] = {}
 
     def run(params: Any, inputs: Any, targets: Any) -> tuple[jax.Array, Any]:
+        params, is_placed = _in_order(model, params, rows, placed=placed)
+        loss, gradients = in_order(params, inputs, targets)
+        return loss, _as_placed(model, gradients, rows) if is_placed else gradients
+
+    def in_order(params: Any, inputs: Any, targets: Any) -> tuple[jax.Array, Any]:
         mesh = current_mesh(ASKED, schedule, axis)
         if context is None:
             inputs, targets = [inputs], [targets]
@@ -116,7 +122,7 @@ def value_and_grad(
             check_inputs(ASKED, model, schedule, len(rows), *given)
         stages, ends = model.partition(params)
         if not is_even:
-            stages = place(stages, schedule)
+            stages = place(stages, schedule).stages
         if key not in steps:
             stage_meshes = StageMeshes(
                 mesh=concrete_mesh, axis=axis, schedule=schedule, rows=rows if is_even else _device_order(schedule)
@@ -130,7 +136,7 @@ def value_and_grad(
     return run
 
 
-def place(stages: Any, schedule: Schedule) -> Any:
+def place(stages: Any, schedule: Schedule) -> PlacedStages:
     """The stages' parameters in device order, for ``value_and_grad(placed=True)``: avoids resharding them in each step.
 
     Call it once, for schedules whose device order is not the model order: several chunks per device, or a V. A stage on
@@ -141,11 +147,27 @@ def place(stages: Any, schedule: Schedule) -> Any:
         schedule: whose placement to use.
 
     Returns:
-        The pytree with leaves [devices x stages per device, ...].
+        `.stages` is the pytree with leaves [devices x stages per device, ...]. Only ``placed=True`` takes it, and
+        returns the gradients likewise.
     """
     check_leading_dim(f"pipeline.place(stages, {schedule.name})", stages, schedule.stages, "stages")
-    rows = np.array(_device_order(schedule))
-    return jax.tree.map(lambda leaf: leaf[rows], stages)
+    order = _device_order(schedule)
+    return PlacedStages(jax.tree.map(lambda leaf: leaf[np.array(order)], stages), order)
+
+
+def _in_order(model: Model, params: Any, rows: Sequence[int], *, placed: bool) -> tuple[Any, bool]:
+    """The parameters, without the mark that their stages are in device order, and whether they had one."""
+    given = params.get("stages") if model.has_ends and isinstance(params, Mapping) else params
+    stages = unplaced(ASKED, given, rows, placed=placed)
+    if stages is given:
+        return params, False
+    return {**params, "stages": stages} if model.has_ends else stages, True
+
+
+def _as_placed(model: Model, gradients: Any, rows: Sequence[int]) -> Any:
+    if not model.has_ends:
+        return PlacedStages(gradients, tuple(rows))
+    return {**gradients, "stages": PlacedStages(gradients["stages"], tuple(rows))}
 
 
 def _device_order(schedule: Schedule) -> tuple[int, ...]:

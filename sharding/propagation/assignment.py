@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from ..graph import Annotation, Graph, Op, Site, line
+from ..graph import Annotation, Graph, Op, Site, Trips, line
 from ..spec import Axis, Dim, Spec, divisible, indivisible, occupied
 from .conflict_report import Conflict
 
@@ -75,6 +75,14 @@ class Assignment:
     with_annotations: Callable[[Mapping[int, Annotation]], Assignment]
     """Propagates again with the given annotations added or replaced, reusing cached visits."""
     find_conflicts: Callable[[], tuple[Conflict, ...]] = tuple
+
+    def with_trips(self, trips: Trips) -> Assignment:
+        """The same with trip counts for loops of unknown length."""
+        return replace(
+            self,
+            graph=self.graph.with_trips(trips),
+            with_annotations=lambda annotations: self.with_annotations(annotations).with_trips(trips),
+        )
 
     @cached_property
     def reasons(self) -> Reasons:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ..spec import Axis
+from ..spec import Axis, MeshSizes
 
 Atoms = tuple[int, ...]
 
@@ -36,7 +36,7 @@ class AtomTable:
                 positions.append((name, pre))
                 pre *= p
             of_axis[name] = tuple(range(start, len(sizes)))
-        return AtomTable(dict(mesh_sizes), tuple(sizes), tuple(positions), of_axis)
+        return AtomTable(MeshSizes(mesh_sizes), tuple(sizes), tuple(positions), of_axis)
 
     def atoms_of(self, axes: Sequence[Axis]) -> Atoms:
         """Returns the atoms of axes and sub-axes."""

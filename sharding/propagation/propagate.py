@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Literal, get_args
 
 from ..graph import Annotation, Graph
-from ..spec import Dim, Spec
+from ..spec import Dim, MeshSizes, Spec
 from . import conflict_detection, storage
 from .assignment import Assignment, Reason
 from .axis_atoms import AtomTable
@@ -64,7 +64,7 @@ def unannotated(graph: Graph, sizes: Mapping[str, int]) -> Assignment:
     )
     return Assignment(
         graph=graph,
-        sizes=dict(sizes),
+        sizes=MeshSizes(sizes),
         specs=specs,
         with_annotations=lambda annotations: unannotated(graph.with_annotations(annotations), sizes),
         find_reason=lambda v, d, _: Reason(word="annotated", origin=graph.annotations[v].origin_of(d)),

@@ -74,7 +74,7 @@ class PropagationGraph:
     @staticmethod
     def of(graph: Graph) -> PropagationGraph:
         """Returns the op graph of a graph; independent of annotations."""
-        ops = tuple([op for op in graph.ops if op.rule is not None])
+        ops = tuple([op for op in graph.ops if not op.is_unknown])
         values = tuple([op.operands + op.results for op in ops])
         if graph.groups:
             values = tuple([tuple(map(graph.representatives.__getitem__, arrays)) for arrays in values])

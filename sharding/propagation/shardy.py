@@ -22,7 +22,7 @@ from jax.sharding import AbstractMesh
 from .. import compat
 from ..errors import ShardingError
 from ..graph import Annotation, Graph, Op, value_annotations
-from ..spec import Axis, Dim, Spec
+from ..spec import Axis, Dim, MeshSizes, Spec
 from . import conflict_detection, shardy_results
 from .assignment import Assignment, Reason
 from .axis_atoms import AtomTable
@@ -85,7 +85,7 @@ def _assignment(
 
     assignment = Assignment(
         graph=graph,
-        sizes=dict(sizes),
+        sizes=MeshSizes(sizes),
         specs=specs,
         with_annotations=with_annotations,
         find_reason=lambda v, d, axis: found.reason(specs, engine, v, d, axis),

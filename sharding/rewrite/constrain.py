@@ -24,6 +24,7 @@ from ..propagation import Assignment
 from ..spec import Spec
 from . import body_boundary, xla_workarounds
 from .constraint_emitter import AssignedProgram, ConstraintEmitter
+from .host_memory import memory_alone
 from .local_convolution import is_grouped
 from .local_equations import WRITTEN_OTHERWISE, local_equation
 from .op_strategy import HALO_KINDS, OpStrategies, OpStrategy
@@ -49,7 +50,7 @@ def constrain(closed_jaxpr: Any, assignment: Assignment, mesh: AbstractMesh, *, 
 
 
 BOUNDARIES = frozenset({"edge", "scan xs", "scan ys"})
-"""Ops of values that enter or leave loops and branches, which are no equations."""
+"""Ops of values that enter or leave loops and branches."""
 
 
 class _Rewriter:
@@ -80,8 +81,10 @@ class _Rewriter:
         only_slices = all(step.kind == "slice" for step in steps)
         return self.program.specs[stacked] if only_slices else steps[-1].spec
 
-    def maker(self, scope: Scope, eqn: Any) -> Op | None:
+    def maker(self, scope: Scope, i: int, eqn: Any) -> Op | None:
         """Returns the op of an equation, if it has one with a rule."""
+        if i in scope.opaque:
+            return scope.opaque[i]
         atoms = [scope.env[v] for v in eqn.outvars if not compat.is_drop(v)]
         op = self.program.makers.get(atoms[0]) if atoms and atoms[0] is not None else None
         if op is None or op.rule is None or op.name in BOUNDARIES:
@@ -125,10 +128,10 @@ class _Body(ConstraintEmitter):
         self.unconstrained = redundant(self.scope, makers, self.exact_spec, known=known, unknown_uses=unknown_uses)
         annotations = (eqn for eqn in source.eqns if eqn.primitive is annotate.annotate_p)
         self.constants = {e.outvars[0]: e.invars[0] for e in annotations if self.atom(e.invars[0]) is None}
-        for eqn in source.eqns:
-            op = self.rewriter.maker(self.scope, eqn)
+        for i, eqn in enumerate(source.eqns):
+            op = self.rewriter.maker(self.scope, i, eqn)
             self.source_eqns.append(eqn if op is None or self.scope.divergent else self.as_rotation(op, eqn))
-            if op is not None and op.results[0] in self.rewriter.rotated:
+            if op is not None and not self.rewriter.rotated.isdisjoint(op.results):
                 self.unconstrained.update(eqn.outvars)
                 op = None
             elif op is not None and not self.scope.divergent and rotation(op, makers) is not None:
@@ -207,9 +210,8 @@ class _Body(ConstraintEmitter):
         pads = [makers[v].site[0] for v in op.operands]
         if not all(v in self.scope.env for pad in pads for v in pad.invars[:1]):
             return eqn
-        dim, _ = back
-        parts = [pad.invars[0] for pad in sorted(pads, key=lambda pad: pad.params["padding_config"][dim][0])]
-        return compat.new_eqn(eqn, parts, eqn.outvars, jax.lax.concatenate_p, {"dimension": dim})
+        parts = [pad.invars[0] for pad in sorted(pads, key=lambda pad: pad.params["padding_config"][back[0]][0])]
+        return compat.new_eqn(eqn, parts, eqn.outvars, jax.lax.concatenate_p, {"dimension": back[0]})
 
     def equation(self, i: int, eqn: Any) -> None:
         invars = [self.read(v) for v in eqn.invars]
@@ -388,6 +390,8 @@ class _Body(ConstraintEmitter):
         params = dict(eqn.params)
         if eqn.primitive in (same_p, barrier_p):
             params["decided"] = True
+        if eqn.primitive.name == "device_put":
+            params["devices"] = tuple(map(memory_alone, params["devices"]))
         for key, pos, jaxpr in compat.sub_jaxprs(eqn.params):
             child = self.scope.children.get((i, key, pos))
             if child is not None:

@@ -22,7 +22,7 @@ from ..propagation.factor_propagation import project
 from ..propagation.interned_shardings import ValueSharding
 from ..propagation.propagation_graph import OpForm
 from ..rules import Kind, Rule
-from ..spec import Dim, Spec, num_parts, occupied
+from ..spec import Dim, Spec, byte_cost, num_parts, occupied
 from .reshard import Step, chain, chain_cost, local_bytes
 from .sliding_windows import WINDOWS
 
@@ -80,6 +80,8 @@ class OpStrategy:
     cost: float = 0.0
     """The bytes that a device sends, plus its computation in bytes that it could send meanwhile."""
 
+    is_cut_short: bool = False
+    """Whether not all candidates were compared."""
     needed: tuple[Spec, ...]
     """The spec of each operand that agrees with how the op runs, which XLA reads shards of other operands by."""
 
@@ -125,8 +127,11 @@ class OpStrategies:
             kind = op.site[0].params["dimensions"]
         elif op.name in PADDED_FIRST:
             kind = tuple(WINDOWS[op.name](op.site[0].params, shapes))
-        permutes, manual = not self.graph.diverges(op), self.graph.manual.get(op.results[0], frozenset())
+        permutes, arrays = not self.graph.diverges(op), op.results or op.operands
+        manual = self.graph.manual.get(arrays[0], frozenset())
         alike = tuple(self._readers[reader] for reader in self._reads(op)) if op.name == REDUCE_SCATTERED else ()
+        if self.graph.changes_memory(op):
+            kind = "to host" if op.results[0] in self.graph.memory_kinds else "from host"
         key = (id(op.rule), kind, alike, permutes, manual, tuple(s.axes for s in specs), *shapes, *itemsizes, *free)
         found = self._cache.get(key)
         if found is None:
@@ -185,14 +190,15 @@ class _StrategySearch:
     """Whether collective-permutes are allowed: not if only some devices run the op."""
     manual: frozenset[str]
     """Manual axes of enclosing `shard_map`s."""
+    is_cut_short: bool = False
+    """Whether there were more candidates than are compared."""
 
     def cheapest(self) -> OpStrategy:
         found = [strategy for factors in self.candidates() if (strategy := self.strategy(factors)) is not None]
-        if found:
-            return min(found, key=lambda strategy: strategy.cost)  # the first of equal ones
-        replicated = self.strategy(dict.fromkeys(range(len(self.form.rule.sizes)), ()))
-        assert replicated is not None
-        return replicated
+        replicated = dict.fromkeys(range(len(self.form.rule.sizes)), ())
+        best = min(found, key=lambda strategy: strategy.cost) if found else self.strategy(replicated)  # first of equals
+        assert best is not None
+        return dataclasses.replace(best, is_cut_short=self.is_cut_short)
 
     def candidates(self) -> Iterator[Factors]:
         """Yields every choice, for each factor, of one of its arrays' shardings, with no axis in two factors.
@@ -204,15 +210,18 @@ class _StrategySearch:
         for chosen in itertools.product(*options):
             atoms = list(itertools.chain.from_iterable(chosen))
             if len(set(atoms)) == len(atoms):
+                if number == MAX_CANDIDATES:
+                    self.is_cut_short = True
+                    return
                 yield dict(enumerate(chosen))
                 number += 1
-                if number == MAX_CANDIDATES:
-                    return
 
     def options(self) -> list[list[Atoms]]:
         """Returns the candidate shardings of each factor."""
         rule, n = self.form.rule, self.form.num_operands
         order = [*range(n, len(self.specs)), *(i for i in range(n) if not self.free[i])]
+        if self.strategies.graph.changes_memory(self.op):  # it is resharded on the device
+            order = order[:1] if self.op.results[0] in self.strategies.graph.memory_kinds else order[1:]
         table = self.strategies.table
         projected = {i: project(self.form, i, _sharding(self.specs[i], table), table.sizes) for i in order}
         displaced = dict.fromkeys(a for one in projected.values() for a in sorted(one.overflow))
@@ -345,7 +354,8 @@ class _StrategySearch:
         axes = self.strategies.table.axes_of(atoms)
         sent = cost.wire_bytes(kind, num_bytes, num_parts(axes, self.strategies.sizes))
         is_sum = kind in cost.SUMS
-        return Step(kind=kind, axes=axes, spec=spec, num_bytes=num_bytes, wire_bytes=sent, is_sum=is_sum)
+        size = {"num_bytes": num_bytes, "wire_bytes": sent, "byte_cost": byte_cost(axes, self.strategies.sizes)}
+        return Step(kind=kind, axes=axes, spec=spec, is_sum=is_sum, **size)
 
     def chain(self, i: int, have: Spec, want: Spec) -> tuple[Step, ...]:
         if have.axes == want.axes:

@@ -25,7 +25,7 @@ from typing import Literal
 
 from ..cost import Kind, wire_bytes
 from ..propagation.axis_atoms import AtomTable
-from ..spec import Axis, Dim, Spec, axis_size, cuts, local_shape, num_parts
+from ..spec import Axis, Dim, MeshSizes, Spec, axis_size, byte_cost, cuts, local_shape, num_parts
 
 DimAxes = tuple[tuple[Axis, ...], ...]
 """The axes of each dim, major to minor."""
@@ -52,6 +52,8 @@ class Step:
     """Bytes per device after the step; for a reduce-scatter, before it."""
     wire_bytes: int
     """Bytes that each device sends."""
+    byte_cost: float = 1.0
+    """What a byte costs over the links of its axes, relative to the fastest of the mesh."""
     is_sum: bool = False
     """Whether it adds up partial sums; other all-reduces replicate a short dim."""
 
@@ -76,15 +78,16 @@ def chain(
         permutes: whether collective-permutes are allowed. Not if only some devices run the program: a permute waits
             for all devices, other collectives for their own group. No sub-axes are used then either.
 
-    The cost is the bytes that a device sends plus `STEP_BYTES` per step (Dijkstra over the specs on the way; with the
-    three or four axes of a mesh there are few).
+    The cost is the bytes that a device sends, weighed by the links of the axes, plus `STEP_BYTES` per step (Dijkstra
+    over the specs on the way; with the three or four axes of a mesh there are few).
     """
     pieces = cuts(itertools.chain.from_iterable((*have.axes, *want.axes)), sizes)
     start, goal = _refined(have.axes, pieces, sizes), _refined(want.axes, pieces, sizes)
     if start == goal:
         return ()
+    costs = tuple(sizes.byte_costs.items()) if isinstance(sizes, MeshSizes) else ()
     named = tuple(sizes.items())
-    steps = _chain(start, goal, shape, itemsize, named, permutes)
+    steps = _chain(start, goal, shape, itemsize, named, costs, permutes)
     if not permutes:
         is_even = _is_even((start, *(step.spec.axes for step in steps)), shape, sizes)
         return steps if is_even else _gather_then_slice(start, goal, shape, itemsize, sizes)
@@ -92,7 +95,7 @@ def chain(
     if not pieces or sum(step.num_bytes for step in steps if step.kind != "slice") <= steps[-1].num_bytes:
         return steps
     start, goal = _refined(start, pieces, sizes), _refined(goal, pieces, sizes)
-    return min(steps, _chain(start, goal, shape, itemsize, named, permutes), key=chain_cost)
+    return min(steps, _chain(start, goal, shape, itemsize, named, costs, permutes), key=chain_cost)
 
 
 def _is_even(specs: Sequence[DimAxes], shape: tuple[int, ...], sizes: Mapping[str, int]) -> bool:
@@ -126,9 +129,9 @@ def _gather_then_slice(
     return _joined(_step(move, _bytes_after(before, move, shape, itemsize, sizes), sizes) for before, move in run)
 
 
-def chain_cost(steps: Iterable[Step]) -> int:
-    """The bytes that a device sends, plus `STEP_BYTES` per collective."""
-    return sum(step.wire_bytes + (STEP_BYTES if step.kind != "slice" else 0) for step in steps)
+def chain_cost(steps: Iterable[Step]) -> float:
+    """The bytes that a device sends, weighed by their links, plus `STEP_BYTES` per collective."""
+    return sum(step.wire_bytes * step.byte_cost + (STEP_BYTES if step.kind != "slice" else 0) for step in steps)
 
 
 def _sub_axis_boundaries(start: DimAxes, goal: DimAxes, sizes: Mapping[str, int]) -> dict[str, list[int]]:
@@ -136,13 +139,22 @@ def _sub_axis_boundaries(start: DimAxes, goal: DimAxes, sizes: Mapping[str, int]
 
     Empty if there is nothing to gain, or more pieces than can be searched.
     """
+    pieces, count = _shorter_parts(start, goal, sizes)
+    return cuts(pieces, sizes) if 0 < count <= MAX_PIECES else {}
+
+
+def _shorter_parts(start: DimAxes, goal: DimAxes, sizes: Mapping[str, int]) -> tuple[list[Axis], int]:
+    """The axes that move and their parts of other axes' sizes, and their number; none if there are no such parts."""
     moving = dict.fromkeys(a for x, y in zip(start, goal, strict=True) if x != y for a in (*x, *y))
     lengths = {axis_size(a, sizes) for a in moving}
     parts = [_part(a, sizes) for a in moving]
     shorter = [(name, pre, n) for name, pre, size in parts for n in lengths if n < size and size % n == 0]
-    if not shorter or len(parts) + len(shorter) > MAX_PIECES:
-        return {}
-    return cuts((*parts, *shorter), sizes)
+    return ([*parts, *shorter], len(parts) + len(shorter)) if shorter else ([], 0)
+
+
+def is_cut_short(have: Spec, want: Spec, sizes: Mapping[str, int]) -> bool:
+    """Whether `chain` left out chains through sub-axes, of which there are too many."""
+    return _shorter_parts(have.axes, want.axes, sizes)[1] > MAX_PIECES
 
 
 @lru_cache(maxsize=4096)
@@ -152,12 +164,13 @@ def _chain(
     shape: tuple[int, ...],
     itemsize: int,
     named: tuple[tuple[str, int], ...],
+    costs: tuple[tuple[str, float], ...],
     permutes: bool,
 ) -> tuple[Step, ...]:
-    sizes = dict(named)
+    sizes = MeshSizes(dict(named), dict(costs))
     number = itertools.count()  # the first found of equal costs
-    waiting: list[tuple[int, int, DimAxes]] = [(0, next(number), start)]
-    best: dict[DimAxes, int] = {start: 0}
+    waiting: list[tuple[float, int, DimAxes]] = [(0, next(number), start)]
+    best: dict[DimAxes, float] = {start: 0}
     arrived_by: dict[DimAxes, tuple[DimAxes, _Move]] = {}
     while waiting:
         spent, _, at = heapq.heappop(waiting)
@@ -174,7 +187,8 @@ def _chain(
                 continue
             if kind != "slice":
                 num_bytes = _bytes_after(at, move, shape, itemsize, sizes)
-                cost += wire_bytes(kind, num_bytes, num_parts(axes, sizes)) + STEP_BYTES
+                sent = wire_bytes(kind, num_bytes, num_parts(axes, sizes))
+                cost += sent * byte_cost(axes, sizes) + STEP_BYTES
             if cost < best.get(after, cost + 1) and cost < best.get(goal, cost + 1):
                 best[after], arrived_by[after] = cost, (at, move)
                 heapq.heappush(waiting, (cost, next(number), after))
@@ -232,7 +246,14 @@ def _step(move: _Move, num_bytes: int, sizes: Mapping[str, int]) -> Step:
     sent = 0 if kind == "slice" else wire_bytes(kind, num_bytes, num_parts(axes, sizes))
     table = AtomTable.of(sizes)
     spec = Spec(dims=tuple(Dim(axes=table.axes_of(table.atoms_of(dim))) for dim in after))
-    return Step(kind=kind, axes=table.axes_of(table.atoms_of(axes)), spec=spec, num_bytes=num_bytes, wire_bytes=sent)
+    return Step(
+        kind=kind,
+        axes=table.axes_of(table.atoms_of(axes)),
+        spec=spec,
+        num_bytes=num_bytes,
+        wire_bytes=sent,
+        byte_cost=byte_cost(axes, sizes),
+    )
 
 
 def local_bytes(axes: DimAxes, shape: tuple[int, ...], itemsize: int, sizes: Mapping[str, int]) -> int:

@@ -29,13 +29,13 @@ def without_unread_gathers(assignment: Assignment) -> Assignment:
     live = graph.live_values()
     specs = list(assignment.specs)
     for op in graph.ops:
-        if op.rule is None or op.name == "edge" or live.isdisjoint(op.results) or not _loses_axes(op, specs):
+        if op.is_unknown or op.name == "edge" or live.isdisjoint(op.results) or not _loses_axes(op, specs):
             continue
         strategy = strategies.of(op)
         for v, have, steps in zip(op.results, strategy.result_specs, strategy.result_steps, strict=True):
             if v in kept or {step.kind for step in steps if step.kind not in SUMS} != {"all-gather"}:
                 continue
-            uses = [use for use in graph.users[v] if not live.isdisjoint(use.results)]
+            uses = [use for use in graph.users[v] if graph.is_live(use, live)]
             if uses and all(_slices(use, v, have.axes, assignment, strategies) for use in uses):
                 specs[v] = have
     return assignment if specs == list(assignment.specs) else dataclasses.replace(assignment, specs=tuple(specs))

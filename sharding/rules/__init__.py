@@ -8,6 +8,8 @@ Example:
     j i -> i j
     >>> print(rules.pointwise([(8, 4), (8, 4)], [(8, 4)]), "|", rules.identity(1, (8, 4)))
     i j, i j -> i j | i j -> i j
+    >>> print(rules.opaque([(8,)], [(8,)]))
+    i -> j
     >>> rules.barrier((8,), "forward").flow
     <Flow.FORWARD: 'forward only'>
     >>> builder = rules.RuleBuilder([(8, 4)], [(8,)])
@@ -24,14 +26,15 @@ Example:
     2
 """
 
-from .rule import Dims, Flow, Kind, Rule, RuleBuilder, Shape, pointwise
-from .rule_table import CONSTANT_PRESERVING, ELEMENTWISE, MOVES, barrier, identity, rule_for
+from .rule import Dims, Flow, Kind, Rule, RuleBuilder, Shape, opaque, pointwise
+from .rule_table import CONSTANT_PRESERVING, ELEMENTWISE, MOVES, PARTITIONED_BY_ITSELF, barrier, identity, rule_for
 from .user_rules import register, unregister, version
 
 __all__ = [
     "CONSTANT_PRESERVING",
     "ELEMENTWISE",
     "MOVES",
+    "PARTITIONED_BY_ITSELF",
     "Dims",
     "Flow",
     "Kind",
@@ -40,6 +43,7 @@ __all__ = [
     "Shape",
     "barrier",
     "identity",
+    "opaque",
     "pointwise",
     "register",
     "rule_for",

@@ -27,6 +27,18 @@ def gather_or_scatter(ins: Sequence[Shape], outs: Sequence[Shape], params: Param
     return rule.build()
 
 
+def ragged_all_to_all(ins: Sequence[Shape], outs: Sequence[Shape], params: Params) -> Rule:
+    """`ragged_all_to_all`: rows go to other devices, at positions that an `output` operand is overwritten at."""
+    del params
+    rule = RuleBuilder(ins, outs)
+    others = [None] * (len(ins) - 2)
+    rule.factor([0, None, *others], [None], ins[0][0], Kind.REPLICATE, blocked=True)
+    rule.factor([None, 0, *others], [0], ins[1][0], Kind.REPLICATE, blocked=True)
+    for d, size in enumerate(ins[0][1:], start=1):
+        rule.factor([d, d, *others], [d], size)
+    return rule.build()
+
+
 def _dims(params: Params) -> tuple[int | None, int | None]:
     """Returns the scattered dim of the operand and the gathered dim of the result."""
     if "split_axis" in params:

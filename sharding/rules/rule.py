@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 Shape = tuple[int, ...]
 Dims = tuple[tuple[int, ...], ...]
@@ -52,6 +52,8 @@ class Rule:
     blocked: frozenset[int] = frozenset()
     """Factors along which shardings do not propagate."""
     flow: Flow = Flow.OTHER
+    is_opaque: bool = False
+    """Whether nothing is known of the op, which therefore runs on replicated arrays."""
 
     def __str__(self) -> str:
         names = "ijklmnopqrstuvwxyzabcdefgh"
@@ -119,6 +121,13 @@ class RuleBuilder:
             blocked=frozenset(self.blocked),
             flow=flow,
         )
+
+
+def opaque(operand_shapes: Sequence[Shape], result_shapes: Sequence[Shape]) -> Rule:
+    """Returns the rule of an op of which nothing is known: it runs on replicated arrays, and no sharding passes it."""
+    rule = RuleBuilder(operand_shapes, result_shapes).build()
+    count = len(rule.sizes)
+    return replace(rule, kinds=(Kind.REPLICATE,) * count, blocked=frozenset(range(count)), is_opaque=True)
 
 
 def pointwise(operand_shapes: Sequence[Shape], result_shapes: Sequence[Shape], flow: Flow = Flow.ELEMENTWISE) -> Rule:

@@ -1,6 +1,6 @@
 """Table of factor rules by primitive.
 
-Propagation stops at an op whose primitive is not listed: its results start replicated, and a warning names the op.
+Propagation stops at an op whose primitive is not listed, and it runs on replicated arrays.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from . import (
     sorting,
     user_rules,
 )
-from .rule import Flow, Rule, Shape, pointwise
+from .rule import Flow, Rule, RuleBuilder, Shape, pointwise
 
 MakeRule = Callable[[Sequence[Shape], Sequence[Shape], Mapping[str, Any]], Rule | None]
 """(operand shapes, result shapes, equation parameters) -> rule."""
@@ -75,6 +75,11 @@ def _custom_partitioning(ins: Sequence[Shape], outs: Sequence[Shape], params: Ma
     return notation.from_sdy(rule).rule(ins, outs)
 
 
+def _on_shards(ins: Sequence[Shape], outs: Sequence[Shape], params: Mapping[str, Any]) -> Rule | None:
+    """Returns the rule of a `debug.callback` that each device calls with its shards, if it is `partitioned`."""
+    return RuleBuilder(ins, outs).build() if params.get("partitioned") else None
+
+
 RULES: dict[str, MakeRule] = {
     "all_gather": manual_collectives.gather_or_scatter,
     "all_gather_invariant": manual_collectives.gather_or_scatter,
@@ -95,6 +100,8 @@ RULES: dict[str, MakeRule] = {
     "cumprod": reduction.cumulative,
     "cumsum": reduction.cumulative,
     "custom_partitioning": _custom_partitioning,
+    "debug_callback": _on_shards,
+    "debug_print": _on_shards,
     "dot_general": contraction.dot_general,
     "dynamic_slice": indexing.dynamic_slice,
     "dynamic_update_slice": indexing.dynamic_update_slice,
@@ -114,6 +121,7 @@ RULES: dict[str, MakeRule] = {
     "ormqr": linalg.batched(2),
     "pad": shape.slice_or_pad,
     "qr": linalg.batched(2),
+    "ragged_all_to_all": manual_collectives.ragged_all_to_all,
     "ragged_dot_general": contraction.ragged_dot_general,
     "random_bits": random.random_bits,
     "random_seed": random.random_bits,
@@ -166,6 +174,9 @@ RULES: dict[str, MakeRule] = {
     "unreduced_reduce_scatter": manual_collectives.gather_or_scatter,
     "unstack": shape.unstack,
 }
+
+PARTITIONED_BY_ITSELF = frozenset({"custom_partitioning", "shard_map"})
+"""Primitives whose equations choose how they are sharded, so that without a rule they are left to XLA."""
 
 CONSTANT_PRESERVING = ELEMENTWISE | {"broadcast_in_dim", "reshape", "slice", "squeeze", "iota"}
 """Ops whose result is a constant expression if all operands are: each use gets its own copy, sharded as needed."""

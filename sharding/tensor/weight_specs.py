@@ -35,8 +35,8 @@ def specs(params: Any, roles: Roles, *, axis: str = "tensor") -> Any:
         axis: mesh axis.
 
     Raises:
-        ShardingError: no mesh in context, no such axis; globs without a match, unknown roles, or indivisible dims,
-            reported together.
+        ShardingError: no mesh in context, no such axis; globs without a match of their own, unknown roles, or
+            indivisible dims, reported together.
 
     Example:
         >>> import jax, sharding
@@ -98,7 +98,25 @@ def _unknown(roles: Roles) -> list[ShardingError]:
 def _unused(named: list[tuple[str, Any]], roles: Roles) -> list[ShardingError]:
     names = [path for path, _ in named]
     found = (paths.unmatched(f"{glob!r}: {role!r}", glob, names) for glob, role in roles.items())
-    return [error for error in found if error is not None]
+    return [*(error for error in found if error is not None), *_shadowed(names, roles)]
+
+
+def _shadowed(names: list[str], roles: Roles) -> list[ShardingError]:
+    """The globs all of whose parameters an earlier glob matches, which wins."""
+    failures = []
+    for k, (glob, role) in enumerate(roles.items()):
+        matched = [path for path in names if paths.Glob(glob).matches(path)]
+        before = [one for one in [*roles][:k] if any(paths.Glob(one).matches(path) for path in matched)]
+        if matched and all(any(paths.Glob(one).matches(path) for one in before) for path in matched):
+            failures.append(
+                ShardingError(
+                    f"{glob!r}: {role!r}",
+                    found=f"all of its parameters match {' or '.join(map(repr, before))} first",
+                    required="a parameter for every glob; the first match wins",
+                    fix=f"{glob!r} in front of {before[0]!r}",
+                )
+            )
+    return failures
 
 
 def _check_fits(path: str, leaf: Any, dim: int, axis: str) -> None:

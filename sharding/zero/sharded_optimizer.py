@@ -14,7 +14,7 @@ from ..annotations.annotate import annotate
 from ..annotations.propagation_barrier import barrier
 from ..errors import ShardingError
 from .memory_formula import check_stage
-from .state_specs import axes_of, is_spec, leaf_specs, mesh_sizes, specs, warn_replicated
+from .state_specs import Specs, axes_of, found_specs, is_spec, leaf_specs, mesh_sizes, warn_replicated
 
 PRIORITY = 2
 """Lower priority than a model's own annotations (0) and its FSDP annotations (1)."""
@@ -91,7 +91,10 @@ def split(params: Any, *, axis: str = "data", like: Any = None, replicas: str | 
     The annotations have lower priority than a model's own, so on a conflict the batch keeps the axis and parameters are
     all-gathered. Arguments as in ``specs``, which also gives the specs to place them with.
     """
-    return _annotate(params, specs(params, axis, 3, like=like, replicas=replicas).params)
+    asked = f"zero.split(axis={axis!r})"
+    found = found_specs(params, axis, 3, like, mesh_sizes(asked, axis, replicas))
+    warn_replicated(asked, found.whole, stacklevel=2)
+    return _annotate(params, found.params)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +113,7 @@ class _ShardedTransform:
         return f"zero.shard(axis={self.axis!r})"
 
     def init(self, params: Any) -> Any:
-        found = specs(params, self.axis, self.stage, like=self.like, replicas=self.replicas)
+        found = self._specs(params)
         warn_replicated(self.asked, found.whole, stacklevel=3)
         if not self.master:
             return self._annotate_state(self.tx.init(params), params, found.state)
@@ -153,7 +156,10 @@ class _ShardedTransform:
         return _annotate(updates, state_specs), self._annotate_state(state, params, state_specs), weights
 
     def _state_specs(self, params: Any) -> Any:
-        return specs(params, self.axis, self.stage, like=self.like, replicas=self.replicas).state
+        return self._specs(params).state
+
+    def _specs(self, params: Any) -> Specs:
+        return found_specs(params, self.axis, self.stage, self.like, mesh_sizes(self.asked, self.axis, self.replicas))
 
     def _annotate_state(self, state: Any, params: Any, state_specs: Any) -> Any:
         found = leaf_specs(state, params, state_specs, self.axis, mesh_sizes(self.asked, self.axis))

@@ -46,6 +46,8 @@ def specs(params: Any, axis: str = "data", stage: int = 3, *, like: Any = None, 
         like: a pytree of specs of the parameters over other axes. Default: the arrays' own shardings.
         replicas: for hybrid sharding, a second data axis over which model states are replicated.
 
+    Warns of parameters that stay replicated, as the axis divides none of their dims (`.whole`).
+
     Raises:
         ShardingError: no mesh in context, no such axis or stage.
 
@@ -55,7 +57,13 @@ def specs(params: Any, axis: str = "data", stage: int = 3, *, like: Any = None, 
     """
     asked = f"zero.specs(axis={axis!r})"
     check_stage("zero.specs", stage)
-    sizes = mesh_sizes(asked, axis, replicas)
+    found = found_specs(params, axis, stage, like, mesh_sizes(asked, axis, replicas))
+    warn_replicated(asked, found.whole, stacklevel=2)
+    return found
+
+
+def found_specs(params: Any, axis: str, stage: int, like: Any, sizes: Mapping[str, int]) -> Specs:
+    """As `specs`, on a mesh with these axis sizes, without warnings."""
     own = jax.tree.map(partition_spec_of, params) if like is None else like
     named = jax.tree_util.tree_leaves_with_path(params)
     sharded, replicated = [], {}

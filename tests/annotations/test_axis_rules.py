@@ -268,3 +268,21 @@ def test_equal_rules_are_a_cache_hit():
         with axis_rules({"batch": "data"}):
             jax.block_until_ready(step(X))
     assert len(calls) == 1
+
+
+def test_rules_without_a_use_are_listed():
+    with axis_rules({"batch": "data", "heads": "tensor"}):
+        completion = sharding.jit(lambda x: x + 1, in_shardings=P("batch")).complete(X)
+    assert "axis rules that no annotation uses: heads -> tensor" in str(completion)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_rules_over_a_program_without_annotations_are_reported(strict):
+    step = sharding.jit(lambda x: x + 1, strict=strict)
+    with axis_rules({"batch": "data"}):
+        if strict:
+            with pytest.raises(ShardingError, match="nothing is annotated, also not by batch -> data"):
+                step(X)
+        else:
+            with pytest.warns(UserWarning, match="also not by the axis rules batch -> data"):
+                step(X)

@@ -65,6 +65,11 @@ def test_specs_have_the_tree_of_the_parameters():
     assert specs.final_norm.scale.get_value() is None
 
 
+def test_mesh_axes_that_no_rule_shards_over_are_reported():
+    with pytest.warns(UserWarning, match="no rule shards over the mesh axis 'model'; its rules .* 'fsdp', 'tensor'"):
+        assert not layouts.gpt(("data", "model")).rules
+
+
 def test_batch():
     assert layouts.batch(("data", "fsdp", "tensor")) == P(("data", "fsdp"))
     assert layouts.batch(("tensor", "data")) == P("data")

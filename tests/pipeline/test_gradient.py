@@ -219,9 +219,24 @@ def test_wrong_leading_dims(compiled, executor):
 
 def test_placed_parameters_have_a_row_per_device_stage(compiled):
     schedule = schedules.chimera(stages=2, microbatches=4)
-    text = refused(compiled, schedule=schedule, options={"placed": True})
+    short = pipeline.PlacedStages(MLP.params(2), pipeline.place(jnp.arange(2), schedule).order)
+    text = refused(compiled, schedule=schedule, options={"placed": True}, params=short)
     assert "a leading dim of 4" in text
     assert "pipeline.place" in text
+
+
+@pytest.mark.parametrize("executor", ["spmd", "mpmd"])
+def test_stages_in_another_order_than_said_are_refused(compiled, executor):
+    schedule, params = schedules.zb_v(stages=2, microbatches=4), MLP.params(4)
+    in_device_order = pipeline.place(params, schedule)
+    options = {"executor": executor}
+    text = refused(compiled, schedule=schedule, options=options, params=in_device_order)
+    assert "pipeline.place put in device order: [0, 3, 1, 2]" in text and "placed=True" in text
+    text = refused(compiled, schedule=schedule, options={**options, "placed": True}, params=params)
+    assert "do not come from pipeline.place" in text
+    other = schedules.interleaved(stages=2, microbatches=4, chunks=2)
+    text = refused(compiled, schedule=other, options={**options, "placed": True}, params=in_device_order)
+    assert "placed for another schedule" in text
 
 
 def test_meshes_that_do_not_fit(compiled):

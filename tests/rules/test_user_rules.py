@@ -46,7 +46,7 @@ def test_a_primitive_of_the_user(register, rule):
     f = sharding.jit(lambda x, w: jnp.sin(matmul_p.bind(x, w)), in_shardings=(P("data"), P(None, "tensor")))
     with sharding.mesh(SIZES):
         before = f.complete(X, W)
-        assert before.unknown == {"mine.matmul": 1} and before.spec("out") == P()
+        assert [one.op for one in before.unknown] == ["mine.matmul"] and before.spec("out") == P()
         register(matmul_p, rule)
         after = f.complete(X, W)  # a new rule is another program
         assert not after.unknown and after.spec("out") == P("data", "tensor")
@@ -65,7 +65,7 @@ def test_the_next_call_uses_newly_registered_rules(register):
 def test_a_rule_of_none_stops_propagation(register):
     register("sin", lambda ins, outs, params: None)
     c = completed(lambda x: jnp.sin(x), X, in_shardings=(P("data"),))
-    assert c.unknown == {"sin": 1} and c.spec("out") == P()
+    assert [one.op for one in c.unknown] == ["sin"] and c.spec("out") == P()
 
 
 def kernel(name):
@@ -85,7 +85,8 @@ def test_kernels_have_rules_of_their_own(register):
     specs = (P("data", "tensor"),)
     assert completed(kernel("copied"), shape, in_shardings=specs).spec("out") == P("data", "tensor")
     assert completed(kernel("moved"), shape, in_shardings=specs).spec("out") == P(None, "tensor")
-    assert completed(kernel("other"), shape, in_shardings=specs).unknown == {"pallas_call": 1}
+    (unknown,) = completed(kernel("other"), shape, in_shardings=specs).unknown
+    assert unknown.op == "pallas_call"
 
 
 def test_a_kernel_gives_the_numbers_of_one_device(register):

@@ -147,8 +147,9 @@ def pipelined(example, schedule, *, executor="spmd", jit=sharding.jit, axes=None
             remat=remat,
         )
         stages = params["stages"] if example.first_fn else params
+        order = None
         if placed:
-            stages = pipeline.place(stages, schedule)
+            stages, order = (found := pipeline.place(stages, schedule)).stages, found.order
         if "tensor" in axes and (placed or schedule.stages % schedule.devices == 0):
             stages = {
                 name: jax.device_put(leaf, NamedSharding(mesh, example.specs[name])) for name, leaf in stages.items()
@@ -156,13 +157,14 @@ def pipelined(example, schedule, *, executor="spmd", jit=sharding.jit, axes=None
         if "data" in axes:
             sharded = NamedSharding(mesh, P(None, "data"))
             inputs, targets = jax.tree.map(lambda leaf: jax.device_put(leaf, sharded), (inputs, targets))
+        stages = stages if order is None else pipeline.PlacedStages(stages, order)
         params = {**params, "stages": stages} if example.first_fn else stages
         loss, gradients = jax.block_until_ready((jit(step) if executor == "spmd" else step)(params, inputs, targets))
     loss, gradients = jax.tree.map(np.asarray, (loss, gradients))
     if placed:
-        rows = np.asarray(pipeline.place(np.arange(schedule.stages), schedule)).tolist()
         own = gradients["stages"] if example.first_fn else gradients
-        own = {name: leaf[[rows.index(stage) for stage in range(schedule.stages)]] for name, leaf in own.items()}
+        of_stages = [own.order.index(stage) for stage in range(schedule.stages)]
+        own = {name: leaf[of_stages] for name, leaf in own.stages.items()}
         gradients = {**gradients, "stages": own} if example.first_fn else own
     return loss, gradients
 

@@ -57,6 +57,10 @@ def test_a_model_without_annotations():
     [
         ({"up": "colum"}, r"'up': 'colum'[\s\S]*column, column_bias, row, vocabulary"),
         ({"dwon": "row"}, r"'dwon': 'row'[\s\S]*no match among 4 paths[\s\S]*down"),
+        (
+            {"*": "column", "down": "row"},
+            r"'down': 'row'[\s\S]*all of its parameters match[\s\S]*in front of",
+        ),
         ({"odd": "column"}, r"odd, dim -1 of \(8, 6\)[\s\S]*6 features, heads or rows over tensor=4"),
         ({"bias": "row"}, r"bias[\s\S]*shape \(8,\)[\s\S]*a dim -2"),
         ({"up": "column", "odd": "column", "bias": "row"}, "2 failures"),

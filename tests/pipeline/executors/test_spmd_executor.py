@@ -48,6 +48,8 @@ def compiled(schedule, described=None, features=FEATURES):
     with sharding.mesh(pipe=schedule.devices, devices=devices[: schedule.devices]) as mesh:
         split = jax.NamedSharding(mesh, P("pipe"))
         params = jax.ShapeDtypeStruct((schedule.stages, *one.shape), one.dtype, sharding=split)
+        order = jax.eval_shape(lambda: pipeline.place(jax.numpy.zeros(schedule.stages), schedule)).order
+        params = pipeline.PlacedStages(params, order)
         step = jax.jit(pipeline.value_and_grad(stage_fn, loss_fn, schedule, placed=True))
         return step.lower(params, batch, batch).compile()
 

@@ -1,0 +1,74 @@
+"""Moving arguments to the shardings that a program takes: an array that is passed again is moved once."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+import weakref
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Sharding
+
+from ..display.units import bytes_text
+
+WARNED_BYTES = 2**20
+"""A NumPy array from this size on that is transferred in one call after another is worth a warning."""
+
+
+class PlacedArguments:
+    """The last array that was moved for each leaf, and the array that it was moved to.
+
+    A `jax.Array` never changes, so it is moved once, and its copy is kept as long as the array is alive. A NumPy array
+    may have changed since the last call and is transferred each time, with a warning if it is large.
+
+    Args:
+        function: its name, for the warning.
+        names: of the leaves.
+        donated: the leaves whose buffers a call consumes, which are not kept.
+    """
+
+    def __init__(self, function: str, names: Sequence[str], donated: Collection[int]):
+        self._function, self._names, self._donated = function, names, donated
+        self._moved: dict[int, tuple[weakref.ref[Any], jax.Array]] = {}
+        self._transferred: dict[int, weakref.ref[Any]] = {}
+        """Leaf -> the NumPy array of the last call."""
+        self._warned: set[int] = set()
+
+    def move(self, leaves: list[Any], where: Sequence[int], shardings: Sequence[Sharding | None]) -> None:
+        """Replaces the leaves at some positions by arrays with the given shardings."""
+        waiting = []
+        for i in where:
+            source, moved = self._moved.get(i, (None, None))
+            if source is not None and moved is not None and source() is leaves[i] and not moved.is_deleted():
+                leaves[i] = moved
+            else:
+                waiting.append(i)
+        if not waiting:
+            return
+        moved = jax.device_put([leaves[i] for i in waiting], [shardings[i] for i in waiting])
+        for i, x in zip(waiting, moved, strict=True):
+            if isinstance(leaves[i], jax.Array) and i not in self._donated:
+                self._moved[i] = weakref.ref(leaves[i], functools.partial(self._forget, i)), x
+            elif isinstance(leaves[i], np.ndarray) and leaves[i].nbytes >= WARNED_BYTES:
+                self._warn_of_repetition(i, leaves[i])
+            leaves[i] = x
+
+    def _forget(self, i: int, source: weakref.ref[Any]) -> None:
+        if i in self._moved and self._moved[i][0] is source:
+            del self._moved[i]
+
+    def _warn_of_repetition(self, i: int, x: np.ndarray) -> None:
+        last = self._transferred.get(i)
+        self._transferred[i] = weakref.ref(x)
+        if i in self._warned or last is None or last() is not x:
+            return
+        self._warned.add(i)
+        warnings.warn(
+            f"{self._function}({self._names[i]}): the same NumPy array, {bytes_text(x.nbytes)}, is transferred to the "
+            "devices on every call. Transfer it once: jax.device_put(x, sharding) with its spec in .in_shardings of "
+            "the completion",
+            stacklevel=6,
+        )

@@ -1,0 +1,52 @@
+"""One more annotation of a value, beside those that a program has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from jax.sharding import PartitionSpec as P
+
+from ..annotations import axis_rules
+from ..errors import ShardingError
+from ..graph import Annotation, Graph, joined
+from ..spec import indivisible, to_partition_spec
+
+
+def with_annotation(
+    graph: Graph, name: str, v: int, spec: P, sizes: Mapping[str, int], *, priority: int, is_end: bool
+) -> Annotation:
+    """The annotation of a value after adding another.
+
+    Args:
+        graph: the program.
+        name: of the value, for errors.
+        v: the value.
+        spec: to add.
+        sizes: mesh axis sizes.
+        priority: of the annotation.
+        is_end: whether the value is an argument or a result, whose dims must be divisible.
+
+    Raises:
+        ShardingError: an invalid or indivisible spec, or one that contradicts the annotation that the value has.
+    """
+    asked = f"annotate({name!r}, {spec})"
+    shape = graph.shapes[v]
+    annotation = Annotation(spec=axis_rules.resolve(spec, shape, sizes, asked=asked, priority=priority), origin=asked)
+    faults = indivisible(annotation.spec, shape, sizes)
+    if faults and is_end:
+        raise ShardingError(
+            asked,
+            found=[f"shape {shape}", *faults],
+            required="dims of arguments and results divisible by the product of their axis sizes",
+        )
+    have = graph.annotations.get(v)
+    both = annotation if have is None else joined(have, annotation)
+    if both is None:
+        assert have is not None
+        raise ShardingError(
+            asked,
+            found=f"{to_partition_spec(have.spec, keep_open=True)} from {have.origin}",
+            required="annotations of one value that agree on each dim, or leave it open",
+            fix="P.UNCONSTRAINED for the dims annotated already, or a program without that annotation",
+        )
+    return both
