@@ -106,7 +106,7 @@ _ENTERED: ContextVar[tuple[tuple[MeshContext, ExitStack], ...]] = ContextVar("sh
 
 
 def current() -> Mesh | AbstractMesh | None:
-    """The current mesh, or None: the innermost one set by ``sharding.mesh`` or ``jax.set_mesh``.
+    """The current mesh, or None: the innermost one of ``sharding.mesh`` or ``jax.set_mesh``, or of ``with Mesh(...)``.
 
     In traced code a mesh entered with ``sharding.mesh`` is still returned with its devices; for one set by
     ``jax.set_mesh`` JAX exposes only the ``AbstractMesh`` there.
@@ -116,7 +116,7 @@ def current() -> Mesh | AbstractMesh | None:
     if ours is not None and isinstance(ours.mesh, Mesh) and ours.mesh.abstract_mesh is of_jax:
         return ours.mesh  # the common case; the code below costs more per dispatch than all other checks
     if of_jax.empty or (ours is not None and ours.mesh.shape_tuple == of_jax.shape_tuple):
-        return ours.mesh if ours else None
+        return ours.mesh if ours else compat.mesh_of_with_statement()
     concrete = None if compat.in_trace() else jax.sharding.get_mesh()
     return concrete if concrete is not None and concrete.shape_tuple == of_jax.shape_tuple else of_jax
 
@@ -127,13 +127,43 @@ def described() -> hardware.Devices | None:
     return ours.described if ours is not None and ours.mesh is current() else None
 
 
+def with_auto_axes(m: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
+    """The mesh with Auto instead of Explicit axes; itself if it has none."""
+    if AxisType.Explicit not in m.axis_types:
+        return m
+    types = tuple(AxisType.Auto if kind is AxisType.Explicit else kind for kind in m.axis_types)
+    if isinstance(m, Mesh):
+        return Mesh(m.devices, m.axis_names, axis_types=types)
+    return m.update(axis_types=types)
+
+
+def abstract(m: Mesh | AbstractMesh) -> AbstractMesh:
+    """The mesh without its devices."""
+    return m.abstract_mesh if isinstance(m, Mesh) else m
+
+
+@contextmanager
+def in_force(m: Mesh | AbstractMesh) -> Iterator[None]:
+    """The context in which `m`, the current mesh, is also JAX's."""
+    with ExitStack() as stack:
+        of_jax = jax.sharding.get_abstract_mesh()
+        if isinstance(m, Mesh) and of_jax is not m.abstract_mesh:
+            if not compat.in_trace():
+                stack.enter_context(jax.set_mesh(m))
+            elif of_jax.empty:
+                stack.enter_context(jax.sharding.use_abstract_mesh(m.abstract_mesh))
+        yield
+
+
 @contextmanager
 def tracing_context() -> Iterator[None]:
-    """The context to trace in: eager ops of the traced function can't run on compile-only devices."""
+    """The context to trace in, with Auto axes: eager ops of the function can't run on compile-only devices."""
     m = current()
     with ExitStack() as stack:
         if isinstance(m, Mesh) and compat.is_compile_only(m.devices.flat[0]) and not compat.in_trace():
             stack.enter_context(_without_devices(m.abstract_mesh))
+        if m is not None and AxisType.Explicit in m.axis_types:
+            stack.enter_context(jax.sharding.use_abstract_mesh(abstract(with_auto_axes(m))))
         yield
 
 

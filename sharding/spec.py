@@ -167,6 +167,12 @@ def to_partition_spec(spec: Spec, *, keep_open: bool = False) -> P:
     return P(*entries)
 
 
+def limited_to(spec: P, axes: Iterable[str]) -> P:
+    """A PartitionSpec with only these of its axes."""
+    kept = frozenset(axes)
+    return P(*(tuple(name for name in _names(entry) if name in kept) or None for entry in spec))
+
+
 def partition_spec_of(array: Any) -> P:
     """The PartitionSpec of an array or ShapeDtypeStruct; that of a replicated array if it has no NamedSharding."""
     sharding = getattr(array, "sharding", None)

@@ -12,13 +12,13 @@ from typing import Any
 
 import jax
 import jax.extend.core as jex
-from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from .. import compat
 from ..errors import ShardingError, raise_together
 from ..mesh import current
-from ..spec import OPEN, Spec, divisible, to_partition_spec
+from ..spec import OPEN, Spec, divisible, limited_to, to_partition_spec
 from . import axis_rules, flax_metadata
 from .padding import warn_padding
 
@@ -88,6 +88,8 @@ def _annotate_leaf(x: Any, spec: P | None, *, what: str, name: str | None, prior
     sizes = {n: size for n, size in seen.shape.items() if n not in seen.manual_axes}
     resolved = axis_rules.resolve(spec, shape, sizes, asked=asked, priority=priority)
     warn_padding(resolved, x, sizes, asked)
+    if seen.explicit_axes and compat.in_trace():
+        return _resharded(x, resolved, seen)
     return bind(x, resolved, seen, name=name)
 
 
@@ -101,6 +103,17 @@ def completed(spec: Spec, mesh: AbstractMesh, *, asked: Spec | None = None, name
     return {"mesh": mesh, "spec": spec, "asked": asked, "name": name}
 
 
+def _resharded(x: Any, spec: Spec, mesh: AbstractMesh) -> Any:
+    """`x` with a spec over the Explicit axes in its type; its open dims keep theirs, with axes that the spec leaves."""
+    entries = list(limited_to(to_partition_spec(spec), mesh.explicit_axes))
+    entries += [None] * (len(spec.dims) - len(entries))
+    used = {name for dim in spec.dims for name in dim.axes}
+    for i, (dim, has) in enumerate(zip(spec.dims, jax.typeof(x).sharding.spec, strict=True)):
+        if dim.open and not dim.axes and used.isdisjoint(has if isinstance(has, tuple) else (has,)):
+            entries[i] = has
+    return jax.sharding.reshard(x, P(*entries))
+
+
 def _abstract(mesh: Any) -> AbstractMesh:
     inside = jax.sharding.get_abstract_mesh()
     if not inside.empty and inside.shape_tuple == mesh.shape_tuple:
@@ -109,8 +122,8 @@ def _abstract(mesh: Any) -> AbstractMesh:
 
 
 def _constraint(x: Any, *, mesh: AbstractMesh | None, spec: Spec | None, **_: Any) -> Any:
-    if spec is None or mesh is None or spec.is_open:
-        return x
+    if spec is None or mesh is None or spec.is_open or jax.typeof(x).sharding.mesh.explicit_axes:
+        return x  # Explicit axes are in its type
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, to_partition_spec(spec, keep_open=True)))
 
 
@@ -120,7 +133,8 @@ def _eager(x: Any, *, mesh: AbstractMesh | None, spec: Spec | None, **_: Any) ->
     if spec is None or not isinstance(real, jax.sharding.Mesh) or (mesh and mesh.axis_names != real.axis_names):
         return x
     fits = divisible(spec, x.shape, dict(real.shape))  # XLA can pad only inside a program
-    return jax.lax.with_sharding_constraint(x, NamedSharding(real, to_partition_spec(fits)))
+    place = jax.sharding.reshard if AxisType.Explicit in real.axis_types else jax.lax.with_sharding_constraint
+    return place(x, NamedSharding(real, to_partition_spec(fits)))
 
 
 def _jvp(primals: Any, tangents: Any, *, name: str | None, **kw: Any) -> Any:

@@ -14,7 +14,24 @@ from .. import compat
 from ..annotations import axis_rules
 from ..errors import ShardingError, raise_together
 from ..graph import Annotation
-from ..spec import Spec, from_partition_spec, indivisible_error, to_partition_spec
+from ..spec import Spec, from_partition_spec, indivisible, to_partition_spec
+from .arguments import Arguments
+
+
+def of_arguments(specs: Any, call: Arguments) -> list[Any]:
+    """`in_shardings` as a spec, or None, for every leaf of the arguments; keyword-only ones have none.
+
+    An entry belongs to a parameter that is not static, in order, whether it is passed by position or by keyword.
+    """
+    function, tuples = call.signature.function, isinstance(specs, (tuple, list)) and not _is_spec(specs)
+    if not tuples or len(call.labels) == call.num_positional:
+        return broadcast_specs(specs, call.dynamic, "in_shardings", function)
+    not_static = [n for n in range(len(call.signature.names)) if n not in call.signature.static]
+    places = {label: k for k, label in enumerate(not_static)}
+    entries = [specs[places[n]] if n in places and places[n] < len(specs) else None for n in call.labels]
+    if len(specs) > len(not_static):
+        entries = specs  # an error
+    return broadcast_specs(tuple(entries), call.dynamic, "in_shardings", function)
 
 
 def broadcast_specs(specs: Any, trees: Sequence[Any], what: str, function: str) -> list[Any]:
@@ -160,7 +177,7 @@ def committed_sharding(leaf: Any, mesh: Any) -> Sharding | None:
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf.sharding
     if not compat.is_committed(leaf):
-        return None
+        return compat.explicit_sharding(leaf)
     replicated = leaf.sharding.is_fully_replicated and isinstance(mesh, Mesh)
     return None if replicated and leaf.sharding.device_set == set(mesh.devices.flat) else leaf.sharding
 

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
 from .. import compat
 from ..completion import Completion
 from ..distributed import consistency, heartbeat
 from ..errors import ShardingError
+from ..mesh import abstract, with_auto_axes
 from ..rewrite.constrain import constrain
+from ..spec import limited_to
 from . import tracing
 from .argument_shardings import committed_sharding
+from .arguments import Arguments
 from .cache_key import leaf_key
+from .mutations import write_back
 from .tracing import Traced
+
+_EXPLICIT = AxisType.Explicit
 
 
 class ArgumentMismatch(Exception):
@@ -42,8 +48,11 @@ class Executable:
     """Whether every value is constrained, or only the annotated ones."""
     shardings: dict[tuple[P, int], NamedSharding] = field(default_factory=dict)
     """(spec, ndim) -> the one NamedSharding object used for it."""
+    of_jax: Mapping[str, Any] = field(default_factory=dict)
+    """Options of `jax.jit`."""
     checked_across_processes: bool = False
     """Whether all processes are known to run this same program."""
+    ran_on_fast_path: bool = False
 
     def accepts(self, leaves: Sequence[Any]) -> bool:
         """Whether all committed arrays have exactly the shardings that this program takes."""
@@ -62,43 +71,66 @@ class Executable:
         pairs = zip(leaves, self.in_shardings, strict=True)
         return tuple(i for i, (x, required) in enumerate(pairs) if needs_transfer(x, required))
 
-    def run(self, leaves: list[Any], misplaced: tuple[int, ...]) -> Any:
+    def run(self, call: Arguments, misplaced: tuple[int, ...]) -> Any:
         """Runs on arrays on real devices, or on tracers.
 
         Raises:
             ShardingError: described devices, or a ShapeDtypeStruct instead of an array.
         """
+        leaves = call.leaves
         traced = self.traced.closes_over_tracers or any(isinstance(x, compat.Tracer) for x in leaves)
         if traced or (isinstance(self.mesh, AbstractMesh) and compat.in_trace()):
-            return jax.tree.unflatten(self.traced.out_tree, self.nested_jit(*leaves))
+            return self.result(self.nested_jit(*leaves), call.dynamic)
         self.refuse_abstract(leaves)
         if any(_is_deleted(leaves[i]) for i in self.donated_leaves):
             self._refuse_deleted(leaves)
         first = not self.checked_across_processes
         if first:
             self._check_across_processes()
-        if misplaced:
-            targets = [self.in_shardings[i] for i in misplaced]
-            for i, x in zip(misplaced, jax.device_put([leaves[i] for i in misplaced], targets), strict=True):
-                leaves[i] = x
+        moved = self.transfer(leaves, misplaced)
         with heartbeat.reporting_compilation() if first else contextlib.nullcontext():
-            return jax.tree.unflatten(self.traced.out_tree, self.flat_jit(*leaves))
+            results = self.flat_jit(*leaves)
+        _delete(moved)
+        return self.result(results, call.dynamic)
 
-    def run_committed(self, leaves: list[Any]) -> Any:
-        """Runs on committed arrays that probably have the shardings this program takes.
+    def transfer(self, leaves: list[Any], misplaced: tuple[int, ...]) -> list[Any]:
+        """Transfers leaves to where the program takes them; returns the donated ones, to be deleted after the call."""
+        if not misplaced:
+            return []
+        before = [leaves[i] for i in misplaced]
+        after = compat.device_put(before, [self.in_shardings[i] for i in misplaced])
+        for i, x in zip(misplaced, after, strict=True):
+            leaves[i] = x
+        return [x for i, x in zip(misplaced, before, strict=True) if i in self.donated_leaves]
+
+    def run_again(self, leaves: list[Any], misplaced: tuple[int, ...], args: Sequence[Any]) -> Any:
+        """Runs on arrays and numbers that probably have the shapes and shardings this program takes.
 
         Raises:
             ArgumentMismatch: a shape, dtype or sharding differs; nothing was run.
         """
-        deleted = [leaves[i].is_deleted() for i in self.donated_leaves]  # a list: faster than a generator
-        if any(deleted):
-            self._refuse_deleted(leaves)
+        if self.donated_leaves:
+            deleted = [_is_deleted(leaves[i]) for i in self.donated_leaves]  # a list: faster than a generator
+            if any(deleted):
+                self._refuse_deleted(leaves)
         try:
-            return jax.tree.unflatten(self.traced.out_tree, self.flat_jit(*leaves))
-        except ValueError as error:  # JAX compares shardings with in_shardings before it starts anything
-            if any(leaves[i].is_deleted() for i in self.donated_leaves):
+            moved = self.transfer(leaves, misplaced)
+            results = self.flat_jit(*leaves)
+        except (TypeError, ValueError) as error:  # JAX compares shardings with in_shardings before it starts anything
+            if any(_is_deleted(leaves[i]) for i in self.donated_leaves):
                 raise
             raise ArgumentMismatch from error
+        if moved:
+            _delete(moved)
+        return self.result(results, args)
+
+    def result(self, results: list[Any], args: Sequence[Any]) -> Any:
+        """The result of the function; the variables of mutable arguments get their new values."""
+        if self.traced.updated:
+            number = self.traced.out_tree.num_leaves
+            write_back(args, self.traced.updated, results[number:])
+            results = results[:number]
+        return jax.tree.unflatten(self.traced.out_tree, results)
 
     def _check_across_processes(self) -> None:
         """Raises if another process is about to run a different program, which would deadlock."""
@@ -177,12 +209,17 @@ class Executable:
         """The program as a function of flat arrays; `inside` another trace, its arguments are constrained too."""
         jaxpr = self.traced.jaxpr
         if self.constrained:
-            abstract = self.mesh if isinstance(self.mesh, AbstractMesh) else self.mesh.abstract_mesh
-            jaxpr = constrain(jaxpr, self.completion.assignment, abstract, inputs=inside)
+            jaxpr = constrain(jaxpr, self.completion.assignment, abstract(with_auto_axes(self.mesh)), inputs=inside)
         evaluate = compat.jaxpr_fun(jaxpr)
 
-        def run(*leaves: Any) -> list[Any]:
+        def constrained(*leaves: Any) -> list[Any]:
             return evaluate(*leaves)
+
+        run: Any = constrained
+        explicit = tuple(n for n, t in zip(self.mesh.axis_names, self.mesh.axis_types, strict=True) if t is _EXPLICIT)
+        if explicit:
+            specs = [P() if one is None else limited_to(one.spec, explicit) for one in self.out_shardings]
+            run = jax.sharding.auto_axes(run, axes=explicit, out_sharding=specs)
 
         run.__name__ = run.__qualname__ = self.function
         return run
@@ -204,35 +241,51 @@ class Executable:
             donate_argnums=self.donated_leaves,
             in_shardings=self.in_shardings,
             out_shardings=list(self.out_shardings),
+            **self.of_jax,
         )
 
     @cached_property
     def nested_jit(self) -> Callable[..., list[Any]]:
         """`jax.jit` of the program for calls inside another trace."""
-        return jax.jit(self.flat(inside=True))
+        return jax.jit(self.flat(inside=True), **self.of_jax)
 
-    @cached_property
-    def pytree_jit(self) -> Any:
-        """`jax.jit` of the program on the user's pytrees, for `trace` and `lower`."""
-        run = self.flat()
+    def stage(self, call: Arguments) -> Any:
+        """The program that a call runs as a `jax.stages.Traced` of the arguments that are not static.
 
-        def on_pytrees(*args: Any) -> Any:
-            return jax.tree.unflatten(self.traced.out_tree, run(*jax.tree.leaves(args)))
+        It returns the result or, if it updates mutable arguments, the result and the list of their new values.
+        """
+        # Not the arrays: their shardings may differ from the in_shardings, as a call transfers them first.
+        avals = tracing.abstract_leaves(call.leaves, call.leaf_names, self.function)
+        out_tree = self.traced.out_tree
+        if updated := self.traced.updated:
+            out_tree = jax.tree.structure((jax.tree.unflatten(out_tree, range(out_tree.num_leaves)), list(updated)))
+        in_tree = jax.tree.structure(call.as_passed(range(len(avals))))
+        return compat.with_trees(self.flat_jit.trace(*avals), in_tree, out_tree)
 
-        on_pytrees.__name__ = on_pytrees.__qualname__ = self.function
-        return jax.jit(
-            on_pytrees,
-            in_shardings=jax.tree.unflatten(self.in_tree, self.in_shardings),
-            out_shardings=jax.tree.unflatten(self.traced.out_tree, self.out_shardings),
-            donate_argnums=self.donated,
-        )
+    @property
+    def result_shapes(self) -> Any:
+        """ShapeDtypeStructs of the result."""
+        tree = self.traced.out_tree
+        pairs = list(zip(self.traced.out_avals, self.out_shardings, strict=True))[: tree.num_leaves]
+        return jax.tree.unflatten(tree, [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s) for a, s in pairs])
 
 
 def needs_transfer(x: Any, required: Sharding | None) -> bool:
     """Whether an array or number does not have the required sharding."""
     if required is None or _is_abstract(x) or isinstance(x, compat.Tracer):
         return False
-    return not (compat.is_committed(x) and x.sharding.is_equivalent_to(required, x.ndim))
+    if not (compat.is_committed(x) and x.sharding.is_equivalent_to(required, x.ndim)):
+        return True
+    # Explicit axes are part of an array's type.
+    if not (isinstance(x.sharding, NamedSharding) and isinstance(required, NamedSharding)):
+        return False
+    return x.sharding.mesh.axis_types != required.mesh.axis_types
+
+
+def _delete(leaves: Sequence[Any]) -> None:
+    for x in leaves:
+        if isinstance(x, jax.Array):
+            x.delete()
 
 
 def _is_deleted(x: Any) -> bool:
