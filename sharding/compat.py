@@ -6,7 +6,6 @@ Supported: JAX 0.10.2 up to the newest. Differences handled here: `ClosedJaxpr` 
 
 from __future__ import annotations
 
-import copy
 import importlib
 import os
 from collections.abc import Iterator, Sequence
@@ -24,9 +23,13 @@ from jax._src import source_info_util as _source
 from jax._src import util as _util
 from jax._src import xla_bridge as _bridge
 from jax._src.clusters import ClusterEnv as _ClusterEnv
+from jax._src.core import InternalMutableArrayEffect as _InternalRef
+from jax._src.core import Ref as _Ref
 from jax._src.interpreters import pxla as _pxla
 from jax._src.named_sharding import UnspecifiedValue as _UnspecifiedValue
 from jax._src.random import prng as _prng
+from jax._src.state import discharge as _discharge
+from jax._src.state.types import AbstractRef as _AbstractRef
 from jax.core import Tracer as Tracer
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.interpreters import ad as ad
@@ -353,35 +356,24 @@ def register_cache(cache: Any) -> None:
     _util.register_cache(cache, type(cache).__name__)
 
 
-def with_trees(traced: Any, in_tree: Any, out_tree: Any) -> Any:
-    """A `jax.stages.Traced` of a function of flat arrays, as one of pytrees.
-
-    Args:
-        traced: of the function.
-        in_tree: structure of the positional and keyword arguments, a pair.
-        out_tree: structure of the result.
-    """
-    new = copy.copy(traced)
-    new._in_tree, new.out_tree = in_tree, out_tree
-    return new
-
-
 def mesh_of_with_statement() -> Any:
     """The mesh of `with Mesh(...):`, JAX's old way to set it; None outside of such a block."""
     m = _mesh.thread_resources.env.physical_mesh
     return None if m.empty else m
 
 
-def explicit_sharding(x: Any) -> Any:
-    """The sharding in the type of a tracer under a mesh with Explicit axes; None for anything else."""
-    if not isinstance(x, Tracer):
-        return None
-    sharding = getattr(jax.typeof(x), "sharding", None)
-    if sharding is None or not sharding.mesh.explicit_axes or not any(sharding.spec):
-        return None
-    return sharding
-
-
 def is_jit_disabled() -> bool:
     """Whether functions run op by op, under `jax.disable_jit`."""
     return _config.disable_jit.value
+
+
+def is_ref(x: Any) -> bool:
+    """Whether `x` is a `jax.Ref`, or a tracer of one."""
+    return isinstance(x, _Ref) or (isinstance(x, Tracer) and isinstance(x.aval, _AbstractRef))
+
+
+def without_refs(jaxpr: Any) -> Any:
+    """A closed jaxpr that reads and writes no `Ref`s of its own, but passes on their values; itself if it has none."""
+    if not any(isinstance(effect, _InternalRef) for effect in jaxpr.effects):
+        return jaxpr
+    return _discharge.discharge_state(jaxpr)

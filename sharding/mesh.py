@@ -12,10 +12,10 @@ import heapq
 import math
 import operator
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -167,10 +167,15 @@ def tracing_context() -> Iterator[None]:
         yield
 
 
+def without_mesh() -> AbstractContextManager[Any]:
+    """The context without a mesh of JAX's, for programs over other devices."""
+    return jax.set_mesh(Mesh(np.empty((), object), ()))
+
+
 @contextmanager
 def _without_devices(m: AbstractMesh) -> Iterator[None]:
     # JAX rejects a mesh of another size inside a real one, but allows it inside the empty mesh.
-    with jax.set_mesh(Mesh(np.empty((), object), ())), jax.sharding.use_abstract_mesh(m):
+    with without_mesh(), jax.sharding.use_abstract_mesh(m):
         yield
 
 

@@ -8,6 +8,8 @@ annotation, if any, from which an enclosing `sharding.jit` infers again.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -18,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from .. import compat
 from ..errors import ShardingError, raise_together
 from ..mesh import current
-from ..spec import OPEN, Spec, divisible, limited_to, to_partition_spec
+from ..spec import OPEN, Axis, Dim, Spec, divisible, limited_to, to_partition_spec
 from . import axis_rules, flax_metadata
 from .padding import warn_padding
 
@@ -148,18 +150,35 @@ def _transpose(ct: Any, _: Any, **kw: Any) -> Any:
     return [ct if isinstance(ct, compat.ad.Zero) else annotate_p.bind(ct, **kw)]
 
 
-def _batch(args: Any, dims: Any, *, spec: Spec | None, asked: Spec | None, **kw: Any) -> Any:
+def _batch(axis: Any, args: Any, dims: Any, *, spec: Spec | None, asked: Spec | None, **kw: Any) -> Any:
     (x,), (d,) = args, dims
-    return annotate_p.bind(x, spec=_with_dim(spec, d), asked=_with_dim(asked, d), **kw), d
+    if d is None:
+        return annotate_p.bind(x, spec=spec, asked=asked, **kw), d
+    dim = OPEN if axis.spmd_name is None else Dim(axes=tuple(axis.spmd_name))
+    if asked is not None and _has_any(asked, dim.axes):
+        raise ShardingError(
+            f"jax.vmap(..., spmd_axis_name={axis.spmd_name})",
+            found=f"an array annotated with {to_partition_spec(asked, keep_open=True)}",
+            required="an axis for the vmapped dim that no annotation of the vmapped function has",
+            fix=["another spmd_axis_name", "another axis in the annotation"],
+        )
+    if spec is not None and _has_any(spec, dim.axes):  # only inferred
+        kept = (replace(own, axes=tuple(a for a in own.axes if a not in dim.axes)) for own in spec.dims)
+        spec = replace(spec, dims=tuple(kept))
+    return annotate_p.bind(x, spec=_with_dim(spec, d, dim), asked=_with_dim(asked, d, dim), **kw), d
 
 
-def _with_dim(spec: Spec | None, d: int) -> Spec | None:
-    return None if spec is None else Spec(dims=(*spec.dims[:d], OPEN, *spec.dims[d:]), unreduced=spec.unreduced)
+def _has_any(spec: Spec, axes: Sequence[Axis]) -> bool:
+    return any(axis in dim.axes for axis in axes for dim in spec.dims)
+
+
+def _with_dim(spec: Spec | None, d: int, dim: Dim) -> Spec | None:
+    return None if spec is None else Spec(dims=(*spec.dims[:d], dim, *spec.dims[d:]), unreduced=spec.unreduced)
 
 
 annotate_p.def_impl(_eager)
 annotate_p.def_abstract_eval(lambda x, **_: x)
 compat.ad.primitive_jvps[annotate_p] = _jvp
 compat.ad.primitive_transposes[annotate_p] = _transpose
-compat.batching.primitive_batchers[annotate_p] = _batch
+compat.batching.fancy_primitive_batchers[annotate_p] = _batch
 compat.mlir.register_lowering(annotate_p, compat.mlir.lower_fun(_constraint, multiple_results=False))

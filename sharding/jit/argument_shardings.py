@@ -16,6 +16,7 @@ from ..errors import ShardingError, raise_together
 from ..graph import Annotation
 from ..spec import Spec, from_partition_spec, indivisible, to_partition_spec
 from .arguments import Arguments
+from .cache_key import explicit_sharding
 
 
 def of_arguments(specs: Any, call: Arguments) -> list[Any]:
@@ -177,7 +178,7 @@ def committed_sharding(leaf: Any, mesh: Any) -> Sharding | None:
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf.sharding
     if not compat.is_committed(leaf):
-        return compat.explicit_sharding(leaf)
+        return explicit_sharding(leaf)
     replicated = leaf.sharding.is_fully_replicated and isinstance(mesh, Mesh)
     return None if replicated and leaf.sharding.device_set == set(mesh.devices.flat) else leaf.sharding
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from .. import paths
+from .. import compat, paths
 from ..errors import ShardingError, raise_together
 from .signature import Label, Signature
 
@@ -59,6 +59,9 @@ class Arguments:
     statics: tuple[tuple[Label, type, Any], ...]
     """Label, type and value."""
     leaves: list[Any]
+    """Of a `jax.Ref`, its value."""
+    refs: dict[int, Any]
+    """The leaves that are Refs."""
     tree: Any
     num_args: int
     """The number of positional arguments of the call."""
@@ -70,6 +73,9 @@ class Arguments:
         layout = Layout.of(signature, len(args), tuple(kwargs))
         values, statics = layout.split(args, kwargs)
         leaves, tree = jax.tree.flatten(values)
+        refs = {i: leaf for i, leaf in enumerate(leaves) if compat.is_ref(leaf)}
+        for i, ref in refs.items():
+            leaves[i] = ref[...]
         return Arguments(
             signature=signature,
             labels=layout.labels,
@@ -77,6 +83,7 @@ class Arguments:
             dynamic=values,
             statics=statics,
             leaves=leaves,
+            refs=refs,
             tree=tree,
             num_args=len(args),
             keywords=tuple(kwargs),

@@ -61,9 +61,19 @@ def context_key() -> Any:
 def leaf_key(x: Any) -> LeafKey:
     """The part of the cache key that comes from one leaf. Raises TypeError for anything but an array or number."""
     if isinstance(x, jax.Array):
-        sharding = x.sharding if compat.is_committed(x) else compat.explicit_sharding(x)
+        sharding = x.sharding if compat.is_committed(x) else explicit_sharding(x)
         return x.shape, x.dtype, getattr(x, "weak_type", False), sharding  # key arrays have no weak type
     if isinstance(x, jax.ShapeDtypeStruct):
         return x.shape, x.dtype, x.weak_type, x.sharding
     aval = jax.typeof(x)
     return aval.shape, aval.dtype, aval.weak_type, None
+
+
+def explicit_sharding(x: Any) -> Any:
+    """The sharding in the type of a tracer under a mesh with Explicit axes; None for anything else."""
+    if not isinstance(x, compat.Tracer):
+        return None
+    sharding = getattr(jax.typeof(x), "sharding", None)
+    if sharding is None or not sharding.mesh.explicit_axes or not any(sharding.spec):
+        return None
+    return sharding

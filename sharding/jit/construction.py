@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
 
@@ -18,15 +19,19 @@ from ..hardware import Devices, Platform
 from ..mesh import abstract, described, tracing_context, with_auto_axes
 from ..propagation import Assignment, shardy
 from ..rewrite.reshard_placement import placed
+from ..spec import sizes_text
 from . import argument_shardings, tracing
 from .arguments import Arguments
 from .donation import outputs_reusing_donated
 from .executable import Executable
 from .simplification import simplify
 from .strict_checks import refuse_gathers, refuse_uneven
+from .symbolic_shapes import example_sizes, is_symbolic, with_sizes
 
 Engine = Literal["sharding", "shardy", "xla"]
 ENGINES: tuple[Engine, ...] = get_args(Engine)
+
+_log = logging.getLogger("sharding")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -54,6 +59,8 @@ def executable(f: Callable[..., Any], options: Options, call: Arguments, mesh: M
             fix="sharding.jit outside the shard_map, and sharding.annotate inside",
         )
     avals = tracing.abstract_leaves(call.leaves, names, function)
+    if is_symbolic(avals):
+        return _of_symbolic_shapes(f, options, call, avals, mesh)
     specs = argument_shardings.of_arguments(options.in_shardings, call)
     requested = argument_shardings.leaf_annotations(specs, avals, names, mesh, what="in_shardings", function=function)
     in_annotations = argument_shardings.with_committed_shardings(call.leaves, requested, names, mesh, function)
@@ -105,6 +112,22 @@ def executable(f: Callable[..., Any], options: Options, call: Arguments, mesh: M
     )
     found.reuse_argument_shardings(call.leaves)
     return found
+
+
+def _of_symbolic_shapes(
+    f: Callable[..., Any], options: Options, call: Arguments, avals: Sequence[Any], mesh: Mesh | AbstractMesh
+) -> Executable:
+    """Completed for an example of the shapes; of the program itself only what is annotated is constrained."""
+    sizes = example_sizes(avals, dict(mesh.shape))
+    example = dataclasses.replace(call, leaves=with_sizes(call.leaves, sizes))
+    example.dynamic = jax.tree.unflatten(call.tree, example.leaves)
+    found = executable(f, options, example, mesh)
+    _log.warning(
+        "%s: symbolic dims: completed for %s; inside the program only annotated values are constrained",
+        call.signature.function,
+        sizes_text(sizes),
+    )
+    return dataclasses.replace(found, traced=tracing.trace(f, call, avals), constrained=False, shardings={})
 
 
 def _assignment(engine: str, built: graph.Graph, traced: tracing.Traced, mesh: Mesh | AbstractMesh) -> Assignment:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,7 +20,7 @@ from ..errors import ShardingError
 from ..mesh import abstract, with_auto_axes
 from ..rewrite.constrain import constrain
 from ..spec import limited_to
-from . import tracing
+from . import nonfinite, tracing
 from .argument_shardings import committed_sharding
 from .arguments import Arguments
 from .cache_key import leaf_key
@@ -88,8 +89,11 @@ class Executable:
         if first:
             self._check_across_processes()
         moved = self.transfer(leaves, misplaced)
-        with heartbeat.reporting_compilation() if first else contextlib.nullcontext():
-            results = self.flat_jit(*leaves)
+        try:
+            with heartbeat.reporting_compilation() if first else contextlib.nullcontext():
+                results = self.flat_jit(*leaves)
+        except FloatingPointError as error:
+            raise self._located(error, leaves) from None
         _delete(moved)
         return self.result(results, call.dynamic)
 
@@ -120,9 +124,19 @@ class Executable:
             if any(_is_deleted(leaves[i]) for i in self.donated_leaves):
                 raise
             raise ArgumentMismatch from error
+        except FloatingPointError as error:
+            raise self._located(error, leaves) from None
         if moved:
             _delete(moved)
         return self.result(results, args)
+
+    def _located(self, error: FloatingPointError, leaves: Sequence[Any]) -> FloatingPointError:
+        """JAX's error for `jax_debug_nans` and `jax_debug_infs`, with the op that made the value, and its line."""
+        if any(_is_deleted(x) for x in leaves):
+            return error
+        names = list(self.completion.assignment.graph.names)[: len(leaves)]
+        found = nonfinite.of_program(self.traced.jaxpr, leaves, names)
+        return FloatingPointError(f"{self.function}: {found[-1]}") if found else error
 
     def result(self, results: list[Any], args: Sequence[Any]) -> Any:
         """The result of the function; the variables of mutable arguments get their new values."""
@@ -212,8 +226,13 @@ class Executable:
             jaxpr = constrain(jaxpr, self.completion.assignment, abstract(with_auto_axes(self.mesh)), inputs=inside)
         evaluate = compat.jaxpr_fun(jaxpr)
 
+        over = with_auto_axes(self.mesh)
+        asked = self.in_shardings if inside and not self.constrained else [None] * len(self.in_shardings)
+        placed = [None if one is None else NamedSharding(over, one.spec) for one in asked]
+
         def constrained(*leaves: Any) -> list[Any]:
-            return evaluate(*leaves)
+            pairs = zip(leaves, placed, strict=True)
+            return evaluate(*(x if s is None else jax.lax.with_sharding_constraint(x, s) for x, s in pairs))
 
         run: Any = constrained
         explicit = tuple(n for n, t in zip(self.mesh.axis_names, self.mesh.axis_types, strict=True) if t is _EXPLICIT)
@@ -256,11 +275,13 @@ class Executable:
         """
         # Not the arrays: their shardings may differ from the in_shardings, as a call transfers them first.
         avals = tracing.abstract_leaves(call.leaves, call.leaf_names, self.function)
+        if isinstance(self.mesh, Mesh):  # as in a call, so that both compile once
+            avals = [_on_mesh(aval, sharding) for aval, sharding in zip(avals, self.in_shardings, strict=True)]
         out_tree = self.traced.out_tree
         if updated := self.traced.updated:
             out_tree = jax.tree.structure((jax.tree.unflatten(out_tree, range(out_tree.num_leaves)), list(updated)))
         in_tree = jax.tree.structure(call.as_passed(range(len(avals))))
-        return compat.with_trees(self.flat_jit.trace(*avals), in_tree, out_tree)
+        return _with_trees(self.flat_jit.trace(*avals), in_tree, out_tree)
 
     @property
     def result_shapes(self) -> Any:
@@ -280,6 +301,23 @@ def needs_transfer(x: Any, required: Sharding | None) -> bool:
     if not (isinstance(x.sharding, NamedSharding) and isinstance(required, NamedSharding)):
         return False
     return x.sharding.mesh.axis_types != required.mesh.axis_types
+
+
+def _with_trees(traced: Any, in_tree: Any, out_tree: Any) -> Any:
+    """A `jax.stages.Traced` of a function of flat arrays, as one of pytrees.
+
+    Args:
+        traced: of the function.
+        in_tree: structure of the positional and keyword arguments, a pair.
+        out_tree: structure of the result.
+    """
+    new = copy.copy(traced)
+    new._in_tree, new.out_tree = in_tree, out_tree
+    return new
+
+
+def _on_mesh(aval: jax.ShapeDtypeStruct, sharding: Sharding | None) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type, sharding=sharding)
 
 
 def _delete(leaves: Sequence[Any]) -> None:

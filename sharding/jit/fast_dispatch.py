@@ -89,6 +89,9 @@ class _FastPath:
         if misplaced:
             required = executable.in_shardings
             misplaced = tuple([i for i in misplaced if needs_transfer(leaves[i], required[i])])
+            # One that is committed elsewhere may contradict a spec, which is an error.
+            if any(compat.is_committed(leaves[i]) and leaf_key(leaves[i]) != self.leaf_keys[i] for i in misplaced):
+                raise ArgumentMismatch
         placed = leaves
         if misplaced:
             placed = [x for i, x in enumerate(leaves) if i not in misplaced]

@@ -49,6 +49,8 @@ class Mutations(NamedTuple):
             elif not {*map(id, new)} <= {*map(id, old), *map(id, results)}:
                 added.append(f"{name}: its pytree was mutated")
             at += was.num_leaves
+        leaves += arguments.refs
+        values += [before[i][...] for i in arguments.refs]
         if added:
             raise _error(arguments.signature.function, added, may_declare=False)
         return Mutations(leaves, values)
@@ -71,6 +73,7 @@ class Mutations(NamedTuple):
         sources = _Sources(inner)
         results = [sources.of(v) for v in inner.outvars]
         returned = {*map(id, results[: -len(self.leaves)])}
+        refs = arguments.refs
         fresh = [
             k
             for k, (leaf, new) in enumerate(zip(self.leaves, results[-len(self.leaves) :], strict=True))
@@ -78,7 +81,7 @@ class Mutations(NamedTuple):
         ]
         owners = [label for label, tree in zip(arguments.labels, arguments.tree.children(), strict=True)
                   for _ in range(tree.num_leaves)]  # fmt: skip
-        is_mutable = [arguments.signature.is_mutable(label) for label in owners]
+        is_mutable = [arguments.signature.is_mutable(label) or i in refs for i, label in enumerate(owners)]
         lost = [
             k for k in fresh if not is_mutable[self.leaves[k]] and id(results[k - len(self.leaves)]) not in returned
         ]
@@ -87,7 +90,7 @@ class Mutations(NamedTuple):
             found = [f"{names[self.leaves[k]]} was mutated" for k in lost]
             raise _error(arguments.signature.function, found, may_declare=True)
         written = [k for k in fresh if is_mutable[self.leaves[k]]]
-        in_variables = {leaf for leaves, _ in variables(arguments.dynamic) for leaf in leaves}
+        in_variables = {*refs, *(leaf for leaves, _ in variables(arguments.dynamic) for leaf in leaves)}
         if outside := [self.leaves[k] for k in written if self.leaves[k] not in in_variables]:
             names = arguments.leaf_names
             found = [f"{names[leaf]} was mutated, and is not an nnx.Variable" for leaf in outside]
@@ -109,7 +112,7 @@ def variables(args: Any) -> Iterator[tuple[range, Any]]:
 
 
 def write_back(args: Any, updated: Sequence[int], values: Sequence[Any]) -> None:
-    """Gives the caller's variables their new values.
+    """Gives the caller's variables and Refs their new values.
 
     Args:
         args: the caller's arguments.
@@ -117,6 +120,9 @@ def write_back(args: Any, updated: Sequence[int], values: Sequence[Any]) -> None
         values: the new value of each.
     """
     new = dict(zip(updated, values, strict=True))
+    for leaf, ref in enumerate(jax.tree.leaves(args)):
+        if leaf in new and compat.is_ref(ref):
+            ref[...] = new.pop(leaf)
     for leaves, variable in variables(args):
         if not new.keys().isdisjoint(leaves):
             old, tree = jax.tree.flatten(variable)

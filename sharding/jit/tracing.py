@@ -78,8 +78,10 @@ def trace(f: Callable[..., Any], arguments: Arguments, avals: Sequence[Any]) -> 
     @functools.wraps(f)  # JAX's errors name the user's function, its arguments and its line
     def flat(*args: Any, **kwargs: Any) -> list[Any]:
         nonlocal out_tree, mutations
-        dynamic = (*args, *(kwargs[name] for name in by_keyword))
-        before = jax.tree.leaves(dynamic)
+        before = jax.tree.leaves((*args, *(kwargs[name] for name in by_keyword)))
+        for i in arguments.refs:
+            before[i] = jax.new_ref(before[i])
+        dynamic = jax.tree.unflatten(arguments.tree, before)
         by_label = dict(zip(arguments.labels, dynamic, strict=True))
         by_label |= {label: value for label, _, value in arguments.statics}
         out_leaves, out_tree = jax.tree.flatten(signature.call(f, by_label))
@@ -94,6 +96,7 @@ def trace(f: Callable[..., Any], arguments: Arguments, avals: Sequence[Any]) -> 
     with tracing_context(), explicit_mode_errors(signature.function):
         jaxpr, out_avals = jax.make_jaxpr(flat, return_shape=True)(*args, **kwargs)
     assert out_tree is not None
+    jaxpr = compat.without_refs(jaxpr)
     num_results = len(out_avals) - len(mutations.leaves)
     updated = mutations.updated(jaxpr, arguments)
     kept = [*range(num_results), *(num_results + k for k in updated)]
