@@ -10,7 +10,7 @@ import importlib
 import os
 from collections.abc import Iterator, Sequence
 from importlib.metadata import version
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.extend.core as jex
@@ -28,6 +28,7 @@ from jax._src.core import Ref as _Ref
 from jax._src.interpreters import pxla as _pxla
 from jax._src.named_sharding import UnspecifiedValue as _UnspecifiedValue
 from jax._src.random import prng as _prng
+from jax._src.source_info_util import SourceInfo as SourceInfo
 from jax._src.state import discharge as _discharge
 from jax._src.state.types import AbstractRef as _AbstractRef
 from jax.core import Tracer as Tracer
@@ -233,7 +234,22 @@ def with_jaxpr(params: dict[str, Any], key: str, pos: int, jaxpr: Any) -> dict[s
 
 def source_line(eqn: Any) -> str:
     """`file.py:line (function)`, the user's source line of an equation; empty if JAX has none."""
-    frame = _source.user_frame(eqn.source_info.traceback)
+    return line_of(eqn.source_info)
+
+
+class SavedSource(NamedTuple):
+    """What is kept of an equation's source information in a pickled program."""
+
+    line: str
+    name_stack: Any
+    traceback: None = None
+
+
+def line_of(info: Any) -> str:
+    """The same for source information."""
+    if isinstance(info, SavedSource):
+        return info.line
+    frame = _source.user_frame(info.traceback)
     if frame is None:
         return ""
     return f"{os.path.basename(frame.file_name)}:{frame.start_line} ({frame.function_name})"

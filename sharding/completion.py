@@ -13,7 +13,6 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 from . import paths
-from .annotations import axis_rules
 from .cost import Topology, topology
 from .display import Drawing
 from .display.text_table import ruled
@@ -29,18 +28,19 @@ from .explain import (
     compile_time,
     estimate,
     memory,
-    value_list,
+    pickling,
     verify,
 )
 from .explain import report as reports
-from .explain.conflict_list import Conflicts
+from .explain.added_annotation import added_annotation
 from .explain.replication_reasons import ReplicatedDims
-from .explain.why import Why, why
-from .graph import Annotation, Places, joined
+from .explain.why import Conflicts, Why, chain_lines
+from .graph import Annotation
 from .hardware import Chip, Devices, Platform
 from .mesh import current
 from .propagation import Assignment, PendingSum, partial_sums
-from .spec import Spec, divisible, indivisible, sizes_text, to_partition_spec
+from .spec import Spec, axis_name, divisible, sizes_text, to_partition_spec
+from .text_table import ruled
 
 MAX_DISPLAYED_OPS = 10_000
 """From this many ops on, displaying a completion omits memory and time, which would take seconds."""
@@ -69,6 +69,10 @@ class Completion:
         self._donated = tuple(donated)
         self._platform: Platform = platform
         self._devices = devices
+
+    def __reduce__(self) -> Any:
+        given = {k: v for k, v in vars(self).items() if not isinstance(vars(Completion).get(k), cached_property)}
+        return _unpickled, (pickling.dumps(given),)
 
     @property
     def _graph(self):
@@ -170,7 +174,7 @@ class Completion:
         failures: list[ShardingError] = []
         for name, v in found.items():
             try:
-                annotations[v] = self._annotation(name, v, spec, priority)
+                annotations[self._graph.names[name]] = added_annotation(self.assignment, name, spec, priority)
             except ShardingError as error:
                 failures.append(error)
         raise_together(f"{self.name}: annotate({path!r}, {spec})", failures)
@@ -184,32 +188,6 @@ class Completion:
             platform=self._platform,
             devices=self._devices,
         )
-
-    def _annotation(self, name: str, v: int, spec: P, priority: int) -> Annotation:
-        """The annotation of a value after adding another."""
-        asked = f"annotate({name!r}, {spec})"
-        shape, sizes = self._graph.shapes[v], self.assignment.sizes
-        annotation = Annotation(
-            spec=axis_rules.resolve(spec, shape, sizes, asked=asked, priority=priority), origin=asked
-        )
-        faults = indivisible(annotation.spec, shape, sizes)
-        if faults and v in self._ends:
-            raise ShardingError(
-                asked,
-                found=[f"shape {shape}", *faults],
-                required="dims of arguments and results divisible by the product of their axis sizes",
-            )
-        have = self._graph.annotations.get(v)
-        both = annotation if have is None else joined(have, annotation)
-        if both is None:
-            assert have is not None
-            raise ShardingError(
-                asked,
-                found=f"{to_partition_spec(have.spec, keep_open=True)} from {have.origin}",
-                required="annotations of one value that agree on each dim, or leave it open",
-                fix="P.UNCONSTRAINED for the dims annotated already, or a program without that annotation",
-            )
-        return both
 
     def communication(self) -> Ledger:
         """Predicts the collectives of one call, each with the source line and the cause, before anything compiles.
@@ -296,8 +274,7 @@ class Completion:
 
     def locked(self) -> Lock:
         """The content of the lock file."""
-        rows = [(name, shape, spec) for name, shape, spec, _ in self.rows()]
-        return Lock.of(self.assignment.sizes, rows, self.communication(), self.memory())
+        return Lock.of(self.assignment.sizes, [row[:3] for row in self.rows()], self.communication(), self.memory())
 
     def lock(self, path: str | os.PathLike[str]) -> None:
         """Writes the mesh, specs of named values, collectives by kind and peak bytes to a small JSON file.
@@ -388,3 +365,9 @@ class Completion:
     def num_bytes(self, value: int, spec: Spec) -> int:
         """Bytes of a value on one device under a spec."""
         return self._graph.num_bytes(value) // spec.num_shards(self.assignment.sizes)
+
+
+def _unpickled(data: bytes) -> Completion:
+    completion = object.__new__(Completion)
+    vars(completion).update(pickling.loads(data))
+    return completion

@@ -75,6 +75,7 @@ class Assignment:
     with_annotations: Callable[[Mapping[int, Annotation]], Assignment]
     """Propagates again with the given annotations added or replaced, reusing cached visits."""
     find_conflicts: Callable[[], tuple[Conflict, ...]] = tuple
+    engine: str = "sharding"
 
     @cached_property
     def reasons(self) -> Reasons:

@@ -68,6 +68,7 @@ def unannotated(graph: Graph, sizes: Mapping[str, int]) -> Assignment:
         specs=specs,
         with_annotations=lambda annotations: unannotated(graph.with_annotations(annotations), sizes),
         find_reason=lambda v, d, _: Reason(word="annotated", origin=graph.annotations[v].origin_of(d)),
+        engine="xla",
     )
 
 
