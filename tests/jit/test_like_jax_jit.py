@@ -1,7 +1,9 @@
 """What code written for `jax.jit` relies on: its modes, errors, caches and staged programs."""
 
+import asyncio
 import gc
 import logging
+from concurrent.futures import ThreadPoolExecutor
 
 import flax.linen as nn
 import jax
@@ -213,3 +215,33 @@ def test_chains_of_thousands_of_ops(is_gradient, tmp_path):
     assert completion.memory().peak_bytes > 0
     assert "chain" in completion._repr_html_() or is_gradient
     assert completion.report(tmp_path / "report.html").exists()
+
+
+async def sizes_seen(pause: float, **sizes: int) -> list[dict[str, int]]:
+    step, seen = sharding.jit(lambda x: sharding.annotate(x, P(tuple(sizes)[0])) * 2), []
+    with sharding.mesh(sizes):
+        for _ in range(3):
+            await asyncio.sleep(pause)
+            seen.append(dict(step(np.ones((8, 8), np.float32)).sharding.mesh.shape))
+    return seen
+
+
+def test_asyncio_tasks_have_meshes_of_their_own():
+    async def run():
+        tasks = [sizes_seen(0.01, a=8), sizes_seen(0.013, b=2, c=4), sizes_seen(0.004, d=4, e=2)]
+        return await asyncio.gather(*tasks)
+
+    before = jax.sharding.get_abstract_mesh()
+    assert asyncio.run(run()) == [[{"a": 8}] * 3, [{"b": 2, "c": 4}] * 3, [{"d": 4, "e": 2}] * 3]
+    assert jax.sharding.get_abstract_mesh() == before
+
+
+def test_threads_have_meshes_of_their_own():
+    step = sharding.jit(lambda x: x * 2)
+
+    def run(sizes):
+        with sharding.mesh(sizes):
+            return [dict(step(np.ones((n, 8), np.float32)).sharding.mesh.shape) == sizes for n in range(8, 40, 8)]
+
+    with ThreadPoolExecutor(4) as threads:
+        assert all(map(all, threads.map(run, [{"a": 8}, {"b": 2, "c": 4}, {"a": 8}, {"d": 4, "e": 2}])))
