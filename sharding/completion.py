@@ -27,12 +27,14 @@ from .explain import (
     communication,
     compile_time,
     estimate,
+    explicit_shardings,
     memory,
     pickling,
     verify,
 )
 from .explain import report as reports
 from .explain.added_annotation import added_annotation
+from .explain.explicit_shardings import ExplicitShardings
 from .explain.replication_reasons import ReplicatedDims
 from .explain.why import Conflicts, Why, chain_lines
 from .graph import Annotation
@@ -188,6 +190,14 @@ class Completion:
             platform=self._platform,
             devices=self._devices,
         )
+
+    def explicit(self) -> ExplicitShardings:
+        """What to write to run this program with Explicit axes, sharded as it is here.
+
+        One entry per sharding that JAX does not derive from the operands: the line, the op, the spec, and whether it is
+        an `out_sharding=` or a `jax.sharding.reshard`.
+        """
+        return explicit_shardings.missing(self.assignment)
 
     def communication(self) -> Ledger:
         """Predicts the collectives of one call, each with the source line and the cause, before anything compiles.
