@@ -30,19 +30,20 @@ from .explain import (
     explicit_shardings,
     memory,
     pickling,
+    value_list,
     verify,
 )
 from .explain import report as reports
 from .explain.added_annotation import added_annotation
+from .explain.conflict_list import Conflicts
 from .explain.explicit_shardings import ExplicitShardings
 from .explain.replication_reasons import ReplicatedDims
-from .explain.why import Conflicts, Why, chain_lines
-from .graph import Annotation
+from .explain.why import Why, why
+from .graph import Annotation, Places
 from .hardware import Chip, Devices, Platform
 from .mesh import current
 from .propagation import Assignment, PendingSum, partial_sums
-from .spec import Spec, axis_name, divisible, sizes_text, to_partition_spec
-from .text_table import ruled
+from .spec import Spec, divisible, sizes_text, to_partition_spec
 
 MAX_DISPLAYED_OPS = 10_000
 """From this many ops on, displaying a completion omits memory and time, which would take seconds."""
@@ -176,7 +177,7 @@ class Completion:
         failures: list[ShardingError] = []
         for name, v in found.items():
             try:
-                annotations[self._graph.names[name]] = added_annotation(self.assignment, name, spec, priority)
+                annotations[v] = added_annotation(self.assignment, name, v, spec, priority)
             except ShardingError as error:
                 failures.append(error)
         raise_together(f"{self.name}: annotate({path!r}, {spec})", failures)

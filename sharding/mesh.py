@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -24,7 +24,21 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from sharding import compat, hardware
 from sharding.errors import ShardingError, raise_together
-from sharding.hardware.attached_device import Device
+
+
+class Device(Protocol):
+    """The part of ``jax.Device`` used here; it has no public type for checkers."""
+
+    @property
+    def platform(self) -> str:
+        """``"cpu"``, ``"gpu"`` or ``"tpu"``."""
+        ...
+
+    @property
+    def process_index(self) -> int:
+        """The index of the process that owns the device."""
+        ...
+
 
 AxisSizes = Mapping[str, int]
 """Axis name to size, major axis first."""
@@ -214,7 +228,7 @@ def _over(devices: Sequence[Device], sizes: AxisSizes) -> Mesh:
         return jax.make_mesh(shape, names, axis_types=auto, devices=devices)
     except (AssertionError, ValueError, NotImplementedError):
         # Several slices, a part of a torus, or one that the shape cannot be mapped to: in order, islands outermost.
-        return Mesh(np.array(sorted(devices, key=_island)).reshape(shape), names, axis_types=auto)
+        return Mesh(np.array(sorted(devices, key=island)).reshape(shape), names, axis_types=auto)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,15 +11,15 @@ from ..propagation import Assignment
 from ..spec import indivisible, to_partition_spec
 
 
-def added_annotation(assignment: Assignment, name: str, spec: P, priority: int) -> Annotation:
-    """The annotation of a named value after adding another.
+def added_annotation(assignment: Assignment, name: str, v: int, spec: P, priority: int) -> Annotation:
+    """The annotation of a value after adding another.
 
     Raises:
         ShardingError: an invalid spec for this array, a conflict with its annotation, or, for an argument or result, a
             spec that does not divide it.
     """
     graph = assignment.graph
-    v, asked = graph.names[name], f"annotate({name!r}, {spec})"
+    asked = f"annotate({name!r}, {spec})"
     shape, sizes = graph.shapes[v], assignment.sizes
     annotation = Annotation(spec=axis_rules.resolve(spec, shape, sizes, asked=asked, priority=priority), origin=asked)
     faults = indivisible(annotation.spec, shape, sizes)

@@ -16,10 +16,10 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from .. import compat
+from ..display.text_table import ruled
 from ..graph import Graph, Scope
 from ..propagation import Assignment
 from ..spec import divisible, to_partition_spec
-from ..text_table import ruled
 
 TAKES_OUT_SHARDING = {
     "broadcast_in_dim": "jnp.broadcast_to(..., out_sharding=)",

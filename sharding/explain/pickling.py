@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 from .. import compat
 from ..errors import ShardingError
 from ..graph import Annotation, Graph
-from ..propagation import Assignment, Conflict, Reason, complete
+from ..propagation import Assignment, Conflict, Policy, Reason, complete
 from ..rewrite.reshard_placement import placed
 from ..spec import Axis, Spec
 
@@ -54,7 +54,7 @@ class _Pickler(pickle.Pickler):
             return _same, (np.asarray(obj),)
         if isinstance(obj, Assignment):
             found = dict(obj.reasons), obj.conflicts
-            return _assignment, (obj.graph, dict(obj.sizes), obj.specs, *found, obj.engine)
+            return _assignment, (obj.graph, dict(obj.sizes), obj.specs, *found, obj.given)
         if isinstance(obj, FunctionType) and not _is_importable(obj):
             return _absent, (obj.__qualname__,)
         return NotImplemented
@@ -74,17 +74,18 @@ def _assignment(
     specs: tuple[Spec, ...],
     reasons: dict[tuple[int, int, Axis], Reason],
     conflicts: tuple[Conflict, ...],
-    engine: str,
+    given: tuple[dict[int, Annotation], Policy] | None,
 ) -> Assignment:
     def with_annotations(annotations: Mapping[int, Annotation]) -> Assignment:
-        if engine != "sharding":
+        if given is None:
             raise ShardingError(
                 "annotate(...) of a pickled completion",
-                found=f"engine={engine!r}, which propagates in the process that traced the program",
+                found="another engine, which propagates in the process that traced the program",
                 required='engine="sharding"',
                 fix="complete the program again",
             )
-        return placed(complete(graph.with_annotations(annotations), sizes))
+        program = dataclasses.replace(graph, annotations={**given[0], **annotations})
+        return placed(complete(program, sizes, policy=given[1]))
 
     return Assignment(
         graph=graph,
@@ -93,7 +94,7 @@ def _assignment(
         find_reason=lambda value, dim, axis: reasons[value, dim, axis],
         with_annotations=with_annotations,
         find_conflicts=lambda: conflicts,
-        engine=engine,
+        given=given,
     )
 
 

@@ -14,7 +14,7 @@ from .. import compat
 from ..annotations import axis_rules
 from ..errors import ShardingError, raise_together
 from ..graph import Annotation
-from ..spec import Spec, from_partition_spec, indivisible, to_partition_spec
+from ..spec import Spec, from_partition_spec, indivisible_error, to_partition_spec
 from .arguments import Arguments
 from .cache_key import explicit_sharding
 

@@ -17,7 +17,7 @@ from ..cost import topology
 from ..errors import ShardingError
 from ..hardware import Devices, Platform
 from ..mesh import abstract, described, tracing_context, with_auto_axes
-from ..propagation import Assignment, shardy
+from ..propagation import Assignment, Policy, shardy
 from ..rewrite.reshard_placement import placed
 from ..spec import sizes_text
 from . import argument_shardings, tracing
@@ -41,6 +41,7 @@ class Options:
     in_shardings: Any
     out_shardings: Any
     engine: str
+    policy: Policy
     strict: bool
     max_implicit_bytes: int | None
     of_jax: dict[str, Any]
@@ -88,7 +89,7 @@ def executable(f: Callable[..., Any], options: Options, call: Arguments, mesh: M
     )
     if options.strict:
         refuse_uneven(built, dict(mesh.shape), function)
-    assignment = _assignment(options.engine, built, traced, mesh)
+    assignment = _assignment(options, built, traced, mesh)
     completion = Completion(
         assignment,
         name=function,
@@ -130,11 +131,11 @@ def _of_symbolic_shapes(
     return dataclasses.replace(found, traced=tracing.trace(f, call, avals), constrained=False, shardings={})
 
 
-def _assignment(engine: str, built: graph.Graph, traced: tracing.Traced, mesh: Mesh | AbstractMesh) -> Assignment:
+def _assignment(options: Options, built: graph.Graph, traced: tracing.Traced, mesh: Mesh | AbstractMesh) -> Assignment:
     sizes = dict(mesh.shape)
-    if engine == "sharding":
-        return placed(propagation.complete(built, sizes))
-    if engine == "xla":
+    if options.engine == "sharding":
+        return placed(propagation.complete(built, sizes, policy=options.policy))
+    if options.engine == "xla":
         return propagation.unannotated(built, sizes)
     over = abstract(with_auto_axes(mesh))
     with tracing_context():

@@ -12,6 +12,7 @@ from .. import compat
 from ..completion import Completion
 from ..errors import ShardingError
 from ..graph.garbage_collection import no_collection
+from ..propagation import POLICIES, Policy
 from . import mutations, tracing
 from .arguments import Arguments
 from .construction import ENGINES, Engine, Options, executable, platform
@@ -95,11 +96,11 @@ def jit(
         raise ShardingError(
             f"sharding.jit(engine={engine!r})", required="a known engine", fix=[f"engine={e!r}" for e in ENGINES]
         )
-    if policy not in propagation.POLICIES:
+    if policy not in POLICIES:
         raise ShardingError(
             f"sharding.jit(policy={policy!r})",
             required="a known policy",
-            fix=[f"policy={p!r}" for p in propagation.POLICIES],
+            fix=[f"policy={p!r}" for p in POLICIES],
         )
     if max_implicit_bytes is not None and (engine == "xla" or max_implicit_bytes < 0):
         raise ShardingError(
@@ -113,6 +114,7 @@ def jit(
         in_shardings=in_shardings,
         out_shardings=out_shardings,
         engine=engine,
+        policy=policy,
         strict=strict,
         max_implicit_bytes=max_implicit_bytes,
         of_jax={name: value for name, value in of_jax.items() if value},

@@ -75,7 +75,8 @@ class Assignment:
     with_annotations: Callable[[Mapping[int, Annotation]], Assignment]
     """Propagates again with the given annotations added or replaced, reusing cached visits."""
     find_conflicts: Callable[[], tuple[Conflict, ...]] = tuple
-    engine: str = "sharding"
+    given: tuple[Mapping[int, Annotation], str] | None = None
+    """The annotations and the policy that it was propagated from; None if another engine did."""
 
     @cached_property
     def reasons(self) -> Reasons:

@@ -90,7 +90,6 @@ def _assignment(
         with_annotations=with_annotations,
         find_reason=lambda v, d, axis: found.reason(specs, engine, v, d, axis),
         find_conflicts=lambda: conflict_detection.find(engine, specs, origin),
-        engine="shardy",
     )
     return assignment
 
