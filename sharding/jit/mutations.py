@@ -47,7 +47,7 @@ class Mutations(NamedTuple):
                 leaves += [at + i for i in changed]
                 values += [new[i] for i in changed]
             elif not {*map(id, new)} <= {*map(id, old), *map(id, results)}:
-                added.append(f"{name}: its pytree was mutated")
+                added.append(f"{name}: its pytree was mutated")  # values added, or static attributes changed
             at += was.num_leaves
         leaves += arguments.refs
         values += [before[i][...] for i in arguments.refs]
