@@ -14,9 +14,9 @@ from jax.sharding import Mesh, NamedSharding
 import sharding
 from sharding import P
 from sharding.distributed import heartbeat
+from sharding.jit import nonfinite
 
 from ..models import layouts
-from . import nonfinite
 from .batch_rows import select_rows
 from .workload import Batch, DeviceMetrics, MpmdStep, TrainState, Workload
 

@@ -27,12 +27,15 @@ from .explain import (
     communication,
     compile_time,
     estimate,
+    explicit_shardings,
     memory,
+    pickling,
     value_list,
     verify,
 )
 from .explain import report as reports
 from .explain.conflict_list import Conflicts
+from .explain.explicit_shardings import ExplicitShardings
 from .explain.replication_reasons import ReplicatedDims
 from .explain.unknown_ops import UnknownOps, unknown_ops
 from .explain.why import Why, why
@@ -70,6 +73,13 @@ class Completion:
         self._donated = tuple(donated)
         self._platform: Platform = platform
         self._devices = devices
+
+    def __getstate__(self) -> bytes:
+        given = {k: v for k, v in vars(self).items() if not isinstance(vars(Completion).get(k), cached_property)}
+        return pickling.dumps(given)
+
+    def __setstate__(self, state: bytes) -> None:
+        vars(self).update(pickling.loads(state))
 
     @property
     def _graph(self):
@@ -215,6 +225,14 @@ class Completion:
             devices=self._devices,
         )
 
+    def explicit(self) -> ExplicitShardings:
+        """What to write to run this program with Explicit axes, sharded as it is here.
+
+        One entry per sharding that JAX does not derive from the operands: the line, the op, the spec, and whether it is
+        an `out_sharding=` or a `jax.sharding.reshard`.
+        """
+        return explicit_shardings.missing(self.assignment)
+
     def communication(self) -> Ledger:
         """Predicts the collectives of one call, each with the source line and the cause, before anything compiles.
 
@@ -300,8 +318,7 @@ class Completion:
 
     def locked(self) -> Lock:
         """The content of the lock file."""
-        rows = [(name, shape, spec) for name, shape, spec, _ in self.rows()]
-        return Lock.of(self.assignment.sizes, rows, self.communication(), self.memory())
+        return Lock.of(self.assignment.sizes, [row[:3] for row in self.rows()], self.communication(), self.memory())
 
     def lock(self, path: str | os.PathLike[str]) -> None:
         """Writes the mesh, specs of named values, collectives by kind and peak bytes to a small JSON file.
@@ -343,15 +360,7 @@ class Completion:
             name: as for `spec`.
             dim: the dim to explain. Default: all.
         """
-        v = self.value(name)
-        ndim = len(self._graph.shapes[v])
-        if dim is not None and not -ndim <= dim < ndim:
-            raise ShardingError(
-                f"why({name!r}, dim={dim})",
-                found=f"{ndim} dims: {self._graph.shapes[v]}",
-                required=f"0 <= dim < {ndim}",
-            )
-        return why(self.assignment, self._replicated_dims, name, v, range(ndim) if dim is None else [dim % ndim])
+        return why(self.assignment, self._replicated_dims, name, self.value(name), dim)
 
     def rows(self) -> list[tuple[str, str, str, str]]:
         """(name, shape, spec, reason) of every named value; equal layers share a row."""
@@ -370,12 +379,6 @@ class Completion:
         """
         values = {name: self.value(name) for name in names} or value_list.first_of_layers(self._graph)
         return value_list.drawing(self.assignment, values)
-
-    @property
-    def num_tied(self) -> int:
-        """The number of outputs that reuse donated inputs' shardings."""
-        arguments = set(self._graph.inputs)
-        return sum(v in arguments for v in self._graph.outputs)
 
     def __str__(self) -> str:
         mesh = sizes_text(self.assignment.sizes)

@@ -1,4 +1,4 @@
-"""`ShardingError`, the library's exception, and the format of its message.
+"""`ShardingError`, the library's exception, and the format of its message; warnings at the user's line.
 
 A message has four parts: the request, what was found, what is required, and the nearest fix. Failures of one kind are
 reported together.
@@ -6,7 +6,10 @@ reported together.
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Sequence
+from pathlib import Path
 
 _LABELS = ("found", "required", "fix")
 _MARGIN = max(len(label) for label in _LABELS) + 2
@@ -69,6 +72,14 @@ def raise_together(asked: str, failures: Sequence[ShardingError]) -> None:
     """Raises ``together(asked, failures)`` if there are any."""
     if failures:
         raise together(asked, failures)
+
+
+def warn(text: str) -> None:
+    """Warns at the innermost line that is not of this package."""
+    package, level, frame = str(Path(__file__).parent), 1, sys._getframe()
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(package):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, stacklevel=level)
 
 
 def _lines(text: str | Sequence[str]) -> tuple[str, ...]:

@@ -11,11 +11,12 @@ from __future__ import annotations
 import heapq
 import math
 import operator
+import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -73,11 +74,12 @@ def mesh(axes: AxisSizes | None = None, /, *, devices: DevicesLike | None = None
     _check_sizes(request)
     found = _found(request)
     resolved = _resolved(request, _count(found))
+    auto = (AxisType.Auto,) * len(resolved)
     if isinstance(found, int | hardware.Devices):
-        over = AbstractMesh(tuple(resolved.values()), tuple(resolved), axis_types=_auto(resolved))
+        over = AbstractMesh(tuple(resolved.values()), tuple(resolved), axis_types=auto)
         return MeshContext(mesh=over, described=None if isinstance(found, int) else found)
     order = device_array(found, resolved, asked=str(request))
-    return MeshContext(mesh=Mesh(order, tuple(resolved), axis_types=_auto(resolved)))
+    return MeshContext(mesh=Mesh(order, tuple(resolved), axis_types=auto))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,25 +92,43 @@ class MeshContext:
 
     def __enter__(self) -> Mesh | AbstractMesh:
         _refuse_traced(_Request(sizes=dict(self.mesh.shape)))
-        with ExitStack() as stack:
-            if isinstance(self.mesh, Mesh):
-                stack.enter_context(jax.set_mesh(self.mesh))
-            else:
-                stack.enter_context(_without_devices(self.mesh))
-            _ENTERED.set((*_ENTERED.get(), (self, stack.pop_all())))
+        entry = _Entry(context=self, stack=_as_jax_mesh(self.mesh))
+        _ENTERED.set((*_ENTERED.get(), entry))
+        _THREAD.entries.append(entry)
         return self.mesh
 
     def __exit__(self, *exc_info: object) -> None:
-        *outer, (_, stack) = _ENTERED.get()
+        *outer, entry = _ENTERED.get()
         _ENTERED.set(tuple(outer))
-        stack.close()
+        here = _THREAD.entries
+        at = here.index(entry) if entry in here else len(here) - 1
+        if at + 1 < len(here):  # JAX has the mesh of another asyncio task, which is to restore what was before both
+            here[at + 1].stack, entry.stack = entry.stack, ExitStack()
+        here.remove(entry)
+        entry.stack.close()
 
 
-_ENTERED: ContextVar[tuple[tuple[MeshContext, ExitStack], ...]] = ContextVar("sharding.mesh", default=())
+@dataclass(slots=True, eq=False)
+class _Entry:
+    """A context that was entered, and what restores JAX's mesh."""
+
+    context: MeshContext
+    stack: ExitStack
+
+
+class _Thread(threading.local):
+    """The entered contexts of all asyncio tasks of a thread, which share JAX's mesh."""
+
+    def __init__(self) -> None:
+        self.entries: list[_Entry] = []
+
+
+_ENTERED: ContextVar[tuple[_Entry, ...]] = ContextVar("sharding.mesh", default=())
+_THREAD = _Thread()
 
 
 def current() -> Mesh | AbstractMesh | None:
-    """The current mesh, or None: the innermost one set by ``sharding.mesh`` or ``jax.set_mesh``.
+    """The current mesh, or None: the innermost one of ``sharding.mesh`` or ``jax.set_mesh``, or of ``with Mesh(...)``.
 
     In traced code a mesh entered with ``sharding.mesh`` is still returned with its devices; for one set by
     ``jax.set_mesh`` JAX exposes only the ``AbstractMesh`` there.
@@ -117,10 +137,17 @@ def current() -> Mesh | AbstractMesh | None:
     of_jax = jax.sharding.get_abstract_mesh()
     if ours is not None and isinstance(ours.mesh, Mesh) and ours.mesh.abstract_mesh is of_jax:
         return ours.mesh  # the common case; the code below costs more per dispatch than all other checks
-    if of_jax.empty or (ours is not None and ours.mesh.shape_tuple == of_jax.shape_tuple):
-        return ours.mesh if ours else None
+    is_ours = ours is not None and ours.mesh.shape_tuple == of_jax.shape_tuple
+    if of_jax.empty or is_ours or _is_of_another_task(of_jax):
+        return ours.mesh if ours else compat.mesh_of_with_statement()
     concrete = None if compat.in_trace() else jax.sharding.get_mesh()
     return concrete if concrete is not None and concrete.shape_tuple == of_jax.shape_tuple else of_jax
+
+
+def _is_of_another_task(of_jax: AbstractMesh) -> bool:
+    """Whether JAX's mesh is that of a context which another asyncio task of this thread entered."""
+    here = _THREAD.entries
+    return bool(here) and here[-1] not in _ENTERED.get() and of_jax == abstract(here[-1].context.mesh)
 
 
 def described() -> hardware.Devices | None:
@@ -129,30 +156,64 @@ def described() -> hardware.Devices | None:
     return ours.described if ours is not None and ours.mesh is current() else None
 
 
+def with_auto_axes(m: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
+    """The mesh with Auto instead of Explicit axes; itself if it has none."""
+    if AxisType.Explicit not in m.axis_types:
+        return m
+    types = tuple(AxisType.Auto if kind is AxisType.Explicit else kind for kind in m.axis_types)
+    if isinstance(m, Mesh):
+        return Mesh(m.devices, m.axis_names, axis_types=types)
+    return m.update(axis_types=types)
+
+
+def abstract(m: Mesh | AbstractMesh) -> AbstractMesh:
+    """The mesh without its devices."""
+    return m.abstract_mesh if isinstance(m, Mesh) else m
+
+
+@contextmanager
+def in_force(m: Mesh | AbstractMesh) -> Iterator[None]:
+    """The context in which `m`, the current mesh, is also JAX's."""
+    with ExitStack() as stack:
+        of_jax = jax.sharding.get_abstract_mesh()
+        if of_jax != abstract(m) and not compat.in_trace():
+            stack.enter_context(_as_jax_mesh(m))
+        elif of_jax.empty:
+            stack.enter_context(jax.sharding.use_abstract_mesh(abstract(m)))
+        yield
+
+
 @contextmanager
 def tracing_context() -> Iterator[None]:
-    """The context to trace in: eager ops of the traced function can't run on compile-only devices."""
+    """The context to trace in, with Auto axes: eager ops of the function can't run on compile-only devices."""
     m = current()
     with ExitStack() as stack:
         if isinstance(m, Mesh) and compat.is_compile_only(m.devices.flat[0]) and not compat.in_trace():
-            stack.enter_context(_without_devices(m.abstract_mesh))
+            stack.enter_context(_as_jax_mesh(m.abstract_mesh))
+        if m is not None and AxisType.Explicit in m.axis_types:
+            stack.enter_context(jax.sharding.use_abstract_mesh(abstract(with_auto_axes(m))))
         yield
 
 
-@contextmanager
-def _without_devices(m: AbstractMesh) -> Iterator[None]:
-    # JAX rejects a mesh of another size inside a real one, but allows it inside the empty mesh.
-    with jax.set_mesh(Mesh(np.empty((), object), ())), jax.sharding.use_abstract_mesh(m):
-        yield
+def without_mesh() -> AbstractContextManager[Any]:
+    """The context without a mesh of JAX's, for programs over other devices."""
+    return jax.set_mesh(Mesh(np.empty((), object), ()))
+
+
+def _as_jax_mesh(m: Mesh | AbstractMesh) -> ExitStack:
+    """Sets JAX's mesh; closing the stack restores it."""
+    with ExitStack() as stack:
+        if isinstance(m, Mesh):
+            stack.enter_context(jax.set_mesh(m))
+        else:  # JAX rejects a mesh of another size inside a real one, but allows it inside the empty mesh
+            stack.enter_context(without_mesh())
+            stack.enter_context(jax.sharding.use_abstract_mesh(m))
+        return stack.pop_all()
 
 
 def _innermost() -> MeshContext | None:
     entered = _ENTERED.get()
-    return entered[-1][0] if entered else None
-
-
-def _auto(sizes: AxisSizes) -> tuple[AxisType, ...]:
-    return (AxisType.Auto,) * len(sizes)
+    return entered[-1].context if entered else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

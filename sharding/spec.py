@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from jax.export import is_symbolic_dim
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -167,6 +168,7 @@ def from_partition_spec(
             required="a PartitionSpec",
             fix=f"P{spec!r}" if isinstance(spec, tuple) else f"P({spec!r})",
         )
+    refuse_unreduced(spec, asked)
     faults = _faults(spec, shape, sizes)
     if faults:
         raise ShardingError(
@@ -178,7 +180,23 @@ def from_partition_spec(
         )
     entries = tuple(spec) + (None,) * (len(shape) - len(spec))
     dims = tuple(_dim(e, sizes, priority) for e in entries)
-    return Spec(dims=dims, unreduced=tuple(sorted(getattr(spec, "unreduced", ()) or ())))
+    return Spec(dims=dims)
+
+
+def refuse_unreduced(spec: Any, asked: str) -> None:
+    """Raises for a PartitionSpec with unreduced or reduced axes, which only Explicit axes have."""
+    pending = {kind: axes for kind in ("unreduced", "reduced") if (axes := getattr(spec, kind, None))}
+    if pending:
+        raise ShardingError(
+            asked,
+            found=f"{spec}: " + "; ".join(f"{kind} over {', '.join(sorted(axes))}" for kind, axes in pending.items()),
+            required="a spec without pending sums: with Auto axes every sum is reduced by the op that computes it",
+            fix=[
+                "leave them out of the spec",
+                "for an argument, jax.sharding.reshard(x, spec) without them before the call",
+                "jax.sharding.explicit_axes around the part that needs them",
+            ],
+        )
 
 
 def to_partition_spec(spec: Spec, *, keep_open: bool = False) -> P:
@@ -191,6 +209,12 @@ def to_partition_spec(spec: Spec, *, keep_open: bool = False) -> P:
     while entries and entries[-1] is None:
         entries.pop()
     return P(*entries)
+
+
+def limited_to(spec: P, axes: Iterable[str]) -> P:
+    """A PartitionSpec with only these of its axes."""
+    kept = frozenset(axes)
+    return P(*(tuple(name for name in _names(entry) if name in kept) or None for entry in spec))
 
 
 def partition_spec_of(array: Any) -> P:
@@ -227,11 +251,11 @@ def occupied(spec: Spec, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Sp
 
 
 def indivisible(spec: Spec, shape: tuple[int, ...], sizes: Mapping[str, int]) -> list[str]:
-    """One line of arithmetic per dim that its axes do not divide evenly."""
+    """One line of arithmetic per dim that its axes do not divide evenly; none for symbolic sizes."""
     lines = []
     for i, (dim, size) in enumerate(zip(spec.dims, shape, strict=True)):
         parts = num_parts(dim.axes, sizes)
-        if size % parts:
+        if not is_symbolic_dim(size) and size % parts:
             factors = " x ".join(f"{axis_name(a)}={axis_size(a, sizes)}" for a in dim.axes)
             lines.append(
                 f"dim {i} of size {size} over {factors} = {parts}: {size} = {size // parts} x {parts} + {size % parts}"

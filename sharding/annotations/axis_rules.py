@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from ..errors import ShardingError, raise_together
 from ..mesh import current
-from ..spec import Spec, from_partition_spec, sizes_text
+from ..spec import Spec, from_partition_spec, refuse_unreduced, sizes_text
 
 Entry = Any
 """One entry of a PartitionSpec: None, a mesh axis, a tuple of them, or P.UNCONSTRAINED."""
@@ -122,6 +122,7 @@ def resolve(spec: P, shape: tuple[int, ...], sizes: Mapping[str, int], *, asked:
             an unknown axis; a mesh axis that two dims map to.
     """
     rules = in_force()
+    refuse_unreduced(spec, asked)
     if not rules.pairs or not isinstance(spec, P):
         return from_partition_spec(spec, shape, sizes, asked=asked, priority=priority)
     resolver = _Resolver(rules, sizes)
@@ -133,8 +134,7 @@ def resolve(spec: P, shape: tuple[int, ...], sizes: Mapping[str, int], *, asked:
             required="mesh axes, or names whose rules map to mesh axes; each mesh axis on at most one dim of an array",
             fix=fixes,
         )
-    plain = P(*map(resolver.entry, spec), unreduced=spec.unreduced, reduced=spec.reduced)
-    found = from_partition_spec(plain, shape, sizes, asked=asked, priority=priority)
+    found = from_partition_spec(P(*map(resolver.entry, spec)), shape, sizes, asked=asked, priority=priority)
     via = [resolver.via(e) for e in spec] + [""] * (len(shape) - len(spec))
     dims = (dataclasses.replace(d, via=v) for d, v in zip(found.dims, via, strict=True))
     return dataclasses.replace(found, dims=tuple(dims))
@@ -212,8 +212,8 @@ class _Resolver:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _FlaxPairs:
+@dataclass(frozen=True, eq=False)
+class _FlaxPairs(list[tuple[str, Entry]]):  # flax checks the type
     """The rules as the pairs that flax expects, resolved on the current mesh when flax reads them."""
 
     rules: AxisRules

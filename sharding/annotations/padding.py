@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-import warnings
 from typing import Any
 
 import jax
 
+from ..errors import warn
 from ..spec import Spec, indivisible, local_shape
 
 
@@ -15,10 +15,7 @@ def warn_padding(spec: Spec, x: Any, sizes: dict[str, int], asked: str) -> None:
     """Warns if a dim is padded, at the line of the call of `annotate`."""
     lines = indivisible(spec, tuple(jax.numpy.shape(x)), sizes)
     if lines:
-        warnings.warn(
-            f"{asked}: {'; '.join(lines)}. XLA pads it: {padding_bytes(spec, x, sizes)} bytes more over its shards.",
-            stacklevel=4,
-        )
+        warn(f"{asked}: {'; '.join(lines)}. XLA pads it: {padding_bytes(spec, x, sizes)} bytes more over its shards.")
 
 
 def padding_bytes(spec: Spec, x: Any, sizes: dict[str, int]) -> int:

@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from ..errors import ShardingError
-from .array_names import is_key
+from ..mesh import without_mesh
+from .array_names import as_saved
 from .directory import EXTRA, FACTS, Directory, Json, existing_step, first_line, read_json, steps
 from .multiprocess_read import AllFacts, UnreadableError, on_one_device, read_arrays
 
@@ -64,14 +65,8 @@ def verified_arrays(
     wrong = [name for name, value in checksums(arrays).items() if value != facts[name]["checksum"]]
     if wrong:
         raise CorruptedError(f"checksum mismatch: {', '.join(wrong)}")
-    return {name: _wrapped(arrays[name], leaf, facts[name]) for name, leaf in targets.items()}
-
-
-def _wrapped(array: jax.Array, leaf: Any, fact: Mapping[str, Json]) -> jax.Array:
-    """The array itself, or the random keys of these bits."""
-    if not is_key(leaf):
-        return array
-    return jax.device_put(jax.random.wrap_key_data(array, impl=fact["impl"]), leaf.sharding)
+    with without_mesh():
+        return {name: as_saved(arrays[name], leaf, facts[name].get("impl")) for name, leaf in targets.items()}
 
 
 def with_checksum(document: Json) -> Json:
@@ -125,7 +120,8 @@ def checksums(arrays: Mapping[str, jax.Array]) -> dict[str, int]:
     # One at a time: XLA:CPU of JAX 0.10.2 may hang when several programs with collectives are in flight at once on
     # fewer cores than devices. Remove block_until_ready when that release is no longer supported.
     jax.block_until_ready(arrays)
-    return {name: int(jax.block_until_ready(_checksum(array))) for name, array in arrays.items()}
+    with without_mesh():  # the arrays may be on other devices
+        return {name: int(jax.block_until_ready(_checksum(array))) for name, array in arrays.items()}
 
 
 @jax.jit
@@ -137,7 +133,10 @@ def _checksum(array: jax.Array) -> jax.Array:
     """
     if array.dtype == jnp.bool_:
         array = array.astype(jnp.uint8)
-    unsigned = {1: jnp.uint8, 2: jnp.uint16}.get(array.dtype.itemsize, jnp.uint32)
+    if jnp.issubdtype(array.dtype, jnp.complexfloating):
+        array = jnp.stack([array.real, array.imag], axis=-1)
+    info = jnp.iinfo(array.dtype) if jnp.issubdtype(array.dtype, jnp.integer) else jnp.finfo(array.dtype)
+    unsigned = jnp.dtype(f"uint{min(info.bits, 32)}")
     bits = jax.lax.bitcast_convert_type(array, unsigned).astype(jnp.uint32)
     position = jnp.zeros(bits.shape, jnp.uint32)
     for dim, length in enumerate(bits.shape):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from ..errors import ShardingError
 from ..graph import Graph
 from ..propagation import Assignment, Reason
 from ..spec import axis_name
@@ -29,11 +30,21 @@ class Why:
         return iter(self.lines)
 
 
-def why(assignment: Assignment, replicated: ReplicatedDims, name: str, value: int, dims: Iterable[int]) -> Why:
-    """The chain of reasons of each axis on these dims of a value, or why a dim is replicated."""
+def why(assignment: Assignment, replicated: ReplicatedDims, name: str, value: int, dim: int | None = None) -> Why:
+    """The chain of reasons of each axis on a dim of a value, by default on all dims, or why a dim is replicated.
+
+    Raises:
+        ShardingError: a value without that dim.
+    """
     spec, ndim = assignment.specs[value], len(assignment.graph.shapes[value])
+    if dim is not None and not -ndim <= dim < ndim:
+        raise ShardingError(
+            f"why({name!r}, dim={dim})",
+            found=f"{ndim} dims: {assignment.graph.shapes[value]}",
+            required=f"0 <= dim < {ndim}",
+        )
     lines = [] if ndim else [f"{name} is a scalar"]
-    for d in dims:
+    for d in range(ndim) if dim is None else [dim % ndim]:
         if not spec.dims[d].axes:
             lines.append(f"{name} dim {d} is replicated: {replicated.why(value, d)}")
         for axis in spec.dims[d].axes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,6 +10,8 @@ import jax
 import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType
+
+from ..errors import warn
 
 
 def device_array(devices: Sequence[Any], sizes: Mapping[str, int], *, asked: str) -> np.ndarray:
@@ -36,10 +37,9 @@ def device_array(devices: Sequence[Any], sizes: Mapping[str, int], *, asked: str
         return jax.make_mesh(shape, tuple(sizes), axis_types=axis_types, devices=devices).devices
     except (AssertionError, ValueError, NotImplementedError):  # part of a torus, or one that the sizes don't fit
         if on_tpu:
-            warnings.warn(
+            warn(
                 f"{asked}: the sizes do not fold onto {_torus_text(devices, num_slices)}. Devices are taken in order: "
-                "collectives share links, or cross several. Sizes that are products of torus dims fold",
-                stacklevel=3,
+                "collectives share links, or cross several. Sizes that are products of torus dims fold"
             )
         return np.array(sorted(devices, key=island)).reshape(shape)
 

@@ -15,6 +15,24 @@ from ..annotations import axis_rules
 from ..errors import ShardingError, raise_together
 from ..graph import Annotation, Graph
 from ..spec import Spec, from_partition_spec, indivisible_error, to_partition_spec
+from .arguments import Arguments
+from .cache_key import explicit_sharding
+
+
+def of_arguments(specs: Any, call: Arguments) -> list[Any]:
+    """`in_shardings` as a spec, or None, for every leaf of the arguments; keyword-only ones have none.
+
+    An entry belongs to a parameter that is not static, in order, whether it is passed by position or by keyword.
+    """
+    function, tuples = call.signature.function, isinstance(specs, (tuple, list)) and not _is_spec(specs)
+    if not tuples or len(call.labels) == call.num_positional:
+        return broadcast_specs(specs, call.dynamic, "in_shardings", function)
+    not_static = [n for n in range(len(call.signature.names)) if n not in call.signature.static]
+    places = {label: k for k, label in enumerate(not_static)}
+    entries = [specs[places[n]] if n in places and places[n] < len(specs) else None for n in call.labels]
+    if len(specs) > len(not_static):
+        entries = specs  # an error
+    return broadcast_specs(tuple(entries), call.dynamic, "in_shardings", function)
 
 
 def broadcast_specs(specs: Any, trees: Sequence[Any], what: str, function: str) -> list[Any]:
@@ -199,7 +217,9 @@ def committed_sharding(leaf: Any, mesh: Any) -> Sharding | None:
     """
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf.sharding
-    return None if not compat.is_committed(leaf) or is_replicated_by_default(leaf, mesh) else leaf.sharding
+    if not compat.is_committed(leaf):
+        return explicit_sharding(leaf)
+    return None if is_replicated_by_default(leaf, mesh) else leaf.sharding
 
 
 def is_replicated_by_default(leaf: Any, mesh: Any) -> bool:

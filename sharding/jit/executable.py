@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+import copy
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
 from .. import compat
 from ..completion import Completion
 from ..distributed import consistency, heartbeat
 from ..errors import ShardingError
+from ..mesh import abstract, with_auto_axes
 from ..rewrite.constrain import constrain
-from . import tracing
+from ..spec import limited_to
+from . import nonfinite, tracing
 from .argument_shardings import committed_sharding
+from .arguments import Arguments
 from .cache_key import leaf_key
+from .mutations import write_back
 from .placed_arguments import PlacedArguments
 from .tracing import Traced
+
+_EXPLICIT = AxisType.Explicit
 
 
 class ArgumentMismatch(Exception):
@@ -43,8 +50,11 @@ class Executable:
     """Whether every value is constrained, or only the annotated ones."""
     shardings: dict[tuple[P, int, str | None], NamedSharding] = field(default_factory=dict)
     """(spec, ndim, kind of memory) -> the one NamedSharding object used for it."""
+    of_jax: Mapping[str, Any] = field(default_factory=dict)
+    """Options of `jax.jit`."""
     checked_across_processes: bool = False
     """Whether all processes are known to run this same program."""
+    ran_on_fast_path: bool = False
 
     def accepts(self, leaves: Sequence[Any]) -> bool:
         """Whether all committed arrays have exactly the shardings, and kinds of memory, that this program takes."""
@@ -63,40 +73,77 @@ class Executable:
         pairs = zip(leaves, self.in_shardings, strict=True)
         return tuple(i for i, (x, required) in enumerate(pairs) if needs_transfer(x, required))
 
-    def run(self, leaves: list[Any], misplaced: tuple[int, ...]) -> Any:
+    def run(self, call: Arguments, misplaced: tuple[int, ...]) -> Any:
         """Runs on arrays on real devices, or on tracers.
 
         Raises:
             ShardingError: described devices, or a ShapeDtypeStruct instead of an array.
         """
+        leaves = call.leaves
         traced = self.traced.closes_over_tracers or any(isinstance(x, compat.Tracer) for x in leaves)
         if traced or (isinstance(self.mesh, AbstractMesh) and compat.in_trace()):
-            return jax.tree.unflatten(self.traced.out_tree, self.nested_jit(*leaves))
+            return self.result(self.nested_jit(*leaves), call.dynamic)
         self.refuse_abstract(leaves)
         if any(_is_deleted(leaves[i]) for i in self.donated_leaves):
             self._refuse_deleted(leaves)
         first = not self.checked_across_processes
         if first:
             self._check_across_processes()
-        self.placed_arguments.move(leaves, misplaced, self.in_shardings)
-        with heartbeat.reporting_compilation() if first else contextlib.nullcontext():
-            return jax.tree.unflatten(self.traced.out_tree, self.flat_jit(*leaves))
+        moved = self.transfer(leaves, misplaced)
+        try:
+            with heartbeat.reporting_compilation() if first else contextlib.nullcontext():
+                results = self.flat_jit(*leaves)
+        except FloatingPointError as error:
+            raise self._located(error, leaves) from None
+        _delete(moved)
+        return self.result(results, call.dynamic)
 
-    def run_committed(self, leaves: list[Any]) -> Any:
-        """Runs on committed arrays that probably have the shardings this program takes.
+    def transfer(self, leaves: list[Any], misplaced: tuple[int, ...]) -> list[Any]:
+        """Transfers leaves to where the program takes them; returns the donated ones, to be deleted after the call."""
+        if not misplaced:
+            return []
+        before = [leaves[i] for i in misplaced]
+        self.placed_arguments.move(leaves, misplaced, self.in_shardings)
+        return [x for i, x in zip(misplaced, before, strict=True) if i in self.donated_leaves]
+
+    def run_again(self, leaves: list[Any], misplaced: tuple[int, ...], args: Sequence[Any]) -> Any:
+        """Runs on arrays and numbers that probably have the shapes and shardings this program takes.
 
         Raises:
             ArgumentMismatch: a shape, dtype or sharding differs; nothing was run.
         """
-        deleted = [leaves[i].is_deleted() for i in self.donated_leaves]  # a list: faster than a generator
-        if any(deleted):
-            self._refuse_deleted(leaves)
+        if self.donated_leaves:
+            deleted = [_is_deleted(leaves[i]) for i in self.donated_leaves]  # a list: faster than a generator
+            if any(deleted):
+                self._refuse_deleted(leaves)
         try:
-            return jax.tree.unflatten(self.traced.out_tree, self.flat_jit(*leaves))
-        except ValueError as error:  # JAX compares shardings with in_shardings before it starts anything
-            if any(leaves[i].is_deleted() for i in self.donated_leaves):
+            moved = self.transfer(leaves, misplaced)
+            results = self.flat_jit(*leaves)
+        except (TypeError, ValueError) as error:  # JAX compares shardings with in_shardings before it starts anything
+            if any(_is_deleted(leaves[i]) for i in self.donated_leaves):
                 raise
             raise ArgumentMismatch from error
+        except FloatingPointError as error:
+            raise self._located(error, leaves) from None
+        if moved:
+            _delete(moved)
+        return self.result(results, args)
+
+    def _located(self, error: FloatingPointError, leaves: Sequence[Any]) -> FloatingPointError:
+        """JAX's error for `jax_debug_nans` and `jax_debug_infs`, with the op that made the value, and its line."""
+        if any(_is_deleted(x) for x in leaves):
+            return error
+        names = list(self.completion.assignment.graph.names)[: len(leaves)]
+        found = nonfinite.of_program(self.traced.jaxpr, leaves, names)
+        return FloatingPointError(f"{self.function}: {found[-1]}") if found else error
+
+    def result(self, results: list[Any], args: Sequence[Any]) -> Any:
+        """The result of the function; the variables of mutable arguments get their new values."""
+        if self.traced.updated:
+            number = self.traced.out_tree.num_leaves
+            write_back(args, self.traced.updated, results[number:])
+            results = results[:number]
+        return jax.tree.unflatten(self.traced.out_tree, results)
 
     def _check_across_processes(self) -> None:
         """Raises if another process is about to run a different program, which would deadlock."""
@@ -189,12 +236,22 @@ class Executable:
         """The program as a function of flat arrays; `inside` another trace, its arguments are constrained too."""
         jaxpr = self.traced.jaxpr
         if self.constrained:
-            abstract = self.mesh if isinstance(self.mesh, AbstractMesh) else self.mesh.abstract_mesh
-            jaxpr = constrain(jaxpr, self.completion.assignment, abstract, inputs=inside)
+            jaxpr = constrain(jaxpr, self.completion.assignment, abstract(with_auto_axes(self.mesh)), inputs=inside)
         evaluate = compat.jaxpr_fun(jaxpr)
 
-        def run(*leaves: Any) -> list[Any]:
-            return evaluate(*leaves)
+        over = with_auto_axes(self.mesh)
+        asked = self.in_shardings if inside and not self.constrained else [None] * len(self.in_shardings)
+        placed = [None if one is None else NamedSharding(over, one.spec) for one in asked]
+
+        def constrained(*leaves: Any) -> list[Any]:
+            pairs = zip(leaves, placed, strict=True)
+            return evaluate(*(x if s is None else jax.lax.with_sharding_constraint(x, s) for x, s in pairs))
+
+        run: Any = constrained
+        explicit = tuple(n for n, t in zip(self.mesh.axis_names, self.mesh.axis_types, strict=True) if t is _EXPLICIT)
+        if explicit:
+            specs = [P() if one is None else limited_to(one.spec, explicit) for one in self.out_shardings]
+            run = jax.sharding.auto_axes(run, axes=explicit, out_sharding=specs)
 
         run.__name__ = run.__qualname__ = self.function
         return run
@@ -216,28 +273,37 @@ class Executable:
             donate_argnums=self.donated_leaves,
             in_shardings=self.in_shardings,
             out_shardings=list(self.out_shardings),
+            **self.of_jax,
         )
 
     @cached_property
     def nested_jit(self) -> Callable[..., list[Any]]:
         """`jax.jit` of the program for calls inside another trace."""
-        return jax.jit(self.flat(inside=True))
+        return jax.jit(self.flat(inside=True), **self.of_jax)
 
-    @cached_property
-    def pytree_jit(self) -> Any:
-        """`jax.jit` of the program on the user's pytrees, for `trace` and `lower`."""
-        run = self.flat()
+    def stage(self, call: Arguments) -> Any:
+        """The program that a call runs as a `jax.stages.Traced` of the arguments that are not static.
 
-        def on_pytrees(*args: Any) -> Any:
-            return jax.tree.unflatten(self.traced.out_tree, run(*jax.tree.leaves(args)))
+        It returns the result or, if it updates mutable arguments, the result and the list of their new values.
+        """
+        # Not the arrays: their shardings may differ from the in_shardings, as a call transfers them first.
+        avals = tracing.abstract_leaves(call.leaves, call.leaf_names, self.function)
+        if isinstance(self.mesh, Mesh):  # as in a call, so that both compile once
+            avals = [_on_mesh(aval, sharding) for aval, sharding in zip(avals, self.in_shardings, strict=True)]
+        else:
+            avals = tracing.in_memory(avals, self.in_shardings)
+        out_tree = self.traced.out_tree
+        if updated := self.traced.updated:
+            out_tree = jax.tree.structure((jax.tree.unflatten(out_tree, range(out_tree.num_leaves)), list(updated)))
+        in_tree = jax.tree.structure(call.as_passed(range(len(avals))))
+        return _with_trees(self.flat_jit.trace(*avals), in_tree, out_tree)
 
-        on_pytrees.__name__ = on_pytrees.__qualname__ = self.function
-        return jax.jit(
-            on_pytrees,
-            in_shardings=jax.tree.unflatten(self.in_tree, self.in_shardings),
-            out_shardings=jax.tree.unflatten(self.traced.out_tree, self.out_shardings),
-            donate_argnums=self.donated,
-        )
+    @property
+    def result_shapes(self) -> Any:
+        """ShapeDtypeStructs of the result."""
+        tree = self.traced.out_tree
+        pairs = list(zip(self.traced.out_avals, self.out_shardings, strict=True))[: tree.num_leaves]
+        return jax.tree.unflatten(tree, [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s) for a, s in pairs])
 
 
 def is_in_memory(x: Any, kind: str | None) -> bool:
@@ -251,7 +317,35 @@ def needs_transfer(x: Any, required: Sharding | None) -> bool:
     """Whether an array or number does not have the required sharding."""
     if required is None or _is_abstract(x) or isinstance(x, compat.Tracer):
         return False
-    return not (compat.is_committed(x) and x.sharding.is_equivalent_to(required, x.ndim))
+    if not (compat.is_committed(x) and x.sharding.is_equivalent_to(required, x.ndim)):
+        return True
+    # Explicit axes are part of an array's type.
+    if not (isinstance(x.sharding, NamedSharding) and isinstance(required, NamedSharding)):
+        return False
+    return x.sharding.mesh.axis_types != required.mesh.axis_types
+
+
+def _with_trees(traced: Any, in_tree: Any, out_tree: Any) -> Any:
+    """A `jax.stages.Traced` of a function of flat arrays, as one of pytrees.
+
+    Args:
+        traced: of the function.
+        in_tree: structure of the positional and keyword arguments, a pair.
+        out_tree: structure of the result.
+    """
+    new = copy.copy(traced)
+    new._in_tree, new.out_tree = in_tree, out_tree
+    return new
+
+
+def _on_mesh(aval: jax.ShapeDtypeStruct, sharding: Sharding | None) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type, sharding=sharding)
+
+
+def _delete(leaves: Sequence[Any]) -> None:
+    for x in leaves:
+        if isinstance(x, jax.Array):
+            x.delete()
 
 
 def _is_deleted(x: Any) -> bool:

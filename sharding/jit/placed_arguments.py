@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 import weakref
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -12,7 +11,9 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
+from .. import compat
 from ..display.units import bytes_text
+from ..errors import warn
 
 WARNED_BYTES = 2**20
 """A NumPy array from this size on that is transferred in one call after another is worth a warning."""
@@ -48,7 +49,7 @@ class PlacedArguments:
                 waiting.append(i)
         if not waiting:
             return
-        moved = jax.device_put([leaves[i] for i in waiting], [shardings[i] for i in waiting])
+        moved = compat.device_put([leaves[i] for i in waiting], [shardings[i] for i in waiting])
         for i, x in zip(waiting, moved, strict=True):
             if isinstance(leaves[i], jax.Array) and i not in self._donated:
                 self._moved[i] = weakref.ref(leaves[i], functools.partial(self._forget, i)), x
@@ -66,9 +67,8 @@ class PlacedArguments:
         if i in self._warned or last is None or last() is not x:
             return
         self._warned.add(i)
-        warnings.warn(
+        warn(
             f"{self._function}({self._names[i]}): the same NumPy array, {bytes_text(x.nbytes)}, is transferred to the "
             "devices on every call. Transfer it once: jax.device_put(x, sharding) with its spec in .in_shardings of "
-            "the completion",
-            stacklevel=6,
+            "the completion"
         )

@@ -1,4 +1,4 @@
-"""The parameters of a jitted function: positional, static, donated."""
+"""The parameters of a jitted function: positional, static, donated, mutable."""
 
 from __future__ import annotations
 
@@ -11,26 +11,31 @@ from ..errors import ShardingError
 
 Names = str | Sequence[str]
 Nums = int | Sequence[int]
+Label = int | str
+"""An argument: the position of its parameter, or the keyword of a keyword-only one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signature:
-    """The parameters of a function, and which of them are static or donated."""
+    """The parameters of a function, and which of them are static, donated or mutable."""
 
     function: str
     names: tuple[str, ...]
     variadic: str | None
-    static: frozenset[int]
-    donated: frozenset[int]
+    static: frozenset[Label]
+    donated: frozenset[Label]
+    mutable: frozenset[Label] | None
+    """None if all are."""
     signature: inspect.Signature | None
 
     @staticmethod
     def of(
         f: Callable[..., Any],
-        static_argnums: Nums,
-        static_argnames: Names,
-        donate_argnums: Nums,
-        donate_argnames: Names,
+        static_argnums: Nums = (),
+        static_argnames: Names = (),
+        donate_argnums: Nums = (),
+        donate_argnames: Names = (),
+        mutable: bool | Names | Nums = False,
     ) -> Signature:
         """Reads the signature of `f`; argnums and argnames refer to the same parameters."""
         name = getattr(f, "__name__", type(f).__name__)
@@ -38,35 +43,11 @@ class Signature:
             signature = inspect.signature(f)
         except (TypeError, ValueError):
             signature = None
-        parameters = list(signature.parameters.values()) if signature else []
-        names = tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))
-        variadic = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), None)
-
-        def positions(nums: Nums, by_name: Names, what: str) -> frozenset[int]:
-            nums = (nums,) if isinstance(nums, int) else tuple(nums)
-            by_name = (by_name,) if isinstance(by_name, str) else tuple(by_name)
-            unknown = [n for n in by_name if n not in names]
-            if unknown:
-                raise ShardingError(
-                    f"sharding.jit({name}, {what}_argnames={list(by_name)})",
-                    found=f"{name} has the parameters {', '.join(names) or '(none)'}",
-                    required="names of positional parameters",
-                    fix=[f"remove {n!r}" for n in unknown],
-                )
-            outside = [n for n in nums if not -len(names) <= n < len(names)]
-            if outside and signature is not None and variadic is None:
-                raise ShardingError(
-                    f"sharding.jit({name}, {what}_argnums={list(nums)})",
-                    found=f"{name} has {len(names)} positional parameters: {', '.join(names) or '(none)'}",
-                    required="indices of positional parameters",
-                    fix=[f"remove {n}" for n in outside],
-                )
-            return frozenset(n % len(names) if n < 0 and names else n for n in nums) | {names.index(n) for n in by_name}
-
-        static = positions(static_argnums, static_argnames, "static")
-        donated = positions(donate_argnums, donate_argnames, "donate")
+        parameters = _Parameters.of(signature)
+        static = parameters.labels(f"{name}, static", static_argnums, static_argnames)
+        donated = parameters.labels(f"{name}, donate", donate_argnums, donate_argnames)
         if static & donated:
-            both = ", ".join(names[n] if n < len(names) else str(n) for n in sorted(static & donated))
+            both = ", ".join(sorted(map(parameters.name, static & donated)))
             raise ShardingError(
                 f"sharding.jit({name})",
                 found=f"{both}: both static and donated",
@@ -75,37 +56,107 @@ class Signature:
             )
         return Signature(
             function=name,
-            names=names,
-            variadic=variadic,
+            names=parameters.names,
+            variadic=parameters.variadic,
             static=static,
             donated=donated,
+            mutable=parameters.mutable(name, mutable),
             signature=signature,
         )
 
-    def positional(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-        """All arguments by position, with defaults filled in up to the last keyword."""
-        if not kwargs:
-            return args
-        if self.signature is None:
-            raise ShardingError(
-                f"{self.function}(..., {', '.join(kwargs)}=...)",
-                found="a function without a readable signature",
-                required="positional arguments",
-            )
-        bound = self.signature.bind(*args, **kwargs)
-        if bound.kwargs:
-            bound.apply_defaults()
-        if bound.kwargs:
-            raise ShardingError(
-                f"{self.function}(..., {', '.join(bound.kwargs)}=...)",
-                found="keyword-only parameters",
-                required="positional parameters, which in_shardings can refer to",
-                fix="functools.partial(f, ...) for static ones, or remove the `*` from the signature",
-            )
-        return bound.args
+    def bound(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Label, ...], tuple[Any, ...]]:
+        """Labels and values of the arguments of a call: by position, then those by keyword, sorted by name.
 
-    def name(self, position: int) -> str:
-        """The name of a positional argument."""
-        if position < len(self.names):
-            return self.names[position]
-        return f"{self.variadic or 'args'}/{position - len(self.names)}"
+        By keyword are keyword-only ones, and those behind a parameter that is left at its default.
+
+        Raises:
+            TypeError: the function does not take such arguments, as Python raises it.
+        """
+        if not kwargs:
+            return tuple(range(len(args))), args
+        if self.signature is not None:
+            bound = self.signature.bind(*args, **kwargs)
+            args, kwargs = bound.args, bound.kwargs
+        names = sorted(kwargs)  # the order of JAX's pytrees
+        return (*range(len(args)), *map(self.label, names)), (*args, *(kwargs[name] for name in names))
+
+    def call(self, f: Callable[..., Any], arguments: Mapping[Label, Any]) -> Any:
+        """Calls `f` with labelled arguments."""
+        args: list[Any] = []
+        while len(args) in arguments:
+            args.append(arguments[len(args)])
+        others = {label: value for label, value in arguments.items() if isinstance(label, str) or label >= len(args)}
+        return f(*args, **{self.name(label): value for label, value in others.items()})
+
+    def label(self, name: str) -> Label:
+        """The label of an argument passed by keyword."""
+        return self.names.index(name) if name in self.names else name
+
+    def name(self, label: Label) -> str:
+        """The name of an argument."""
+        if isinstance(label, str):
+            return label
+        if label < len(self.names):
+            return self.names[label]
+        return f"{self.variadic or 'args'}/{label - len(self.names)}"
+
+    def is_mutable(self, label: Label) -> bool:
+        """Whether the caller's object gets the values that the function gives to its variables."""
+        return self.mutable is None or label in self.mutable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Parameters:
+    """The parameters of a function by kind."""
+
+    names: tuple[str, ...]
+    keyword_only: tuple[str, ...]
+    variadic: str | None
+    takes_any_keyword: bool
+    is_known: bool
+
+    @staticmethod
+    def of(signature: inspect.Signature | None) -> _Parameters:
+        parameters = list(signature.parameters.values()) if signature else []
+        return _Parameters(
+            names=tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)),
+            keyword_only=tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY),
+            variadic=next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), None),
+            takes_any_keyword=signature is None or any(p.kind is p.VAR_KEYWORD for p in parameters),
+            is_known=signature is not None,
+        )
+
+    def name(self, label: Label) -> str:
+        return self.names[label] if isinstance(label, int) and label < len(self.names) else str(label)
+
+    def labels(self, what: str, nums: Nums, by_name: Names) -> frozenset[Label]:
+        """The labels of parameters given by number or name; `what` is the function and `static`, `donate`."""
+        nums = (nums,) if isinstance(nums, int) else tuple(nums)
+        by_name = (by_name,) if isinstance(by_name, str) else tuple(by_name)
+        known = self.names + self.keyword_only
+        unknown = [] if self.takes_any_keyword else [n for n in by_name if n not in known]
+        if unknown:
+            raise ShardingError(
+                f"sharding.jit({what}_argnames={list(by_name)})",
+                found=f"the parameters {', '.join(known) or '(none)'}",
+                required="names of parameters",
+                fix=[f"remove {n!r}" for n in unknown],
+            )
+        outside = [n for n in nums if not -len(self.names) <= n < len(self.names)]
+        if outside and self.is_known and self.variadic is None:
+            raise ShardingError(
+                f"sharding.jit({what}_argnums={list(nums)})",
+                found=f"{len(self.names)} positional parameters: {', '.join(self.names) or '(none)'}",
+                required="indices of positional parameters",
+                fix=[f"remove {n}" for n in outside],
+            )
+        numbers = {n % len(self.names) if n < 0 and self.names else n for n in nums}
+        return frozenset(numbers | {self.names.index(n) if n in self.names else n for n in by_name})
+
+    def mutable(self, function: str, mutable: bool | Names | Nums) -> frozenset[Label] | None:
+        """The labels of the mutable arguments; None for all."""
+        if isinstance(mutable, bool):
+            return None if mutable else frozenset()
+        given = (mutable,) if isinstance(mutable, (str, int)) else tuple(mutable)
+        nums = [n for n in given if isinstance(n, int)]
+        return self.labels(f"{function}, mutable", nums, [n for n in given if isinstance(n, str)])

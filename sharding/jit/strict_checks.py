@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
+from typing import Any
 
+from jax.sharding import AbstractMesh, Mesh
+
+from .. import compat
 from ..annotations import axis_rules
-from ..errors import ShardingError, raise_together
+from ..errors import ShardingError, raise_together, warn
 from ..explain import Ledger
 from ..graph import Graph
 from ..spec import axis_name, indivisible, to_partition_spec
@@ -46,7 +49,7 @@ def report_unused_axis_rules(graph: Graph, function: str, *, strict: bool) -> No
             required="an annotation with a logical name, under strict=True",
             fix="names of the rules in P(...), or a call outside of sharding.axis_rules",
         )
-    warnings.warn(f"{function}: nothing is annotated, also not by the axis rules {unused}", stacklevel=6)
+    warn(f"{function}: nothing is annotated, also not by the axis rules {unused}")
 
 
 def refuse_gathers(ledger: Ledger, limit: int, function: str) -> None:
@@ -75,3 +78,19 @@ def refuse_gathers(ledger: Ledger, limit: int, function: str) -> None:
         if not one.is_predicted and one.gathered
     ]
     raise_together(function, failures)
+
+
+def refuse_refs_elsewhere(jaxpr: Any, mesh: Mesh | AbstractMesh, function: str) -> None:
+    """Raises for mutable arrays that a function closes over and that are not on all devices of the mesh."""
+    refs = [x for x in compat.constants(jaxpr) if compat.is_ref(x) and not isinstance(x, compat.Tracer)]
+    devices = set(mesh.devices.flat) if isinstance(mesh, Mesh) else None
+    if any(ref.sharding.device_set != devices for ref in refs):
+        raise ShardingError(
+            f"{function}(...)",
+            found="a mutable array (jax.new_ref) that the function closes over, on other devices than the mesh",
+            required="a mutable array on the devices of the mesh",
+            fix=[
+                "make it of an array that is: jax.new_ref(jax.device_put(x, NamedSharding(mesh, P())))",
+                "pass its value, ref[...], as an argument and return the new value",
+            ],
+        )

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
-from .. import compat, paths
+from .. import compat
 from ..errors import ShardingError, raise_together
 from ..mesh import tracing_context
+from .arguments import Arguments
 from .cache_key import leaf_key
+from .explicit_mode import explicit_mode_errors
+from .mutations import Mutations
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +26,14 @@ class Traced:
     jaxpr: Any
     out_tree: Any
     out_avals: list[Any]
+    """Of the leaves of the result, and of the updated leaves behind them."""
+    updated: tuple[int, ...] = ()
+    """The leaves of mutable arguments that get a new value."""
+
+    @property
+    def result(self) -> Any:
+        """Shapes and dtypes of the result."""
+        return jax.tree.unflatten(self.out_tree, self.out_avals[: self.out_tree.num_leaves])
 
     @property
     def closes_over_tracers(self) -> bool:
@@ -58,53 +71,61 @@ def in_memory(avals: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
     ]
 
 
-def trace(
-    f: Callable[..., Any],
-    avals: Sequence[Any],
-    tree: Any,
-    statics: Mapping[int, Any],
-    names: Sequence[str],
-    function: str,
-) -> Traced:
+def trace(f: Callable[..., Any], arguments: Arguments, avals: Sequence[Any]) -> Traced:
     """Traces `f` once.
 
     Args:
         f: the function.
-        avals: shape and dtype of every leaf of the non-static arguments.
-        tree: the pytree of those arguments, a tuple.
-        statics: position -> value of the static arguments.
-        names: of the non-static arguments, for errors.
-        function: its name, for errors and for the compiled program.
+        arguments: of the call.
+        avals: shape and dtype of every leaf of the arguments that are not static.
 
     Raises:
         ShardingError: an argument was mutated and its new value is not returned.
     """
-    out_tree = None
+    signature, out_tree, mutations = arguments.signature, None, Mutations([], [])
+    by_keyword = arguments.names[arguments.num_positional :]
 
-    def flat(*leaves: Any) -> list[Any]:
-        nonlocal out_tree
-        dynamic = tuple(jax.tree.unflatten(tree, leaves))
-        args = list(dynamic)
-        for i in sorted(statics):
-            args.insert(i, statics[i])
-        out_leaves, out_tree = jax.tree.flatten(f(*args))
-        _refuse_mutation(leaves, tree, dynamic, out_leaves, names, function)
-        return out_leaves
+    @functools.wraps(f)  # JAX's errors name the user's function, its arguments and its line
+    def flat(*args: Any, **kwargs: Any) -> list[Any]:
+        nonlocal out_tree, mutations
+        before = jax.tree.leaves((*args, *(kwargs[name] for name in by_keyword)))
+        for i in arguments.refs:
+            before[i] = jax.new_ref(before[i])
+        dynamic = jax.tree.unflatten(arguments.tree, before)
+        by_label = dict(zip(arguments.labels, dynamic, strict=True))
+        by_label |= {label: value for label, _, value in arguments.statics}
+        out_leaves, out_tree = jax.tree.flatten(signature.call(f, by_label))
+        mutations = Mutations.found(before, dynamic, out_leaves, arguments)
+        return [*out_leaves, *mutations.values]
 
-    flat.__name__ = flat.__qualname__ = function
+    flat.__name__ = flat.__qualname__ = signature.function
+    if all(map(str.isidentifier, arguments.names)):
+        vars(flat)["__signature__"] = _signature(arguments)
+    args, kwargs = arguments.as_passed(avals)
     # Not `jax.jit(flat).trace`: that turns closed-over tracers into arguments.
-    with tracing_context():
-        jaxpr, out_avals = jax.make_jaxpr(flat, return_shape=True)(*avals)
+    with tracing_context(), explicit_mode_errors(signature.function):
+        jaxpr, out_avals = jax.make_jaxpr(flat, return_shape=True)(*args, **kwargs)
     assert out_tree is not None
-    if any(map(compat.is_ref, compat.constants(jaxpr))):
-        raise ShardingError(
-            f"{function}(...)",
-            found="a mutable array (jax.new_ref) that the function closes over",
-            required="a pure function of arrays; a mutable array that the function makes itself is fine",
-            fix="pass its value, ref[...], as an argument and return the new value",
-        )
-    jaxpr = compat.without_refs(jaxpr) if compat.uses_refs(jaxpr) else jaxpr
-    return Traced(jaxpr=jaxpr, out_tree=out_tree, out_avals=out_avals)
+    jaxpr = compat.without_refs(jaxpr)
+    num_results = len(out_avals) - len(mutations.leaves)
+    updated = mutations.updated(jaxpr, arguments)
+    kept = [*range(num_results), *(num_results + k for k in updated)]
+    if len(kept) < len(out_avals):
+        outvars = compat.open_jaxpr(jaxpr).outvars
+        jaxpr = compat.rebuild(jaxpr, eqns=compat.open_jaxpr(jaxpr).eqns, outvars=[outvars[k] for k in kept])
+    return Traced(
+        jaxpr=jaxpr,
+        out_tree=out_tree,
+        out_avals=[out_avals[k] for k in kept],
+        updated=tuple(mutations.leaves[k] for k in updated),
+    )
+
+
+def _signature(arguments: Arguments) -> inspect.Signature:
+    """The parameters without the static ones."""
+    positional, by_keyword = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+    kinds = [positional if i < arguments.num_positional else by_keyword for i in range(len(arguments.labels))]
+    return inspect.Signature([inspect.Parameter(*pair) for pair in zip(arguments.names, kinds, strict=True)])
 
 
 def leaf_ranges(tree: Any) -> list[range]:
@@ -114,30 +135,3 @@ def leaf_ranges(tree: Any) -> list[range]:
         found.append(range(at, at + child.num_leaves))
         at += child.num_leaves
     return found
-
-
-def _refuse_mutation(
-    before: Sequence[Any], tree: Any, args: Any, out: Sequence[Any], names: Sequence[str], function: str
-) -> None:
-    """Raises for an argument mutated inside a traced function, unless its new value is returned.
-
-    Removing entries from a dict is fine: the function has its own copy, and no value is lost.
-    """
-    returned = {id(x) for x in out}
-    changed, at = [], 0
-    for name, was, arg in zip(names, tree.children(), args, strict=True):
-        old, (new, now) = before[at : at + was.num_leaves], jax.tree.flatten(arg)
-        at += was.num_leaves
-        kept = returned.union(map(id, old))
-        if now != was:
-            changed += [f"{name}: its pytree was mutated"] if any(id(x) not in kept for x in new) else []
-            continue
-        fine = [a is b or id(b) in returned for a, b in zip(old, new, strict=True)]
-        changed += [f"{n} was mutated" for n, ok in zip(paths.of_tree(arg, name), fine, strict=True) if not ok]
-    if changed:
-        raise ShardingError(
-            f"{function}(...)",
-            found=[*changed[:8], "the new value is not returned"],
-            required="a pure function, which returns every value it changes",
-            fix="return the changed object and use the result, or change a copy",
-        )

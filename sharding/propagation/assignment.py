@@ -75,6 +75,8 @@ class Assignment:
     with_annotations: Callable[[Mapping[int, Annotation]], Assignment]
     """Propagates again with the given annotations added or replaced, reusing cached visits."""
     find_conflicts: Callable[[], tuple[Conflict, ...]] = tuple
+    given: tuple[Mapping[int, Annotation], str] | None = None
+    """The annotations and the policy that it was propagated from; None if another engine did."""
 
     def with_trips(self, trips: Trips) -> Assignment:
         """The same with trip counts for loops of unknown length."""

@@ -53,6 +53,7 @@ def _completed(engine: Engine, as_annotated: Graph, policy: Policy) -> Assignmen
         with_annotations=with_annotations,
         find_reason=lambda v, d, axis: _reason(engine, v, d, engine.table.atoms_of((axis,))[0]),
         find_conflicts=lambda: conflict_detection.find(engine, specs, functools.partial(_claim_origin, engine)),
+        given=(as_annotated.annotations, policy),
     )
 
 

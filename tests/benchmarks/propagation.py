@@ -37,9 +37,11 @@ from flax import nnx
 from jaxlib.mlir import ir, passmanager
 
 import sharding
-from sharding import compat, graph, paths, propagation
+from sharding import compat, graph, propagation
 from sharding.jit import argument_shardings, tracing
+from sharding.jit.arguments import Arguments
 from sharding.jit.donation import outputs_reusing_donated
+from sharding.jit.signature import Signature
 from sharding.models import gpt, layouts
 from sharding.rewrite.reshard_placement import placed
 from sharding.spec import Dim, Spec, open_spec
@@ -128,9 +130,9 @@ class Traced:
     @staticmethod
     def of(step: Step, mesh: Any) -> "Traced":
         args = step.arguments()
-        leaves, tree = jax.tree.flatten(args)
-        names = [n for name, a in zip(("state", "tokens"), args, strict=True) for n in paths.of_tree(a, name)]
-        traced = tracing.trace(step, leaves, tree, {}, ["state", "tokens"], "step")
+        call = Arguments.of(Signature.of(step), args, {})
+        leaves, tree, names = call.leaves, call.tree, call.leaf_names
+        traced = tracing.trace(step, call, leaves)
         specs = argument_shardings.broadcast_specs((None, layouts.batch(step.axes)), args, "in_shardings", "step")
         in_annotations = argument_shardings.leaf_annotations(
             specs, leaves, names, mesh, what="in_shardings", function="step"

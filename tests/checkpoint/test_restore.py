@@ -13,6 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from support.faulty_disk import flip_bit, largest_file
 
+import sharding
 from sharding import ShardingError, checkpoint
 
 
@@ -85,11 +86,17 @@ def test_state_may_be_donated_while_it_is_saved(tmp_path):
     np.testing.assert_array_equal(checkpoint.restore(tmp_path, {"a": jnp.zeros_like(expected)})["a"], expected)
 
 
-@pytest.mark.parametrize("dtype", ["bool", "int8", "uint16", "bfloat16", "float32", "int32"])
+@pytest.mark.parametrize(
+    "dtype",
+    [*"bool int8 uint16 bfloat16 float32 int32 int4 uint2 float4_e2m1fn float8_e4m3fn float8_e4m3 complex64".split()],
+)
 def test_dtypes(dtype: str, tmp_path):
-    before = {"a": jnp.arange(12).reshape(3, 4).astype(dtype), "scalar": jnp.ones((), dtype)}
+    before = {"a": (jnp.arange(12) % 4).reshape(3, 4).astype(dtype), "scalar": jnp.ones((), dtype)}
     checkpoint.save(tmp_path, 0, before).wait()
     assert_equal(checkpoint.restore(tmp_path, before), before)
+    with sharding.mesh(data=2, tensor=4):  # not that of the arrays
+        assert_equal(checkpoint.restore_named(tmp_path), before)
+    assert checkpoint.verify(tmp_path) == {0: ""}
 
 
 def test_names_are_paths():

@@ -22,7 +22,7 @@ def loss(params, x):
 
 def step():
     specs = {name: {"up": P("data"), "down": P(None, "data")} for name in LAYERS}
-    return sharding.jit(jax.grad(loss), in_shardings=(specs, P("data")))
+    return sharding.jit(jax.grad(loss), in_shardings=(specs, P("data")), policy="shardy")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -24,9 +24,9 @@ def completions(monkeypatch):
     seen = []
     slow_path = sharding.jit.__globals__["Jitted"]._executable
 
-    def spied(self, call):
+    def spied(self, call, mesh):
         seen.append(call)
-        return slow_path(self, call)
+        return slow_path(self, call, mesh)
 
     monkeypatch.setattr(sharding.jit.__globals__["Jitted"], "_executable", spied)
     return seen
@@ -51,7 +51,7 @@ def test_loop_over_its_own_results_takes_the_fast_path(completions):
         expected = jax.tree.map(lambda x, t=total: np.asarray(x) * 2 + t, state)
         state = step(state, batch)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), state, expected)
-    assert len(completions) == 2  # the batch was committed once, then not
+    assert completions == []  # wherever the batch comes from
 
 
 def test_state_with_a_random_key_takes_the_fast_path(completions):

@@ -67,7 +67,7 @@ def test_the_copy_is_kept_no_longer_than_its_source(step, x):
     w = jnp.asarray(W)
     step(w, x)
     step(w, x)
-    (entry,) = next(iter(step._executables.values())).placed_arguments._moved.values()
+    (entry,) = next(iter(step._cache.executables.values())).placed_arguments._moved.values()
     copy = weakref.ref(entry[1])
     del entry, w
     gc.collect()
@@ -76,10 +76,11 @@ def test_the_copy_is_kept_no_longer_than_its_source(step, x):
 
 def test_a_donated_argument_is_not_kept(x):
     step = sharding.jit(lambda w, x: (w + 1, dense(w, x)), in_shardings=(None, P(None, "data")), donate_argnums=0)
-    w = jnp.asarray(W)
     for _ in range(2):
+        w = jnp.asarray(W)
         new, _ = step(w, x)
         np.testing.assert_array_equal(new, W + 1)
+        assert w.is_deleted()
 
 
 def test_a_spec_that_names_its_dims_keeps_an_array_replicated(mesh, step, x, moved):

@@ -10,8 +10,8 @@ def step(state, batch, lr=0.1, *, debug=False):
     return state
 
 
-def signature(f=step, static_argnums=(), static_argnames=(), donate_argnums=(), donate_argnames=()):
-    return Signature.of(f, static_argnums, static_argnames, donate_argnums, donate_argnames)
+def signature(f=step, **options):
+    return Signature.of(f, **options)
 
 
 def test_argnums_and_argnames_refer_to_the_same_parameters():
@@ -21,11 +21,12 @@ def test_argnums_and_argnames_refer_to_the_same_parameters():
     assert signature(static_argnums=-1).static == {2}
 
 
-def test_keywords_become_positions_and_gaps_are_filled_by_defaults():
-    s = signature(lambda a, b=2, c=3: a)
-    assert s.positional((1,), {}) == (1,)
-    assert s.positional((1,), {"c": 5}) == (1, 2, 5)
-    assert s.positional((), {"b": 7, "a": 1}) == (1, 7)
+def test_keywords_become_positions_up_to_the_first_gap():
+    s = signature(lambda a, b=2, c=3, **others: a)
+    assert s.bound((1,), {}) == ((0,), (1,))
+    assert s.bound((), {"b": 7, "a": 1}) == ((0, 1), (1, 7))
+    assert s.bound((1,), {"c": 5, "bias": 6}) == ((0, "bias", 2), (1, 6, 5))
+    assert s.call(lambda *args, **kwargs: (args, kwargs), {0: 1, 2: 5, "bias": 6}) == ((1,), {"c": 5, "bias": 6})
 
 
 def test_names_of_positions():
@@ -36,7 +37,10 @@ def test_names_of_positions():
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"static_argnames": "learning_rate"}, r"(?s)static_argnames=\['learning_rate'\].*parameters state, batch, lr"),
+        (
+            {"static_argnames": "learning_rate"},
+            r"(?s)static_argnames=\['learning_rate'\].*parameters state, batch, lr, debug",
+        ),
         ({"donate_argnames": ["state", "stat"]}, r"(?s)donate_argnames.*remove 'stat'"),
         ({"static_argnums": 3}, r"(?s)static_argnums=\[3\].*3 positional parameters: state, batch, lr"),
         ({"donate_argnums": (0, -4)}, r"(?s)donate_argnums.*remove -4"),
@@ -52,8 +56,10 @@ def test_positions_beyond_the_names_are_variadic_arguments():
     assert signature(lambda *xs: xs, donate_argnums=5).donated == {5}
 
 
-def test_keyword_only_argument_is_an_error():
-    with pytest.raises(ShardingError, match=r"step\(..., debug=...\)"):
-        signature().positional((1, 2), {"debug": True})
-    with pytest.raises(ShardingError, match=r"(?s)without a readable signature"):
-        signature(min).positional((1,), {"key": 2})
+def test_keyword_only_parameters():
+    s = signature(static_argnames="debug", mutable=("state",))
+    assert s.static == {"debug"}
+    assert s.bound((1, 2), {"debug": True}) == ((0, 1, "debug"), (1, 2, True))
+    assert [s.is_mutable(label) for label in (0, 1, "debug")] == [True, False, False]
+    assert signature(mutable=True).is_mutable("debug")
+    assert signature(min).bound((1,), {"key": 2}) == ((0, "key"), (1, 2))

@@ -487,7 +487,8 @@ def large(tmp_path_factory):
     """The page of a program with axes of one device, equal layers and conflicts, that does not fit its device."""
     specs = [{k: {"w1": P("a", "b"), "w2": P(None, "b")} for k in LAYERS}, P("b", "a")]
     with sharding.mesh({"a": 2, "one": 1, "b": 4}, devices="h100:1x8"):
-        c = sharding.jit(large_step, in_shardings=tuple(specs)).complete(LAYERS, floats(2**25, 512))
+        step = sharding.jit(large_step, in_shardings=tuple(specs), policy="shardy")
+        c = step.complete(LAYERS, floats(2**25, 512))
     assert c.conflicts and not c.memory().fits("h100")
     return c, c.report(tmp_path_factory.mktemp("large") / "report.html")
 

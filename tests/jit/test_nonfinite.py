@@ -7,7 +7,7 @@ import pytest
 
 import sharding
 from sharding import P
-from sharding.launch import nonfinite
+from sharding.jit import nonfinite
 
 
 def loss(params, x):

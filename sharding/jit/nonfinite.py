@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from sharding import compat, paths
+from .. import compat, paths
 
 _CALLS = ("jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call")
 """Equations to recurse into; a loop or a branch counts as one equation."""
@@ -43,12 +43,17 @@ def origins(f: Callable[..., Any], *args: Any, names: Sequence[str] = (), limit:
     """
     prefixes = [*names, *(f"args/{i}" for i in range(len(names), len(args)))]
     leaf_names = [name for prefix, arg in zip(prefixes, args, strict=True) for name in paths.of_tree(arg, prefix)]
-    leaves, found = jax.tree.leaves(args), list[Origin]()
-    for name, leaf in zip(leaf_names, leaves, strict=True):
+    return of_program(jax.make_jaxpr(f)(*args), jax.tree.leaves(args), leaf_names, limit=limit)
+
+
+def of_program(closed: Any, leaves: Sequence[Any], names: Sequence[str], *, limit: int = 3) -> list[Origin]:
+    """The same of a closed jaxpr with these arguments, which have these names."""
+    found = list[Origin]()
+    for name, leaf in zip(names, leaves, strict=True):
         found += [Origin(kind=kind, value=name) for kind in _not_finite(leaf)]
-    closed = jax.make_jaxpr(f)(*args)
     if not any(origin.kind == "nan" for origin in found):
-        with contextlib.suppress(_Found):
+        # JAX's own checks would end the evaluation at the first value, and name a line of this file.
+        with contextlib.suppress(_Found), jax.debug_nans(False), jax.debug_infs(False):
             _evaluate(closed, compat.constants(closed), leaves, found)
     first = next((i for i, origin in enumerate(found) if origin.kind == "nan"), len(found) - 1)
     return found[max(0, first + 1 - limit) : first + 1]

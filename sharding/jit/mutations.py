@@ -1,0 +1,180 @@
+"""Arguments that a function mutates in place: variables of a model, metrics, an optimizer's state.
+
+A jitted function works on copies, so a new value is lost unless it is returned. Of arguments declared `mutable`, the
+variables of the caller's own objects get it after the call, as with `flax.nnx.jit`; of others a lost value is an error.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from .. import compat
+from ..errors import ShardingError
+from ..graph import CALLS
+from .arguments import Arguments
+
+
+class Mutations(NamedTuple):
+    """The leaves of the arguments that are other tracers after the function, and these."""
+
+    leaves: list[int]
+    values: list[Any]
+
+    @staticmethod
+    def found(before: Sequence[Any], args: Sequence[Any], results: Sequence[Any], arguments: Arguments) -> Mutations:
+        """Compares the arguments inside a traced function, after it ran, with their leaves before.
+
+        Removing entries from a dict is fine: the function has its own copy, and no value is lost.
+
+        Args:
+            before: the leaves of the arguments before.
+            args: the arguments after.
+            results: the leaves of the function's result.
+            arguments: of the call.
+
+        Raises:
+            ShardingError: a value was added to an argument; only values of variables can be written back.
+        """
+        leaves, values, added, at = list[int](), [], [], 0
+        for name, was, arg in zip(arguments.names, arguments.tree.children(), args, strict=True):
+            old, (new, now) = before[at : at + was.num_leaves], jax.tree.flatten(arg)
+            if now == was:
+                changed = [i for i, (a, b) in enumerate(zip(old, new, strict=True)) if a is not b]
+                leaves += [at + i for i in changed]
+                values += [new[i] for i in changed]
+            elif not {*map(id, new)} <= {*map(id, old), *map(id, results)}:
+                added.append(f"{name}: its pytree was mutated")  # values added, or static attributes changed
+            at += was.num_leaves
+        leaves += arguments.refs
+        values += [before[i][...] for i in arguments.refs]
+        if added:
+            raise _error(arguments.signature.function, added, may_declare=False)
+        return Mutations(leaves, values)
+
+    def updated(self, jaxpr: Any, arguments: Arguments) -> list[int]:
+        """Which of these have a new value that must be written back.
+
+        Not those that a call inside (`nnx.jit`, `nnx.remat`) only passed through, nor those that are returned.
+
+        Args:
+            jaxpr: the program; its last results are the values.
+            arguments: of the call.
+
+        Raises:
+            ShardingError: a new value of an argument that is not mutable, or outside of a variable.
+        """
+        if not self.leaves:
+            return []
+        inner = compat.open_jaxpr(jaxpr)
+        sources = _Sources(inner)
+        results = [sources.of(v) for v in inner.outvars]
+        returned = {*map(id, results[: -len(self.leaves)])}
+        refs = arguments.refs
+        fresh = [
+            k
+            for k, (leaf, new) in enumerate(zip(self.leaves, results[-len(self.leaves) :], strict=True))
+            if new is not inner.invars[leaf]
+        ]
+        owners = [label for label, tree in zip(arguments.labels, arguments.tree.children(), strict=True)
+                  for _ in range(tree.num_leaves)]  # fmt: skip
+        is_mutable = [arguments.signature.is_mutable(label) or i in refs for i, label in enumerate(owners)]
+        lost = [
+            k for k in fresh if not is_mutable[self.leaves[k]] and id(results[k - len(self.leaves)]) not in returned
+        ]
+        if lost:
+            names = arguments.leaf_names
+            found = [f"{names[self.leaves[k]]} was mutated" for k in lost]
+            raise _error(arguments.signature.function, found, may_declare=True)
+        written = [k for k in fresh if is_mutable[self.leaves[k]]]
+        in_variables = {*refs, *(leaf for leaves, _ in variables(arguments.dynamic) for leaf in leaves)}
+        if outside := [self.leaves[k] for k in written if self.leaves[k] not in in_variables]:
+            names = arguments.leaf_names
+            found = [f"{names[leaf]} was mutated, and is not an nnx.Variable" for leaf in outside]
+            raise _error(arguments.signature.function, found, may_declare=False)
+        return written
+
+
+def variables(args: Any) -> Iterator[tuple[range, Any]]:
+    """The flax nnx Variables of a pytree, each with its range of leaves; none unless flax is loaded."""
+    nnx: Any = sys.modules.get("flax.nnx")
+    if nnx is None:
+        return
+    at = 0
+    for part in jax.tree.leaves(args, is_leaf=lambda x: isinstance(x, nnx.Variable)):
+        number = len(jax.tree.leaves(part)) if isinstance(part, nnx.Variable) else 1
+        if isinstance(part, nnx.Variable):
+            yield range(at, at + number), part
+        at += number
+
+
+def write_back(args: Any, updated: Sequence[int], values: Sequence[Any]) -> None:
+    """Gives the caller's variables and Refs their new values.
+
+    Args:
+        args: the caller's arguments.
+        updated: leaves of the arguments.
+        values: the new value of each.
+    """
+    new = dict(zip(updated, values, strict=True))
+    for leaf, ref in enumerate(jax.tree.leaves(args)):
+        if leaf in new and compat.is_ref(ref):
+            ref[...] = new.pop(leaf)
+    for leaves, variable in variables(args):
+        if not new.keys().isdisjoint(leaves):
+            old, tree = jax.tree.flatten(variable)
+            merged = jax.tree.unflatten(tree, [new.get(leaf, x) for leaf, x in zip(leaves, old, strict=True)])
+            variable.set_raw_value(merged.get_raw_value())
+
+
+def refuse_shared(arguments: Arguments) -> None:
+    """Raises for a variable that occurs twice, of which two different copies would be written back."""
+    names: dict[int, str] = {}
+    twice = []
+    leaf_names = arguments.leaf_names if arguments.signature.mutable != frozenset() else []
+    for leaves, variable in variables(arguments.dynamic) if leaf_names else ():
+        if len(leaves) and id(variable) in names:
+            twice.append(f"{names[id(variable)]} and {leaf_names[leaves[0]]} are one nnx.Variable")
+        elif len(leaves):
+            names[id(variable)] = leaf_names[leaves[0]]
+    if twice:
+        raise ShardingError(
+            f"{arguments.signature.function}(...): mutable arguments",
+            found=twice[:8],
+            required="each variable once, which then has one new value",
+            fix="share the module that owns the variable, or pass the object once",
+        )
+
+
+class _Sources:
+    """Where the values of a jaxpr come from, through calls that pass them on."""
+
+    def __init__(self, jaxpr: Any):
+        self.producers = {v: (eqn, i) for eqn in jaxpr.eqns for i, v in enumerate(eqn.outvars)}
+
+    def of(self, value: Any) -> Any:
+        """The input or result that a value is the same as."""
+        while not compat.is_literal(value) and value in self.producers:
+            eqn, position = self.producers[value]
+            body = next((body for _, _, body in compat.sub_jaxprs(eqn.params)), None)
+            if eqn.primitive.name not in CALLS or body is None:
+                return value
+            body = compat.open_jaxpr(body)
+            inside = _Sources(body).of(body.outvars[position])
+            if compat.is_literal(inside) or inside not in body.invars or len(body.invars) != len(eqn.invars):
+                return value
+            value = eqn.invars[body.invars.index(inside)]
+        return value
+
+
+def _error(function: str, found: Sequence[str], *, may_declare: bool) -> ShardingError:
+    declared = ["mutable=True, to have the new values written into your nnx.Variables after the call"]
+    return ShardingError(
+        f"{function}(...)",
+        found=[*found[:8], "the new value is not returned"],
+        required="a pure function, which returns every value it changes",
+        fix=["return the changed object and use the result, or change a copy", *(declared if may_declare else [])],
+    )

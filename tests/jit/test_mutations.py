@@ -1,0 +1,148 @@
+"""Arguments mutated in place: errors unless declared, and the step of flax nnx' documentation if they are."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import sharding
+from sharding import P, ShardingError
+
+X = np.sin(np.arange(64, dtype=np.float32)).reshape(8, 8)
+Y = np.arange(8) % 4
+
+
+@pytest.fixture(autouse=True)
+def mesh():
+    with sharding.mesh(data=2, tensor=4) as m:
+        yield m
+
+
+class Model(nnx.Module):
+    def __init__(self, rngs):
+        self.up = nnx.Linear(8, 16, use_bias=False, rngs=rngs)  # a norm takes the mean off
+        self.norm = nnx.BatchNorm(16, rngs=rngs)
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+        self.out = nnx.Linear(16, 4, rngs=rngs)
+
+    def __call__(self, x):
+        return self.out(self.dropout(nnx.relu(self.norm(self.up(x)))))
+
+
+ADAM = optax.adam(0.01)
+
+
+def parts():
+    model = Model(nnx.Rngs(0))
+    metrics = nnx.MultiMetric(accuracy=nnx.metrics.Accuracy(), loss=nnx.metrics.Average("loss"))
+    return model, nnx.Optimizer(model, ADAM, wrt=nnx.Param), metrics
+
+
+def train_step(model, optimizer, metrics, batch):
+    def loss_fn(model):
+        logits = model(batch["x"])
+        return optax.softmax_cross_entropy_with_integer_labels(logits=logits, labels=batch["y"]).mean(), logits
+
+    (loss, logits), grads = nnx.value_and_grad(loss_fn, has_aux=True)(model)
+    metrics.update(loss=loss, logits=logits, labels=batch["y"])
+    optimizer.update(model, grads)
+    return loss
+
+
+def trained(step, steps=3):
+    model, optimizer, metrics = parts()
+    losses = [float(step(model, optimizer, metrics, {"x": X * (i + 1), "y": Y})) for i in range(steps)]
+    return losses, jax.tree.leaves((nnx.state(model, nnx.Param, nnx.BatchStat), metrics.compute())), model
+
+
+def test_the_step_of_the_documentation_trains_the_callers_objects():
+    specs = (None, None, None, P("data"))
+    losses, leaves, model = trained(sharding.jit(train_step, mutable=True, in_shardings=specs, donate_argnums=(0, 1)))
+    expected, expected_leaves, _ = trained(nnx.jit(train_step))
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    for a, b in zip(leaves, expected_leaves, strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-5)
+    assert int(model.dropout.rngs.count[...]) == 3
+
+
+def test_a_step_compiles_once_and_its_state_keeps_its_sharding():
+    traces = []
+
+    def step(model, x):
+        traces.append(1)
+        model.kernel[...] = sharding.annotate(model.kernel[...], P(None, "tensor")) * 2
+        return model(x).sum()
+
+    model, jitted = nnx.Linear(8, 8, rngs=nnx.Rngs(0)), sharding.jit(step, mutable="model")
+    before = np.asarray(model.kernel[...])
+    for _ in range(3):
+        jitted(model, X)
+    np.testing.assert_allclose(model.kernel[...], 8 * before)
+    assert model.kernel[...].sharding.spec == P(None, "tensor")
+    assert len(traces) == 1
+    completion = jitted.complete(model, X)
+    assert completion.spec("new/model/kernel") == completion.spec("model/kernel") == P(None, "tensor")
+    model.bias[...] = jax.device_put(model.bias[...], P("tensor"))
+    loss, (kernel,) = jitted.lower(model, X).compile()(model, X)
+    assert loss.shape == () and kernel.sharding.spec == P(None, "tensor")
+
+
+def test_undeclared_mutation_is_an_error_that_names_the_option():
+    for mutable in (False, ("metrics",)):
+        with pytest.raises(ShardingError, match=r"(?s)model/norm/mean was mutated.*mutable=True"):
+            sharding.jit(train_step, mutable=mutable)(*parts(), {"x": X, "y": Y})
+
+
+@pytest.mark.parametrize("transform", [nnx.jit, nnx.remat])
+def test_what_a_call_inside_passes_through_is_not_a_mutation(transform):
+    model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+    step = sharding.jit(lambda model, x: transform(lambda m, x: m(x))(model, x))
+    np.testing.assert_allclose(step(model, X), model(X), rtol=1e-5, atol=1e-6)
+
+    def doubled(model, x):
+        model.bias[...] += 1
+        return model(x)
+
+    with pytest.raises(ShardingError, match="model/bias was mutated"):
+        sharding.jit(lambda model, x: transform(doubled)(model, x))(model, X)
+
+
+def test_only_variables_are_written_back():
+    def count(state):
+        state["n"] += 1
+        return state["n"]
+
+    with pytest.raises(ShardingError, match=r"(?s)state/n was mutated, and is not an nnx.Variable"):
+        sharding.jit(count, mutable=True)({"n": jnp.zeros(())})
+
+
+def test_a_variable_that_occurs_twice_is_an_error():
+    class Tied(nnx.Module):
+        def __init__(self):
+            self.a = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+            self.b = nnx.Linear(8, 8, rngs=nnx.Rngs(1))
+            self.b.kernel = self.a.kernel
+
+    with pytest.raises(ShardingError, match=r"model/a/kernel and model/b/kernel are one nnx.Variable"):
+        sharding.jit(lambda model: model.a(X).sum(), mutable=True)(Tied())
+
+
+def test_a_mutable_argument_under_an_enclosing_trace():
+    counter = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+    step = sharding.jit(train_on, mutable=True)
+
+    @nnx.jit
+    def twice(model, x):
+        return step(model, x) + step(model, x)
+
+    expected = nnx.clone(counter)
+    total = train_on(expected, X) + train_on(expected, X)
+    np.testing.assert_allclose(twice(counter, X), total, rtol=1e-5)
+    np.testing.assert_allclose(counter.bias[...], expected.bias[...], rtol=1e-5)
+
+
+def train_on(model, x):
+    model.bias[...] += model(x).mean(axis=0)
+    return model(x).sum()

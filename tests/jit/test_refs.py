@@ -1,0 +1,73 @@
+"""`jax.Ref`s in a program, and as its arguments."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import sharding
+from sharding import P
+
+X = np.sin(np.arange(64, dtype=np.float32)).reshape(8, 8)
+
+
+@pytest.fixture(autouse=True)
+def mesh():
+    with sharding.mesh(data=2, tensor=4) as m:
+        yield m
+
+
+def accumulated(x):
+    total = jax.new_ref(jnp.zeros(8))
+
+    def add(i, carry):
+        total[...] += x[i] * 2
+        return carry
+
+    jax.lax.fori_loop(0, 8, add, 0)
+    return total[...]
+
+
+def test_ref_inside():
+    step = sharding.jit(accumulated, in_shardings=P(None, "tensor"))
+    np.testing.assert_allclose(step(X), X.sum(axis=0) * 2, rtol=1e-5, atol=1e-5)
+    assert step(X).sharding.spec == P("tensor")
+
+
+def test_ref_as_argument():
+    def step(state, x):
+        state["total"][...] += x.sum(axis=0)
+        return x * state["total"][...][None]
+
+    jitted, state = sharding.jit(step), {"total": jax.new_ref(jnp.zeros(8)), "unused": jax.new_ref(jnp.ones(3))}
+    for _ in range(2):
+        y = jitted(state, X)
+    np.testing.assert_allclose(state["total"][...], X.sum(axis=0) * 2, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(y, X * X.sum(axis=0) * 2, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(state["unused"][...], np.ones(3))
+
+
+def test_ref_of_an_enclosing_trace():
+    inner = sharding.jit(lambda total, x: total.__setitem__(..., total[...] + x))
+
+    @jax.jit
+    def outer(x):
+        total = jax.new_ref(jnp.zeros(8))
+        inner(total, x[0])
+        inner(total, x[1])
+        return total[...]
+
+    np.testing.assert_allclose(outer(X), X[0] + X[1], rtol=1e-6)
+
+
+def test_ref_closed_over():
+    total = jax.new_ref(jnp.zeros(8))
+
+    def step(x):
+        total[...] += x.sum(axis=0)
+        return x * 2
+
+    jitted = sharding.jit(step)
+    for _ in range(2):
+        np.testing.assert_allclose(jitted(X), X * 2)
+    np.testing.assert_allclose(total[...], X.sum(axis=0) * 2, rtol=1e-5, atol=1e-5)
