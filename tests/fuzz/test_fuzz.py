@@ -18,6 +18,7 @@ from fuzz.check import Mismatch, check, completed, ops_of
 from fuzz.check_prediction import check_prediction, predict
 from fuzz.generate import DEEP, FLAT, cases, numbered
 from fuzz.shrink import pruned, shrink
+from sharding.jit import construction
 
 COUNT = 200
 BATCH = 20
@@ -164,13 +165,13 @@ def test_catches_a_wrong_type():
 
 
 def test_catches_an_annotation_that_is_not_met(monkeypatch):
-    complete = sharding.jit.__globals__["propagation"].complete
+    complete = construction.propagation.complete
 
-    def careless(graph, sizes):
-        found = complete(graph, sizes)
+    def careless(graph, sizes, **options):
+        found = complete(graph, sizes, **options)
         return dataclasses.replace(found, specs=tuple(sharding.spec.open_spec(len(s.dims)) for s in found.specs))
 
-    monkeypatch.setattr(sharding.jit.__globals__["propagation"], "complete", careless)
+    monkeypatch.setattr(construction.propagation, "complete", careless)
     with pytest.raises(Mismatch, match="asked a by"):
         check(one_op("$0"), options=quick_compile.OPTIONS)
 
