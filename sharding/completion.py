@@ -44,7 +44,7 @@ from .hardware import Chip, Devices, Platform
 from .mesh import current
 from .propagation import Assignment, PendingSum, partial_sums
 from .propagation.added_annotation import with_annotation
-from .spec import Spec, divisible, sizes_text, to_partition_spec
+from .spec import Spec, sizes_text, to_partition_spec
 
 MAX_DISPLAYED_OPS = 10_000
 """From this many ops on, displaying a completion omits memory and time, which would take seconds."""
@@ -112,7 +112,7 @@ class Completion:
 
     def boundary(self, value: int) -> P:
         """The PartitionSpec of an argument or result, limited to axes that divide its dims."""
-        spec = divisible(self.assignment.specs[value], self._graph.shapes[value], self.assignment.sizes)
+        spec = self.assignment.boundary_spec(value)
         return to_partition_spec(spec)
 
     @property

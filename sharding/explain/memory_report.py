@@ -14,12 +14,13 @@ from ..display import Column, Table, Tabular
 from ..display.units import bytes_text
 from ..graph import Graph
 from ..hardware import Platform
-from ..memory import HostBytes, Usage, usage
+from ..memory import Usage, usage
 from ..paths import Layers
 from ..propagation import Assignment
 from ..spec import sizes_text
 from .array_categories import Category
 from .collective_buffers import collective_buffer_bytes
+from .host_bytes import HostBytes, host_bytes
 from .live_arrays import Array, LiveArrays, source
 from .memory_fit import Fit, fit
 from .peak_error import PEAK_ERRORS, PeakError
@@ -223,7 +224,7 @@ def report(assignment: Assignment, found: Usage, *, name: str = "program", platf
         argument_bytes=found.argument_bytes,
         result_bytes=found.result_bytes,
         temporary_bytes=found.temporary_bytes,
-        host=found.host,
+        host=host_bytes(assignment, found),
         collective_buffer_bytes=collective_buffer_bytes(found, assignment.sizes, platform),
         arrays=LiveArrays(assignment, found).arrays(),
         layers=assignment.graph.layers,

@@ -9,7 +9,6 @@ from ..display.units import bytes_text
 from ..graph import Graph
 from ..hardware import Platform
 from ..propagation import Assignment
-from ..spec import divisible
 from .compile_time import compile_time
 from .conflict_list import Conflicts
 from .unknown_ops import unknown_ops
@@ -72,6 +71,6 @@ def drawing(assignment: Assignment, values: Mapping[str, int]) -> Drawing:
     ends = {*graph.inputs, *graph.outputs}
     arrays = []
     for name, v in values.items():
-        spec = divisible(assignment.specs[v], graph.shapes[v], sizes) if v in ends else assignment.specs[v]
+        spec = assignment.boundary_spec(v) if v in ends else assignment.specs[v]
         arrays.append(ArrayPicture(name=name, dtype=str(graph.dtypes[v]), shape=graph.shapes[v], spec=spec))
     return Drawing(arrays=tuple(arrays), sizes=sizes)

@@ -3,7 +3,6 @@
 In: an `Assignment` and the donated inputs. Out: arguments, outputs, temporaries, aliased buffers and their lifetimes.
 """
 
-from .host_bytes import HostBytes
 from .usage import POINTER_BYTES, Usage, usage
 
-__all__ = ["POINTER_BYTES", "HostBytes", "Usage", "usage"]
+__all__ = ["POINTER_BYTES", "Usage", "usage"]

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from .. import compat
 from ..propagation import Assignment
 from ..rewrite.unread_gathers import without_unread_gathers
-from ..spec import Spec, divisible
 from . import control_flow_lowering
 from .compiler_traits import CompilerTraits
 from .emitter import Emitter
@@ -45,7 +44,7 @@ def lower(assignment: Assignment, traits: CompilerTraits) -> DeviceProgram:
     env: Env = dict.fromkeys(scope.jaxpr.constvars)
     inputs = []
     for var, v in zip(scope.jaxpr.invars, g.inputs, strict=True):
-        spec = _boundary_spec(assignment, v)
+        spec = assignment.boundary_spec(v)
         itemsize = 0 if v in g.memory_kinds else lowering.itemsize(var.aval)
         x = emitter.argument(emitter.local_shape(g.shapes[v], spec), itemsize, v)
         inputs.append(x)
@@ -53,7 +52,7 @@ def lower(assignment: Assignment, traits: CompilerTraits) -> DeviceProgram:
     lowering.lower_equations(scope.jaxpr, scope, env, emitter)
     outputs = []
     for atom, v, kind in zip(scope.jaxpr.outvars, g.outputs, g.output_memory_kinds, strict=True):
-        spec, itemsize = _boundary_spec(assignment, v), lowering.itemsize(atom.aval)
+        spec, itemsize = assignment.boundary_spec(v), lowering.itemsize(atom.aval)
         x = lowering.read(atom, env)
         if x is None:
             x = emitter.constant(emitter.local_shape(g.shapes[v], spec), itemsize)
@@ -69,8 +68,3 @@ def lower(assignment: Assignment, traits: CompilerTraits) -> DeviceProgram:
     used = compat.inputs_used(scope.jaxpr, [True] * len(outputs))
     kept = frozenset(x for x, is_used in zip(inputs, used, strict=True) if is_used)
     return DeviceProgram(emitter.body, tuple(inputs), kept, tuple(outputs))
-
-
-def _boundary_spec(assignment: Assignment, v: int) -> Spec:
-    """The spec of an argument or result: `jax.jit` shards only dims that the axes divide."""
-    return divisible(assignment.specs[v], assignment.graph.shapes[v], assignment.sizes)

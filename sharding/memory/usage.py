@@ -13,7 +13,6 @@ from ..propagation import Assignment
 from .compiler_traits import TRAITS
 from .device_program import DeviceProgram, lower
 from .heap_simulator import block_bytes
-from .host_bytes import HostBytes, host_bytes
 from .kernel_order import ORDERS
 from .liveness import Lifetimes, lifetimes
 
@@ -31,8 +30,6 @@ class Usage:
     """Result -> the donated argument whose buffer it reuses."""
     counts_gaps_twice: bool = False
     """See `CompilerTraits`."""
-    host: HostBytes = HostBytes()
-    """What is in the host's memory instead."""
 
     @cached_property
     def argument_bytes(self) -> int:
@@ -66,8 +63,7 @@ def usage(assignment: Assignment, donated: Collection[int] = (), *, platform: Pl
     pairs = [(program.inputs[a], k) for k, a in aliases.items()]
     order, outputs = ORDERS[traits.schedule], {*program.outputs}
     found = lifetimes(program.body, pairs, outputs, order)
-    kept = {k for k, x in enumerate(program.inputs) if x in program.kept}
-    return Usage(program, found, aliases, traits.counts_gaps_twice, host_bytes(assignment, kept, aliases))
+    return Usage(program, found, aliases, traits.counts_gaps_twice)
 
 
 def donations(assignment: Assignment, program: DeviceProgram, donated: Collection[int]) -> dict[int, int]:

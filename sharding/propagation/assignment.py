@@ -86,6 +86,10 @@ class Assignment:
             with_annotations=lambda annotations: self.with_annotations(annotations).with_trips(trips),
         )
 
+    def boundary_spec(self, value: int) -> Spec:
+        """The spec of an argument or result: `jax.jit` shards only dims that the axes divide."""
+        return divisible(self.specs[value], self.graph.shapes[value], self.sizes)
+
     @cached_property
     def reasons(self) -> Reasons:
         """Why each dim of each value is sharded over each of its axes."""

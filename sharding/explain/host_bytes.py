@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from ..graph import Graph, Op
+from ..memory import Usage
 from ..propagation import Assignment
-from ..spec import Spec, divisible, local_shape
+from ..spec import Spec, local_shape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,25 +27,20 @@ class HostBytes:
         return self.argument_bytes + self.result_bytes + self.temporary_bytes
 
 
-def host_bytes(assignment: Assignment, kept: Collection[int], aliases: Mapping[int, int]) -> HostBytes:
-    """The host's memory that a completed program takes.
-
-    Args:
-        assignment: a spec per value.
-        kept: indices of the arguments that the compiled program has.
-        aliases: result -> the donated argument whose buffer it reuses.
-    """
+def host_bytes(assignment: Assignment, found: Usage) -> HostBytes:
+    """The host's memory that a completed program takes, beside what it takes of a device's."""
     graph, specs, sizes = assignment.graph, assignment.specs, assignment.sizes
 
     def num_bytes(v: int, spec: Spec) -> int:
         return math.prod(local_shape(spec.axes, graph.shapes[v], sizes)) * graph.itemsize(v)
 
     def at_boundary(v: int) -> int:
-        return num_bytes(v, divisible(specs[v], graph.shapes[v], sizes))
+        return num_bytes(v, assignment.boundary_spec(v))
 
     if not graph.memory_kinds and not any(graph.output_memory_kinds):
         return HostBytes()
-    results = [k for k, kind in enumerate(graph.output_memory_kinds) if kind is not None and k not in aliases]
+    kept = {k for k, x in enumerate(found.program.inputs) if x in found.program.kept}
+    results = [k for k, kind in enumerate(graph.output_memory_kinds) if kind is not None and k not in found.aliases]
     live = graph.live_values()
     return HostBytes(
         argument_bytes=sum(at_boundary(v) for k, v in enumerate(graph.inputs) if v in graph.memory_kinds and k in kept),
