@@ -26,6 +26,7 @@ from . import cost, explain, rules
 from .annotations.annotate import annotate
 from .annotations.axis_rules import axis_rules
 from .annotations.layout import layout
+from .annotations.prioritized import prioritized
 from .annotations.same import same
 from .annotations.propagation_barrier import barrier
 
@@ -65,6 +66,7 @@ __all__ = [
     "layout",
     "mesh",
     "pipeline",
+    "prioritized",
     "put",
     "rules",
     "same",

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from .. import compat
 from ..annotations import axis_rules
+from ..annotations.prioritized import Prioritized
 from ..errors import ShardingError, raise_together
 from ..graph import Annotation, Graph
 from ..spec import Spec, from_partition_spec, indivisible_error, to_partition_spec
@@ -79,7 +80,7 @@ def _mismatch(error: ValueError) -> str:
 
 
 def _is_spec(x: Any) -> bool:
-    return x is None or isinstance(x, (P, Sharding))
+    return x is None or isinstance(x, (P, Sharding, Prioritized))
 
 
 def _outline(tree: Any) -> str:
@@ -145,11 +146,14 @@ def memory_kind(entry: Any) -> str | None:
 def _resolve(entry: Any, aval: Any, asked: str, sizes: Mapping[str, int], mesh: Any, what: str) -> Annotation | None:
     if entry is None:
         return None
+    priority = 0
+    if isinstance(entry, Prioritized):
+        entry, priority = entry.spec, entry.priority
     if isinstance(entry, Sharding):
         entry = spec_on_mesh(entry, mesh, asked)
         spec = from_partition_spec(entry, aval.shape, sizes, asked=asked)
     else:
-        spec = axis_rules.resolve(entry, aval.shape, sizes, asked=asked)
+        spec = axis_rules.resolve(entry, aval.shape, sizes, asked=asked, priority=priority)
     error = indivisible_error(spec, aval.shape, sizes, asked=asked, given=entry)
     if error is not None:
         raise error

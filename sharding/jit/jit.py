@@ -46,7 +46,8 @@ def jit(
 
     Args:
         f: a function of pytrees of arrays; without it, `jit` returns a decorator with these options.
-        in_shardings: per non-static argument a PartitionSpec, a pytree prefix of them, or None for all dims open.
+        in_shardings: per non-static argument a PartitionSpec, a pytree prefix of them, or None for all dims open;
+            `sharding.prioritized` specs wait for others.
             Keyword-only arguments are open.
         out_shardings: likewise for the result.
         static_argnums: arguments treated as compile-time constants.
