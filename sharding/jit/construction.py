@@ -71,7 +71,8 @@ def executable(f: Callable[..., Any], options: Options, call: Arguments, mesh: M
     in_memory = tracing.in_memory(avals, [NamedSharding(mesh, P(), memory_kind=kind) for kind in kinds])
     as_written = tracing.trace(f, call, in_memory)
     refuse_refs_elsewhere(as_written.jaxpr, mesh, function)
-    traced = dataclasses.replace(as_written, jaxpr=simplify(as_written.jaxpr, platform(mesh)))
+    with tracing_context():  # as the program was: equations are traced anew
+        traced = dataclasses.replace(as_written, jaxpr=simplify(as_written.jaxpr, platform(mesh)))
     result, updated = traced.result, traced.updated
     out_names = [*paths.of_tree(result, "out"), *(f"new/{names[leaf]}" for leaf in updated)]
     specs = argument_shardings.broadcast_specs(options.out_shardings, [result], "out_shardings", function)

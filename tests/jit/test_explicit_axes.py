@@ -5,6 +5,7 @@ import warnings
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 
@@ -116,3 +117,17 @@ def test_mesh_of_a_with_statement():
             assert y.sharding.is_equivalent_to(NamedSharding(m, P("data", "tensor")), 2)
             np.testing.assert_allclose(y, np.tanh(X @ X), rtol=1e-5, atol=1e-6)
         np.testing.assert_allclose(jax.jit(lambda x: step(x, X))(X), np.tanh(X @ X), rtol=1e-5, atol=1e-6)
+
+
+def test_what_is_simplified_is_traced_with_auto_axes(explicit):
+    """The gradient of the usual loss: zeros are folded, for which equations are traced anew."""
+
+    def loss(w, x, labels):
+        return optax.softmax_cross_entropy_with_integer_labels(x @ w, labels).mean()
+
+    labels = np.arange(8) % 3
+    found = sharding.jit(jax.grad(loss), in_shardings=(P(None, "tensor"), P("data"), P("data")))(X, X, labels)
+    assert found.sharding.mesh == explicit
+    with sharding.mesh(data=2, tensor=4):
+        expected = sharding.jit(jax.grad(loss))(X, X, labels)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
