@@ -89,7 +89,7 @@ def test_five_steps_have_the_losses_of_one_device(adapter):
     with jax.numpy_rank_promotion("allow"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         expected = losses(jax.jit(make(MESHES[0]).run), start(make(MESHES[0]).args))
-        assert len(set(expected)) > 1, "the model is not trained"
+        assert np.isfinite(expected).all() and expected[0] != expected[-1], "the model is not trained"
         for sizes in MESHES:
             with sharding.mesh(sizes):
                 step = make(sizes)
@@ -98,15 +98,17 @@ def test_five_steps_have_the_losses_of_one_device(adapter):
 
 
 def start(args):
-    """Arrays for the shapes of a step: small numbers, positive ones where an optimizer keeps squares, few token ids."""
+    """Arrays for the shapes of a step: small weights, an optimizer's state of zeros, few token ids."""
     rng = np.random.default_rng(0)
 
     def array(path, shape):
         if jnp.issubdtype(shape.dtype, jax.dtypes.prng_key):
             return jax.random.split(jax.random.key(1), shape.shape) if shape.shape else jax.random.key(1)
         if jnp.issubdtype(shape.dtype, jnp.floating):
-            values = 0.1 * rng.standard_normal(shape.shape)
-            return jnp.asarray(values**2 if "nu" in paths.text(path).split("/") else values, shape.dtype)
+            name = paths.text(path)
+            is_optimizer = name.startswith("0/1/") or "optimizer" in name or "opt_state" in name
+            values = 0.05 * rng.standard_normal(shape.shape)  # of a model's constants, which are inputs, positive ones
+            return jnp.asarray(0 * values if is_optimizer else values if name[0] == "0" else abs(values), shape.dtype)
         if shape.dtype == jnp.bool_:
             return jnp.ones(shape.shape, jnp.bool_)
         return jnp.asarray(rng.integers(1, 16, shape.shape), shape.dtype)
