@@ -23,7 +23,7 @@ from ..rewrite.op_strategy import OpStrategies, OpStrategy
 from ..rewrite.reshard import Step, chain, local_bytes
 from ..rewrite.rotation import rotation_parts
 from ..rewrite.unread_gathers import without_unread_gathers
-from ..spec import Axis, Spec, divisible, local_shape, num_parts
+from ..spec import Axis, Spec, local_shape, num_parts
 from ..xla.collective_lowering import is_gathered_by_all_reduce
 from .callback_results import broadcast_results
 from .collective_dtypes import CollectiveDtypes
@@ -31,7 +31,7 @@ from .collective_hints import Hints
 from .collective_ledger import Collective, Ledger
 from .cut_searches import cut_searches
 from .reduce_scatter_creation import in_mesh_order, reduce_scattered, reduces_elementwise, stays_all_reduce
-from .runs_moved import loops_moved, times_moved
+from .runs_moved import is_moved_outside, loops_moved, times_moved
 from .shard_exchanges import ShardExchanges, axis_names
 from .shard_map_collectives import MANUAL, explicit, in_bodies
 from .sum_reassociation import LOOKED_THROUGH, SPLITS, Reassociation, reassociate, split_all_reduce, sums_and_rest
@@ -84,9 +84,9 @@ class ProgramCollectives:
         assignment = without_unread_gathers(assignment)
         self.platform: Platform = platform
         self.graph, self.specs, self.sizes = assignment.graph, assignment.specs, assignment.sizes
+        self.boundary_spec = assignment.boundary_spec
         self.strategies, self.hints = OpStrategies(assignment), Hints(assignment)
-        self.live = self.graph.live_values()
-        self.times = self.graph.times
+        self.live, self.times = self.graph.live_values(), self.graph.times
         self.regions = self.graph.regions
         children = (pair for scope in self.graph.scopes() for pair in scope.children_of("scan"))
         self.loop_bodies = {id(eqn): child for eqn, child in children}
@@ -175,7 +175,7 @@ class ProgramCollectives:
         """Reshards a value to its inferred spec where it enters or leaves a loop, a branch or the program."""
         (target,) = op.results
         for v in op.operands:
-            want = self.specs[target] if op.site else self.output_spec(target)
+            want = self.specs[target] if op.site else self.boundary_spec(target)
             if v in self.times and self.specs[v].axes != want.axes:
                 steps = self.chain(op, v, self.specs[v], want)
                 what = f"{self.graph.label(target)}, {'at a loop or branch boundary' if op.site else 'an output'}"
@@ -193,7 +193,7 @@ class ProgramCollectives:
             return ()
         if op.name != "edge":
             return zip(op.operands, self.strategies.of(op).operand_steps, strict=True)
-        want = self.specs[op.results[0]] if op.site else self.output_spec(op.results[0])
+        want = self.specs[op.results[0]] if op.site else self.boundary_spec(op.results[0])
         moved = [v for v in op.operands if v in self.times and self.specs[v].axes != want.axes]
         return [(v, self.chain(op, v, self.specs[v], want)) for v in moved]
 
@@ -221,10 +221,6 @@ class ProgramCollectives:
                 yield Transfer(c, v, True)
         for c in self.exchanges.rotated(op):
             yield Transfer(self.dtypes.of_value(c, result), v, True)
-
-    def output_spec(self, target: int) -> Spec:
-        """The spec of an output of the program: only axes that divide their dim."""
-        return divisible(self.specs[target], self.graph.shapes[target], self.sizes)
 
     def shard_bytes(self, v: int) -> int:
         """Bytes of a value on one device."""
@@ -347,6 +343,10 @@ class ProgramCollectives:
         source = entered.operands[0] if entered is not None and is_stack else v
         is_row = op.name in ("scan xs", "scan ys") and not is_stack  # a stack is resharded before its loop
         region = (self.loop_bodies if is_row else self.regions).get(id(op.site[0])) if op.site else None
+        if is_moved_outside(self.graph, op, v):  # two loops that read one array share it
+            edge = self.graph.makers[v]
+            region = self.regions.get(id(edge.site[0]))
+            source = edge.operands[0] if self.specs[edge.operands[0]].axes == have.axes else source
         body = () if self.platform == "tpu" else tuple(map(id, op.site[1:]))  # its compiler inlines calls first
         for i, step in enumerate(steps):
             own = body if i or step.kind in MOVES_SHARDS else None  # another body reshards a copy of its own

@@ -280,6 +280,14 @@ PROGRAMS = {
         run=lambda x, rows: lax.scan(lambda c, r: (annotate(c * 2, P(None, "a")), r + 1), annotate(x, P("a")), rows),
         args=(floats(8, 8), floats(3, 8)),
     ),
+    "a weight that two loops gather": Program(
+        run=lambda w, x: (
+            lax.scan(lambda h, r: (jnp.tanh(r + h @ w), None), x[0], x)[0]
+            + lax.scan(lambda h, r: (jnp.sin(h @ w) + r, None), x[1], x)[0]
+        ),
+        args=(floats(16, 16), floats(4, 128, 16)),
+        options={"in_shardings": (P("a"), P(None, "a"))},
+    ),
     "integers minus themselves": Program(
         run=lambda x: ((x - x) + 1, x > x, x == x),
         args=(ints(8, 4),),
