@@ -56,6 +56,7 @@ def agree(facts: Mapping[str, str], *, about: str) -> None:
         return
     packed = _pack("\0".join(f"{n}\1{facts[n]}" for n in names))
     texts = [_unpack(row) for row in processes.all_gather_text(f"{about}: differences", packed)]
+    processes.coordinator_waits(f"{about}: differences")  # else others may lose the connection while they read
     usual = max(table, key=table.count)
     first = table.index(usual)
     differences = [

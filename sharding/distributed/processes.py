@@ -91,6 +91,19 @@ def _message(client: Any, key: str, other: int, topic: str, deadline: float) -> 
     )
 
 
+def coordinator_waits(topic: str) -> None:
+    """Has process 0, whose exit ends the coordination service, wait for all others to reach this call; they go on."""
+    if count() == 1:
+        return
+    client, key = compat.distributed().client, f"sharding/{next(_call_numbers)}"
+    if index() != 0:
+        client.key_value_set(f"{key}/{index()}", topic)
+        return
+    deadline = time.monotonic() + _TIMEOUT_SECONDS
+    for other in range(1, count()):
+        _message(client, f"{key}/{other}", other, topic, deadline)
+
+
 def barrier(name: str) -> None:
     """Waits until every process reaches this barrier."""
     all_gather_text(name, "")
