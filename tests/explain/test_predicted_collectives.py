@@ -304,6 +304,8 @@ PROGRAMS = {
 @pytest.mark.parametrize(("backend", "described"), COMPILERS.values(), ids=list(COMPILERS))
 def test_as_compiled(name, backend, described):
     p = PROGRAMS[name]
+    if name == "a weight that two loops gather" and jax.__version_info__ < (0, 12):
+        pytest.skip("XLA:CPU of JAX 0.10.2 gathers it once per loop")
     predicted, compiled = predicted_and_compiled(p.run, p.args, backend, described, p.sizes, **p.options)
     assert predicted == compiled
 
