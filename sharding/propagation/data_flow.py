@@ -36,21 +36,51 @@ class DataFlow:
     """Follows the dims of a graph's arguments forward."""
 
     graph: Graph
+    _known: dict[ArrayDim, Flow] = field(default_factory=dict)
 
     def of(self, start: ArrayDim) -> Flow:
         """Returns what flows from a dim; all figures are those up to the first fault if it does not flow freely."""
-        flow, graph = Flow(), self.graph
-        reached, waiting = {start}, sorted(self._users[start[0]])
+        found = self._known.get(start)
+        if found is None:
+            found = self._known[start] = self._follow(start)
+        return found
+
+    def _follow(self, start: ArrayDim) -> Flow:
+        flow, reached = Flow(), {start}
         inside_loops: list[tuple[Op, Rule, ArrayDim]] = []  # what a loop carries may be reached later
-        while waiting and flow.is_free:
+        for i, op, rule, at, results in self._steps(reached):
+            if i in self.contractions:
+                self._count(flow, i, reached)
+            if not results and not self._meets_only(op, rule, at, reached):
+                if op.times == 1:
+                    flow.is_free = False
+                    return flow
+                inside_loops.append((op, rule, at))
+        flow.is_free = all(self._meets_only(op, rule, at, reached) for op, rule, at in inside_loops)
+        return flow
+
+    def is_batched(self, start: ArrayDim) -> bool:
+        """Whether the first contraction that reads a dim computes along it apart, as along the experts of a mixture."""
+        for i, op, rule, at, results in self._steps({start}):
+            if i in self.contractions:
+                factors, pairs = _factors(op, rule, at), zip(op.operands, rule.operands, strict=True)
+                others = [own for v, dims in pairs if v != at[0] for own in dims]
+                return bool(results) and any(not factors.isdisjoint(own) for own in others)
+        return False
+
+    def _steps(self, reached: set[ArrayDim]) -> Iterator[tuple[int, Op, Rule, ArrayDim, list[ArrayDim]]]:
+        """Yields what reads the reached dims, in program order: index, op, rule, operand's dim, and dims of results.
+
+        Adds the latter to `reached`. Ops without a rule of their own end a flow: nothing is known of them.
+        """
+        graph, waiting = self.graph, sorted({i for v, _ in reached for i in self._users[v]})
+        while waiting:
             i = heapq.heappop(waiting)
             while waiting and waiting[0] == i:
                 heapq.heappop(waiting)
             op = graph.ops[i]
-            if op.rule is None:
+            if op.rule is None or op.is_unknown:
                 continue
-            if i in self.contractions:
-                self._count(flow, i, reached)
             for at in _reached_operands(graph, op, reached):
                 results = list(_results(op, op.rule, at))
                 for result in results:
@@ -58,39 +88,16 @@ class DataFlow:
                         reached.add(result)
                         for j in self._users[result[0]]:
                             heapq.heappush(waiting, j)
-                if results or self._meets_only(op, op.rule, at, reached):
-                    continue
-                flow.is_free = flow.is_free and op.times > 1
-                inside_loops.append((op, op.rule, at))
-        flow.is_free = flow.is_free and all(self._meets_only(op, rule, at, reached) for op, rule, at in inside_loops)
-        return flow
-
-    def is_batched(self, start: ArrayDim) -> bool:
-        """Whether the first contraction that reads a dim computes along it apart, as along the experts of a mixture."""
-        reached, waiting, seen = {start}, sorted(self._users[start[0]]), set[int]()
-        while waiting:
-            i = heapq.heappop(waiting)
-            op = self.graph.ops[i]
-            if i in seen or op.rule is None:
-                continue
-            seen.add(i)
-            for at in _reached_operands(self.graph, op, reached):
-                results = list(_results(op, op.rule, at))
-                if i in self.contractions:
-                    factors = _factors(op, op.rule, at)
-                    pairs = zip(op.operands, op.rule.operands, strict=True)
-                    others = [own for v, dims in pairs if v != at[0] for own in dims]
-                    return bool(results) and any(not factors.isdisjoint(own) for own in others)
-                reached.update(results)
-                for v, _ in results:
-                    for j in self._users[v]:
-                        heapq.heappush(waiting, j)
-        return False
+                yield i, op, op.rule, at, results
 
     @cached_property
     def contractions(self) -> frozenset[int]:
         """Indices of the ops that contract operands with each other."""
-        return frozenset(i for i, op in enumerate(self.graph.ops) if op.rule is not None and _contracts(op.rule))
+        return frozenset(
+            i
+            for i, op in enumerate(self.graph.ops)
+            if op.rule is not None and not op.is_unknown and _contracts(op.rule)
+        )
 
     @cached_property
     def from_arguments(self) -> set[int]:

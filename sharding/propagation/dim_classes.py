@@ -21,7 +21,7 @@ class DimClasses:
         self._parents = list(range(self._first[-1]))
         ties: dict[int, tuple[tuple[ArrayDim, ...], ...]] = {}  # by identity: a graph shares equal rules
         for op in graph.ops:
-            if op.rule is None:
+            if op.rule is None or op.is_unknown:
                 continue
             found = ties.get(id(op.rule))
             if found is None:

@@ -253,3 +253,17 @@ def test_annotated_gradients_are_stored_alike():
     c = completed(annotated, (params(), tokens()), (None, P("fsdp")))
     assert keeps_batch(c, "embedded", "hidden", "logits")
     assert all("fsdp" in str(spec) for spec in c.out_shardings.values())
+
+
+def test_an_op_without_a_rule_is_no_evidence():
+    """A callback that reads a weight beside the batch tells nothing of either."""
+
+    def scaled(x, w):
+        return jax.pure_callback(lambda x, w: x * w[0, 0], jax.ShapeDtypeStruct(x.shape, x.dtype), x, w)
+
+    def observed(w, x):
+        return loss(w, x) + scaled(hidden(w, x), w["up"]).sum()
+
+    c = completed(observed, (params(), tokens()), (FSDP, P("fsdp")))
+    embedded = [n for n in c.assignment.graph.names if n.startswith(("embedded", "hidden", "logits"))]
+    assert embedded and keeps_batch(c, *embedded) and c.unknown
