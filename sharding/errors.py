@@ -6,6 +6,7 @@ reported together.
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from collections.abc import Sequence
@@ -76,7 +77,7 @@ def raise_together(asked: str, failures: Sequence[ShardingError]) -> None:
 
 def warn(text: str) -> None:
     """Warns at the innermost line that is not of this package."""
-    package, level, frame = str(Path(__file__).parent), 1, sys._getframe()
+    package, level, frame = f"{Path(__file__).parent}{os.sep}", 1, sys._getframe()
     while frame.f_back is not None and frame.f_code.co_filename.startswith(package):
         level, frame = level + 1, frame.f_back
     warnings.warn(text, stacklevel=level)

@@ -19,7 +19,7 @@ from .. import compat
 from ..display.text_table import ruled
 from ..graph import Graph, Scope
 from ..propagation import Assignment
-from ..spec import divisible, to_partition_spec
+from ..spec import to_partition_spec
 
 TAKES_OUT_SHARDING = {
     "broadcast_in_dim": "jnp.broadcast_to(..., out_sharding=)",
@@ -88,8 +88,7 @@ def _of_scope(scope: Scope, assignment: Assignment, mesh: AbstractMesh) -> Itera
 
 
 def _spec(assignment: Assignment, value: int) -> P:
-    shape = assignment.graph.shapes[value]
-    return to_partition_spec(divisible(assignment.specs[value], shape, assignment.sizes))
+    return to_partition_spec(assignment.boundary_spec(value))
 
 
 def _derived(eqn: Any, scope: Scope, assignment: Assignment, mesh: AbstractMesh) -> P | None:

@@ -24,6 +24,7 @@ from .. import compat
 from ..errors import ShardingError
 from ..graph import Annotation, Graph
 from ..propagation import Assignment, Conflict, Policy, Reason, complete
+from ..rewrite.host_memory import resharded_on_device
 from ..rewrite.reshard_placement import placed
 from ..spec import Axis, Spec
 
@@ -93,7 +94,7 @@ def _assignment(
                 fix="complete the program again",
             )
         program = dataclasses.replace(graph, annotations={**given[0], **annotations})
-        return placed(complete(program, sizes, policy=given[1]))
+        return resharded_on_device(placed(complete(program, sizes, policy=given[1])))
 
     return Assignment(
         graph=graph,

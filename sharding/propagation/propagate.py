@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Literal, get_args
 
 from ..graph import Annotation, Graph
 from ..spec import Dim, MeshSizes, Spec
-from . import conflict_detection, storage
+from . import conflict_detection
 from .assignment import Assignment, Reason
 from .axis_atoms import AtomTable
 from .conflict_detection import ClaimOrigin
 from .fixed_point import Engine
+from .storage import Storage
 
 Policy = Literal["storage", "shardy"]
 """Which annotation takes an axis that several claim: `"storage"`, the batch before what is stored (`storage.py`);
@@ -30,21 +31,19 @@ def complete(graph: Graph, sizes: Mapping[str, int], *, policy: Policy = "shardy
         sizes: of the mesh axes.
         policy: see `Policy`.
     """
-    engine = Engine(_prioritized(graph, policy), AtomTable.of(sizes))
-    return _completed(engine, graph, policy)
+    prioritized = Storage(graph).deferred if policy == "storage" else lambda annotated: annotated
+    return _completed(Engine(prioritized(graph), AtomTable.of(sizes)), graph, policy, prioritized)
 
 
-def _prioritized(graph: Graph, policy: Policy) -> Graph:
-    return storage.deferred(graph) if policy == "storage" else graph
-
-
-def _completed(engine: Engine, as_annotated: Graph, policy: Policy) -> Assignment:
+def _completed(
+    engine: Engine, as_annotated: Graph, policy: Policy, prioritized: Callable[[Graph], Graph]
+) -> Assignment:
     engine.run()
     graph, specs = engine.graph, specs_of(engine)
 
     def with_annotations(annotations: Mapping[int, Annotation]) -> Assignment:
         changed = as_annotated.with_annotations(annotations)
-        return _completed(engine.restarted(_prioritized(changed, policy)), changed, policy)
+        return _completed(engine.restarted(prioritized(changed)), changed, policy, prioritized)
 
     return Assignment(
         graph=graph,

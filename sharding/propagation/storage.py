@@ -19,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 
 from ..graph import Annotation, Graph
 from ..spec import Dim
@@ -29,45 +30,59 @@ Groups = Mapping[int, list[ArrayDim]]
 """Class -> dims in it."""
 
 
-def deferred(graph: Graph) -> Graph:
-    """Returns `graph` with the storage specs of its arguments and results at a lower priority than those of the batch.
+class Storage:
+    """Tells the storage specs of a program; what it finds of the program serves all annotations of it."""
 
-    Only dims of priority 0 that claim an axis of the batch are deferred, to priority 1. So are annotations of values
-    that are like a stored argument in every dim, such as its gradient.
-    """
-    stored = _stored_dims(graph)
-    changed: dict[int, Annotation] = {}
-    for v in {v for v, _ in stored}:
-        annotation = graph.annotations[v]
-        dims = tuple(
-            dataclasses.replace(dim, priority=1, is_stored=True) if (v, d) in stored and dim.priority == 0 else dim
-            for d, dim in enumerate(annotation.spec.dims)
-        )
-        changed[v] = dataclasses.replace(annotation, spec=dataclasses.replace(annotation.spec, dims=dims))
-    return graph.with_annotations(changed) if changed else graph
+    def __init__(self, graph: Graph):
+        self.flow = DataFlow(graph)
 
+    @cached_property
+    def classes(self) -> DimClasses:
+        """The classes of dims."""
+        return DimClasses(self.flow.graph)
 
-def _stored_dims(graph: Graph) -> set[ArrayDim]:
-    """Returns the dims of arguments and results, and of gradients of these, that claim an axis of the batch."""
-    claims = _claims(graph)
-    if all(len(dims) < 2 for dims in claims.values()):
-        return set()
-    classes, flow = DimClasses(graph), DataFlow(graph)
-    by_axis = {axis: _grouped(classes, dims) for axis, dims in claims.items()}
-    contested = {axis: groups for axis, groups in by_axis.items() if len(groups) > 1}
-    batch = _batch_classes(flow, classes, {c for groups in contested.values() for c in groups})
-    contested = {axis: groups for axis, groups in contested.items() if not batch.isdisjoint(groups)}
-    others = {c: dims for groups in contested.values() for c, dims in groups.items() if c not in batch}
-    kept = batch | {c for c, dims in others.items() if any(map(flow.is_batched, dims))}
-    stored = {at for groups in contested.values() for c, dims in groups.items() if c not in kept for at in dims}
-    forms, ends = {classes.form(v) for v, _ in stored}, _ends(graph)
-    gradients = [v for v in graph.annotations if v not in ends and classes.form(v) in forms]
-    return stored | {
-        (v, d)
-        for v in gradients
-        for d, dim in enumerate(graph.annotations[v].spec.dims)
-        if any(classes.of((v, d)) in contested.get(axis, {}) for axis in _names(dim)) and classes.of((v, d)) not in kept
-    }
+    def deferred(self, graph: Graph) -> Graph:
+        """Returns the program with the storage specs of its arguments and results at a lower priority than the batch's.
+
+        Only dims of priority 0 that claim an axis of the batch are deferred, to priority 1, and marked as stored. So
+        are annotations of values that are like a stored argument in every dim, such as its gradient.
+
+        Args:
+            graph: the program, with any annotations.
+        """
+        stored = self._stored_dims(graph)
+        changed: dict[int, Annotation] = {}
+        for v in {v for v, _ in stored}:
+            annotation = graph.annotations[v]
+            dims = tuple(
+                dataclasses.replace(dim, priority=1, is_stored=True) if (v, d) in stored and dim.priority == 0 else dim
+                for d, dim in enumerate(annotation.spec.dims)
+            )
+            changed[v] = dataclasses.replace(annotation, spec=dataclasses.replace(annotation.spec, dims=dims))
+        return graph.with_annotations(changed) if changed else graph
+
+    def _stored_dims(self, graph: Graph) -> set[ArrayDim]:
+        """Returns the dims of arguments and results, and of gradients of these, that claim an axis of the batch."""
+        claims = _claims(graph)
+        if all(len(dims) < 2 for dims in claims.values()):
+            return set()
+        classes, flow = self.classes, self.flow
+        by_axis = {axis: _grouped(classes, dims) for axis, dims in claims.items()}
+        contested = {axis: groups for axis, groups in by_axis.items() if len(groups) > 1}
+        batch = _batch_classes(flow, classes, {c for groups in contested.values() for c in groups})
+        contested = {axis: groups for axis, groups in contested.items() if not batch.isdisjoint(groups)}
+        others = {c: dims for groups in contested.values() for c, dims in groups.items() if c not in batch}
+        kept = batch | {c for c, dims in others.items() if any(map(flow.is_batched, dims))}
+        stored = {at for groups in contested.values() for c, dims in groups.items() if c not in kept for at in dims}
+        forms, ends = {classes.form(v) for v, _ in stored}, _ends(graph)
+        gradients = [v for v in graph.annotations if v not in ends and classes.form(v) in forms]
+        return stored | {
+            (v, d)
+            for v in gradients
+            for d, dim in enumerate(graph.annotations[v].spec.dims)
+            for c in [classes.of((v, d))]
+            if c not in kept and any(c in contested.get(axis, {}) for axis in _names(dim))
+        }
 
 
 def _ends(graph: Graph) -> dict[int, None]:

@@ -93,7 +93,7 @@ def split(params: Any, *, axis: str = "data", like: Any = None, replicas: str | 
     """
     asked = f"zero.split(axis={axis!r})"
     found = found_specs(params, axis, 3, like, mesh_sizes(asked, axis, replicas))
-    warn_replicated(asked, found.whole, stacklevel=2)
+    warn_replicated(asked, found.whole)
     return _annotate(params, found.params)
 
 
@@ -114,7 +114,7 @@ class _ShardedTransform:
 
     def init(self, params: Any) -> Any:
         found = self._specs(params)
-        warn_replicated(self.asked, found.whole, stacklevel=3)
+        warn_replicated(self.asked, found.whole)
         if not self.master:
             return self._annotate_state(self.tx.init(params), params, found.state)
         weights = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), barrier(params, "forward"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from .. import paths
-from ..errors import ShardingError
+from ..errors import ShardingError, warn
 from ..mesh import current
 from ..spec import partition_spec_of, sizes_text
 from .memory_formula import check_stage
@@ -58,7 +57,7 @@ def specs(params: Any, axis: str = "data", stage: int = 3, *, like: Any = None, 
     asked = f"zero.specs(axis={axis!r})"
     check_stage("zero.specs", stage)
     found = found_specs(params, axis, stage, like, mesh_sizes(asked, axis, replicas))
-    warn_replicated(asked, found.whole, stacklevel=2)
+    warn_replicated(asked, found.whole)
     return found
 
 
@@ -135,15 +134,14 @@ def mesh_sizes(asked: str, axis: str, replicas: str | None = None) -> dict[str, 
     return sizes
 
 
-def warn_replicated(asked: str, replicated: Mapping[str, int], stacklevel: int) -> None:
+def warn_replicated(asked: str, replicated: Mapping[str, int]) -> None:
     """Warns of the parameters that stay replicated."""
     if replicated:
         largest = sorted(replicated, key=lambda path: -replicated[path])
         names = ", ".join(f"{path} ({replicated[path]:,} bytes)" for path in largest[:4])
         more = f" and {len(largest) - 4} more" if len(largest) > 4 else ""
         total = f"{sum(replicated.values()):,} bytes"
-        text = f"{asked}: the axis divides no dim of {names}{more}; {total} stay replicated on each device"
-        warnings.warn(text, stacklevel=stacklevel + 1)
+        warn(f"{asked}: the axis divides no dim of {names}{more}; {total} stay replicated on each device")
 
 
 def is_spec(x: Any) -> bool:
