@@ -240,7 +240,7 @@ class _Body(ConstraintEmitter):
         fixed_layout = eqn.primitive.name in xla_workarounds.FIXED_LAYOUT
         if fixed_layout:
             invars = [self.with_layout(v, eqn) for v in invars]
-        if instead := self.instead(eqn, strategy):
+        if instead := self.instead(i, eqn, strategy):
             self.inline(instead, invars, eqn)
         else:
             self.eqns.append(eqn.replace(invars=invars, params=self.parameters(i, eqn)))
@@ -294,14 +294,16 @@ class _Body(ConstraintEmitter):
         ]
         return [s if s is not None and behind is not None and s.axes != behind.axes else None for s, behind in specs]
 
-    def instead(self, eqn: Any, strategy: OpStrategy | None) -> Callable[..., Any] | None:
+    def instead(self, i: int, eqn: Any, strategy: OpStrategy | None) -> Callable[..., Any] | None:
         """A function of an equation's operands that computes the same, where XLA would gather them."""
         if eqn.primitive.name not in WRITTEN_OTHERWISE or self.scope.manual:
             return None
         found: Sequence[Spec | None] = self.eqn_specs(eqn)
         if strategy is not None:
             found = [*strategy.operand_specs, *strategy.result_specs]
-        return local_equation(eqn, found, self.mesh, self.program.sizes)
+        op = self.rewriter.maker(self.scope, i, eqn)
+        rule = op.rule if op is not None and not op.is_unknown else None
+        return local_equation(eqn, rule, found, self.mesh, self.program.sizes)
 
     def annotation(self, eqn: Any, operand: Any) -> None:
         """Keeps an annotation in place, with the inferred spec instead of the user's."""

@@ -7,12 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
+from ..rules import ON_SHARDS, Kind, Rule
 from ..spec import Spec
 from . import xla_workarounds
 from .local_convolution import convolved, local_convolution
-from .op_strategy import ON_SHARDS
+from .local_kernel import kernel_share, on_share
 from .update_as_scatter import scattered, scattered_dims
 
 WRITTEN_OTHERWISE = ON_SHARDS | {"conv_general_dilated", "dynamic_update_slice"}
@@ -20,12 +21,13 @@ WRITTEN_OTHERWISE = ON_SHARDS | {"conv_general_dilated", "dynamic_update_slice"}
 
 
 def local_equation(
-    eqn: Any, found: Sequence[Spec | None], mesh: AbstractMesh, sizes: Mapping[str, int]
+    eqn: Any, rule: Rule | None, found: Sequence[Spec | None], mesh: AbstractMesh, sizes: Mapping[str, int]
 ) -> Callable[..., Any] | None:
     """A function of an equation's operands that computes its results on shards; None if XLA gathers nothing.
 
     Args:
         eqn: an equation outside of any `shard_map`, of one of the primitives `WRITTEN_OTHERWISE`.
+        rule: its rule, if it has one.
         found: the specs of its operands and results while it runs.
         mesh: the mesh of the specs.
         sizes: the mesh axis sizes.
@@ -38,18 +40,43 @@ def local_equation(
     safe = xla_workarounds.specs(name, eqn.params, shapes, found, sizes)
     specs = [b if b is not None else a for a, b in zip(found, safe, strict=True)]
     axes = [((),) * len(shape) if s is None else s.axes for s, shape in zip(specs, shapes, strict=True)]
+    if name == "pallas_call":
+        return functools.partial(on_share, kernel_share(rule, eqn.params, axes, sizes), eqn, mesh)
     if name in ON_SHARDS:
-        return functools.partial(_on_shards, eqn, mesh, axes) if any(map(any, axes)) else None
+        return functools.partial(_on_shards, eqn, rule, mesh, axes) if rule is not None and any(map(any, axes)) else None
     plan = local_convolution(eqn.params, shapes, axes, sizes)
     return None if plan is None else functools.partial(convolved, plan, eqn.params, mesh, axes)
 
 
-def _on_shards(eqn: Any, mesh: AbstractMesh, axes: Sequence[Sequence[Sequence[Any]]], *operands: jax.Array) -> Any:
-    """The results of an equation with several results that needs no others' shards."""
+def _on_shards(
+    eqn: Any, rule: Rule, mesh: AbstractMesh, axes: Sequence[Sequence[Sequence[Any]]], *operands: jax.Array
+) -> Any:
+    """The results of an equation, which each device computes from its own shards and sums as the rule says."""
+    n = len(operands)
+    specs = [PartitionSpec(*(tuple(part) or None for part in dims)) for dims in axes]
+    over = {f: part for own, dims in zip(axes, rule.operands, strict=False) for part, fs in zip(own, dims, strict=True) for f in fs}
+    sums = []
+    for dims in rule.results:
+        kept = {f for factors in dims for f in factors}
+        found = (over.get(f, ()) for f, kind in enumerate(rule.kinds) if kind is Kind.REDUCE and f not in kept)
+        sums.append(tuple(dict.fromkeys(axis for part in found for axis in part)))
 
     def local(*shards: jax.Array) -> tuple[jax.Array, ...]:
-        return tuple(eqn.primitive.bind(*shards, **eqn.params))
+        params = _local_params(eqn, specs[n:], mesh)
+        found = eqn.primitive.bind(*shards, **params)
+        found = found if eqn.primitive.multiple_results else [found]
+        return tuple(jax.lax.psum(x, part) if part else x for x, part in zip(found, sums, strict=True))
 
-    specs = [PartitionSpec(*(tuple(part) or None for part in dims)) for dims in axes]
-    ins, outs = tuple(specs[: len(operands)]), tuple(specs[len(operands) :])
-    return jax.shard_map(local, mesh=mesh, in_specs=ins, out_specs=outs, check_vma=False)(*operands)
+    run = jax.shard_map(local, mesh=mesh, in_specs=tuple(specs[:n]), out_specs=tuple(specs[n:]), check_vma=False)
+    return run(*operands) if eqn.primitive.multiple_results else run(*operands)[0]
+
+
+def _local_params(eqn: Any, specs: Sequence[PartitionSpec], mesh: AbstractMesh) -> dict[str, Any]:
+    """An equation's parameters for shards of its results."""
+    if eqn.primitive.name != "ffi_call":
+        return eqn.params
+    shapes = [
+        NamedSharding(mesh, spec).shard_shape(v.aval.shape) for v, spec in zip(eqn.outvars, specs, strict=True)
+    ]
+    pairs = zip(eqn.params["result_avals"], shapes, strict=True)
+    return {**eqn.params, "result_avals": tuple(aval.update(shape=shape) for aval, shape in pairs)}

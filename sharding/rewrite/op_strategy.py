@@ -21,7 +21,7 @@ from ..propagation.axis_atoms import Atoms, AtomTable
 from ..propagation.factor_propagation import project
 from ..propagation.interned_shardings import ValueSharding
 from ..propagation.propagation_graph import OpForm
-from ..rules import Kind, Rule
+from ..rules import ON_SHARDS, Kind, Rule
 from ..spec import Dim, Spec, byte_cost, num_parts, occupied
 from .reshard import Step, chain, chain_cost, local_bytes
 from .sliding_windows import WINDOWS
@@ -45,9 +45,6 @@ PER_ITERATION = frozenset({"scan xs", "scan ys"})
 
 PADDED_FIRST = WINDOWS.keys() - {"conv_general_dilated"}
 """Ops with windows that XLA runs on replicated operands as their result is sharded."""
-
-ON_SHARDS = frozenset({"top_k"})
-"""Ops that XLA's partitioner runs on replicated arrays, and the rewriter in a `shard_map`."""
 
 REGROUPING = frozenset({"reshape"})
 """Ops that keep every element: factors that only their operands or only their results have are replicated while they
@@ -315,7 +312,10 @@ class _StrategySearch:
         XLA runs an op as its result is sharded, so that it would exchange shards even of replicated operands.
         """
         rule, table = self.form.rule, self.strategies.table
-        sums = [factors[f] for f, kind in enumerate(rule.kinds) if kind is Kind.REDUCE and factors[f]]
+        own = {f for dim in self.form.arrays[i] for f in dim}
+        sums = [factors[f] for f, kind in enumerate(rule.kinds) if kind is Kind.REDUCE and factors[f] and f not in own]
+        if self.op.name in ON_SHARDS and sums:  # one `psum`
+            sums = [tuple(a for atoms in sums for a in atoms)]
         after = self.chain(i, spec, self.specs[i])
         sliced = tuple(a for step in after for a in table.atoms_of(step.axes))
         summed = tuple(a for atoms in sums for a in atoms)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..errors import ShardingError, raise_together
@@ -68,6 +68,26 @@ class Notation:
             blocked=frozenset(i for i, kind in enumerate(kinds) if kind is Kind.REPLICATE),
             flow=Flow.OTHER,
         )
+
+    def at(self, ins: Sequence[Shape], outs: Sequence[Shape]) -> Notation:
+        """Returns the notation for as many dims as given shapes have: without `...`, and with names for each `1`.
+
+        What is `1` is replicated inside the op: whole arrays are needed along a dim of which nothing is said.
+
+        Raises:
+            ShardingError: as `rule`.
+        """
+        self.rule(ins, outs)
+        arrays, shapes = (*self.operands, *self.results), (*ins, *outs)
+        leading = max((len(s) - len(a.dims) for a, s in zip(arrays, shapes, strict=True) if a.leading), default=0)
+        kinds, whole = dict(self.kinds), []
+        for i, (a, s) in enumerate(zip(arrays, shapes, strict=True)):
+            have = len(s) - len(a.dims)
+            front = ((f"...{leading - have + d}",) for d in range(have))
+            dims = [*front, *(names or (f"1 of {i} at {d}",) for d, names in enumerate(a.dims))]
+            kinds |= {n: Kind.REPLICATE for d, names in enumerate(a.dims, have) if not names for n in dims[d]}
+            whole.append(Array(dims=tuple(dims), leading=False))
+        return replace(self, operands=tuple(whole[: len(ins)]), results=tuple(whole[len(ins) :]), kinds=kinds)
 
     def _check_counts(self, ins: Sequence[Shape], outs: Sequence[Shape]) -> None:
         wrong = [

@@ -80,6 +80,10 @@ def _on_shards(ins: Sequence[Shape], outs: Sequence[Shape], params: Mapping[str,
     return RuleBuilder(ins, outs).build() if params.get("partitioned") else None
 
 
+def _kernel_call(ins: Sequence[Shape], outs: Sequence[Shape], params: Mapping[str, Any]) -> Rule:
+    return params["call"].rule.rule(ins, outs)
+
+
 RULES: dict[str, MakeRule] = {
     "all_gather": manual_collectives.gather_or_scatter,
     "all_gather_invariant": manual_collectives.gather_or_scatter,
@@ -116,6 +120,7 @@ RULES: dict[str, MakeRule] = {
     "householder_product": linalg.batched(2),
     "iota": shape.iota,
     "iota_2x32_shape": random.generated,
+    "kernel_call": _kernel_call,
     "lu": linalg.batched(2),
     "lu_pivots_to_permutation": linalg.batched(1),
     "ormqr": linalg.batched(2),

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from .. import compat
 from ..errors import ShardingError
 from . import notation
+from .kernel_grid import on_grid
 from .rule import Rule, Shape
 
 MakeRule = Callable[[Sequence[Shape], Sequence[Shape], Mapping[str, Any]], "Rule | str | None"]
@@ -32,7 +34,8 @@ def register(
         primitive: the primitive or its name.
         rule: `"b i k, k j -> b i j"` (see `notation.py`), or a function (operand shapes, result shapes, parameters)
             that returns such a text, a `Rule`, or None to stop propagation.
-        kernel: kernel name of a `pallas_call` or target name of an `ffi_call` that the rule is limited to.
+        kernel: name of a `pallas_call` (by default that of the kernel's function) or target name of an `ffi_call`
+            that the rule is limited to.
         reduction: factors that leave partial sums when sharded; by default those that no result has.
         permutation: factors along which neighbours exchange halos when sharded.
         need_replication: factors that must be replicated inside the op.
@@ -56,11 +59,12 @@ def register(
             required=f"`kernel` is for {' and '.join(KERNELS)} only",
             fix=[f'rules.register("{known}", ..., kernel="{kernel}")' for known in KERNELS],
         )
+    is_local = name in ON_SHARDS
     if isinstance(rule, str):
         parsed = notation.parse(
             rule, reduction=reduction, permutation=permutation, need_replication=need_replication, sizes=sizes
         )
-        make: MakeRule = lambda ins, outs, _: parsed.rule(ins, outs)  # noqa: E731
+        make: MakeRule = lambda ins, outs, _: (parsed.at(ins, outs) if is_local else parsed).rule(ins, outs)  # noqa: E731
     elif callable(rule):
         make = rule
     else:
@@ -92,8 +96,12 @@ def rule_for(primitive: str, ins: Sequence[Shape], outs: Sequence[Shape], params
     make = _find(primitive, params)
     assert make is not None
     rule = make(ins, outs, params)
-    return notation.parse(rule).rule(ins, outs) if isinstance(rule, str) else rule
+    found = notation.parse(rule).rule(ins, outs) if isinstance(rule, str) else rule
+    return on_grid(found, params) if found is not None and primitive == "pallas_call" else found
 
+
+ON_SHARDS = frozenset({"ffi_call", "kernel_call", "pallas_call", "top_k"})
+"""Primitives that XLA's partitioner runs on replicated arrays; those with a rule run on shards, in a `shard_map`."""
 
 KERNELS = {"pallas_call": "name", "ffi_call": "target_name"}
 """Primitives that wrap many kernels, and the parameter that holds the kernel's name."""
@@ -107,7 +115,7 @@ def _find(primitive: str, params: Mapping[str, Any]) -> MakeRule | None:
 
 
 def _kernel(primitive: str, params: Mapping[str, Any]) -> str | None:
-    if primitive not in KERNELS:
-        return None
-    found = params.get(KERNELS[primitive], params.get("name_and_src_info"))
-    return found if found is None or isinstance(found, str) else getattr(found, "name", str(found))
+    found = params.get(KERNELS[primitive]) if primitive in KERNELS else None
+    if found is None and primitive == "pallas_call":  # a kernel without a name goes by its function's
+        return compat.open_jaxpr(params["jaxpr"]).debug_info.func_name
+    return found

@@ -1,0 +1,19 @@
+"""Kernels under the pass: each device runs a kernel on its shards.
+
+Example:
+    >>> import jax
+    >>> import sharding
+    >>> from sharding import P, kernels
+    >>> def softmax(x):  # or a `pallas_call`
+    ...     return jax.nn.softmax(x, axis=-1)
+    >>> mine = kernels.with_rule(softmax, "b k -> b k", need_replication="k")
+    >>> x = jax.ShapeDtypeStruct((8, 16), "float32")
+    >>> with sharding.mesh(data=2, tensor=4):
+    ...     c = sharding.jit(jax.grad(lambda x: mine(x).var()), in_shardings=P("data")).complete(x)
+    >>> c.out_shardings
+    P('data',)
+"""
+
+from .with_rule import with_rule
+
+__all__ = ["with_rule"]
