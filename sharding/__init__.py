@@ -45,7 +45,7 @@ from .distributed.initialize import initialize
 # isort: on
 
 if TYPE_CHECKING:
-    from . import checkpoint, expert, pipeline, sequence, tensor, zero
+    from . import checkpoint, expert, kernels, pipeline, sequence, tensor, zero
 
 __all__ = [
     "Comparison",
@@ -63,6 +63,7 @@ __all__ = [
     "explain",
     "initialize",
     "jit",
+    "kernels",
     "layout",
     "mesh",
     "pipeline",
@@ -76,7 +77,7 @@ __all__ = [
     "zero",
 ]
 
-_LAZY = ("checkpoint", "expert", "pipeline", "sequence", "tensor", "zero")
+_LAZY = ("checkpoint", "expert", "kernels", "pipeline", "sequence", "tensor", "zero")
 
 
 def __getattr__(name: str) -> Any:

@@ -23,7 +23,8 @@ ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 PACKAGES = """
-sharding sharding.checkpoint sharding.cost sharding.expert sharding.explain sharding.hardware sharding.pipeline
+sharding sharding.checkpoint sharding.cost sharding.expert sharding.explain sharding.hardware sharding.kernels
+sharding.pipeline
 sharding.pipeline.cutting sharding.pipeline.schedules sharding.rules sharding.sequence sharding.tensor sharding.zero
 """.split()
 README_LINES = 150

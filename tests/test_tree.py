@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 FLOORS = [
     ["compat", "errors"],
     ["hardware", "paths", "rules", "spec"],
-    ["display", "mesh"],
+    ["display", "kernels", "mesh"],
     ["annotations"],
     ["distributed", "expert", "graph", "pipeline", "sequence", "tensor", "xla", "zero"],
     ["checkpoint", "cost", "models", "propagation"],
@@ -29,7 +29,7 @@ FLOORS = [
     ["sharding"],  # the face, sharding/__init__.py
     ["launch"],
 ]
-MOST_FILES, MOST_FOLDERS, MOST_FLOORS, MOST_LINES = 10, 20, 13, 400
+MOST_FILES, MOST_FOLDERS, MOST_FLOORS, MOST_LINES = 10, 25, 13, 400
 """Files and folders directly in sharding/, floors, lines of a file."""
 HEIGHTS = {room: height for height, rooms in enumerate(FLOORS) for room in rooms}
 PACKAGES = {"sharding": "sharding", "sharding.models": "models", "sharding.launch": "launch"}

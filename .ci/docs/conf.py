@@ -18,7 +18,7 @@ NOTEBOOKS = sorted(path.stem for path in (ROOT / "notebooks").glob("*.ipynb"))
 PACKAGES = """
 sharding
 sharding.explain sharding.cost sharding.hardware sharding.rules sharding.checkpoint
-sharding.zero sharding.tensor sharding.sequence sharding.expert
+sharding.zero sharding.tensor sharding.sequence sharding.expert sharding.kernels
 sharding.pipeline sharding.pipeline.schedules sharding.pipeline.cutting
 """.split()
 """The public packages: every name in their `__all__` is documented."""

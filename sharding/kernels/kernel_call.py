@@ -15,11 +15,13 @@ from typing import Any
 import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
+from jax.core import ShapedArray
 from jax.interpreters import batching, mlir
 
 from .. import compat
-from ..rules.notation import Array, Notation
 from ..rules import Kind
+from ..rules.notation import Array, Notation
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class KernelCall:
@@ -106,7 +108,7 @@ def _impl(*operands: Any, call: KernelCall) -> list[Any]:
 @kernel_call_p.def_abstract_eval
 def _abstract_eval(*operands: Any, call: KernelCall) -> list[Any]:
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
-    return [jax.core.ShapedArray(x.shape, x.dtype) for x in call.results(shapes)]
+    return [ShapedArray(x.shape, x.dtype) for x in call.results(shapes)]
 
 
 def _lowered(*operands: Any, call: KernelCall) -> list[Any]:
@@ -120,7 +122,7 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: KernelCall) -
     linear = LinearCall.of(call, wrt, floats)
     moved = iter(kernel_call_p.bind(*primals, *(tangents[i] for i in wrt), call=linear) if any(floats) else ())
     pairs = zip(found, floats, strict=True)
-    return found, [next(moved) if one else compat.ad.Zero.from_primal_value(x) for x, one in pairs]
+    return found, [next(moved) if one else compat.ad.Zero(jax.typeof(x).to_tangent_aval()) for x, one in pairs]
 
 
 def _transpose(cotangents: Sequence[Any], *args: Any, call: KernelCall) -> list[Any]:

@@ -21,6 +21,7 @@ from ..annotations.propagation_barrier import barrier_p
 from ..annotations.same import same_p
 from ..graph import CALLS, Atom, Op, Scope
 from ..propagation import Assignment
+from ..rules import ON_SHARDS
 from ..spec import Spec
 from . import body_boundary, xla_workarounds
 from .constraint_emitter import AssignedProgram, ConstraintEmitter
@@ -298,9 +299,7 @@ class _Body(ConstraintEmitter):
         """A function of an equation's operands that computes the same, where XLA would gather them."""
         if eqn.primitive.name not in WRITTEN_OTHERWISE or self.scope.manual:
             return None
-        found: Sequence[Spec | None] = self.eqn_specs(eqn)
-        if strategy is not None:
-            found = [*strategy.operand_specs, *strategy.result_specs]
+        found = self.eqn_specs(eqn) if strategy is None else [*strategy.operand_specs, *strategy.result_specs]
         op = self.rewriter.maker(self.scope, i, eqn)
         rule = op.rule if op is not None and not op.is_unknown else None
         return local_equation(eqn, rule, found, self.mesh, self.program.sizes)
@@ -331,10 +330,9 @@ class _Body(ConstraintEmitter):
             return None
         strategy = self.rewriter.strategies.of(op)
         slices_first = op.name in xla_workarounds.OPERAND_FIRST and any(strategy.operand_steps)
-        assert op.rule is not None
-        no_halo = self.scope.divergent and not HALO_KINDS.isdisjoint(op.rule.kinds)
+        no_halo = self.scope.divergent and op.rule is not None and not HALO_KINDS.isdisjoint(op.rule.kinds)
         moves = any(step.kind != "slice" for step in strategy.steps)
-        is_local = op.name == "conv_general_dilated" and is_grouped(eqn.params)
+        is_local = op.name in ON_SHARDS or (op.name == "conv_general_dilated" and is_grouped(eqn.params))
         pairs = zip(eqn.invars, strategy.operand_specs, strict=True)
         elsewhere = any(self.is_constant_elsewhere(var, need) for var, need in pairs)
         found = slices_first or no_halo or moves or is_local or elsewhere or any(strategy.constrained)

@@ -9,10 +9,11 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from ..rules import ON_SHARDS, Kind, Rule
-from ..spec import Spec
+from ..errors import ShardingError
+from ..rules import ON_SHARDS, Kind, Rule, Shape
+from ..spec import Axis, Spec, num_parts
 from . import xla_workarounds
-from .local_convolution import convolved, local_convolution
+from .local_convolution import DimAxes, convolved, local_convolution
 from .local_kernel import kernel_share, on_share
 from .update_as_scatter import scattered, scattered_dims
 
@@ -43,40 +44,71 @@ def local_equation(
     if name == "pallas_call":
         return functools.partial(on_share, kernel_share(rule, eqn.params, axes, sizes), eqn, mesh)
     if name in ON_SHARDS:
-        return functools.partial(_on_shards, eqn, rule, mesh, axes) if rule is not None and any(map(any, axes)) else None
+        if rule is None or not any(map(any, axes)):
+            return None
+        return functools.partial(_on_shards, eqn, rule, mesh, axes)
     plan = local_convolution(eqn.params, shapes, axes, sizes)
     return None if plan is None else functools.partial(convolved, plan, eqn.params, mesh, axes)
 
 
-def _on_shards(
-    eqn: Any, rule: Rule, mesh: AbstractMesh, axes: Sequence[Sequence[Sequence[Any]]], *operands: jax.Array
-) -> Any:
+def _on_shards(eqn: Any, rule: Rule, mesh: AbstractMesh, axes: Sequence[DimAxes], *operands: jax.Array) -> Any:
     """The results of an equation, which each device computes from its own shards and sums as the rule says."""
     n = len(operands)
     specs = [PartitionSpec(*(tuple(part) or None for part in dims)) for dims in axes]
-    over = {f: part for own, dims in zip(axes, rule.operands, strict=False) for part, fs in zip(own, dims, strict=True) for f in fs}
-    sums = []
-    for dims in rule.results:
-        kept = {f for factors in dims for f in factors}
-        found = (over.get(f, ()) for f, kind in enumerate(rule.kinds) if kind is Kind.REDUCE and f not in kept)
-        sums.append(tuple(dict.fromkeys(axis for part in found for axis in part)))
+    sums, outs = _sums(rule, axes, dict(mesh.shape)), zip(eqn.outvars, specs[n:], strict=True)
+    shapes = [NamedSharding(mesh, spec).shard_shape(v.aval.shape) for v, spec in outs]
 
     def local(*shards: jax.Array) -> tuple[jax.Array, ...]:
-        params = _local_params(eqn, specs[n:], mesh)
-        found = eqn.primitive.bind(*shards, **params)
+        found = eqn.primitive.bind(*shards, **_local_params(eqn, shapes))
         found = found if eqn.primitive.multiple_results else [found]
+        _check_shapes(eqn, [x.shape for x in shards], [x.shape for x in found], shapes)
         return tuple(jax.lax.psum(x, part) if part else x for x, part in zip(found, sums, strict=True))
 
     run = jax.shard_map(local, mesh=mesh, in_specs=tuple(specs[:n]), out_specs=tuple(specs[n:]), check_vma=False)
     return run(*operands) if eqn.primitive.multiple_results else run(*operands)[0]
 
 
-def _local_params(eqn: Any, specs: Sequence[PartitionSpec], mesh: AbstractMesh) -> dict[str, Any]:
-    """An equation's parameters for shards of its results."""
+def _sums(rule: Rule, axes: Sequence[DimAxes], sizes: Mapping[str, int]) -> list[tuple[Axis, ...]]:
+    """For each result, the axes to add it over: those of the summed factors that it doesn't have."""
+    over: dict[int, Sequence[Axis]] = {}
+    for own, dims in zip(axes, rule.operands, strict=False):
+        for part, factors in zip(own, dims, strict=True):
+            over |= _by_factor(part, factors, rule, sizes) if part else {}
+    sums = []
+    for dims in rule.results:
+        kept = {f for factors in dims for f in factors}
+        found = (over.get(f, ()) for f, kind in enumerate(rule.kinds) if kind is Kind.REDUCE and f not in kept)
+        sums.append(tuple(dict.fromkeys(axis for part in found for axis in part)))
+    return sums
+
+
+def _by_factor(
+    axes: Sequence[Axis], factors: Sequence[int], rule: Rule, sizes: Mapping[str, int]
+) -> dict[int, tuple[Axis, ...]]:
+    """The axes of one dim, major first, by the factors that they shard."""
+    left, found = list(axes), {}
+    for f in factors:
+        own: tuple[Axis, ...] = ()
+        while left and num_parts(own, sizes) < rule.sizes[f]:
+            own = (*own, left.pop(0))
+        found[f] = own
+    return found
+
+
+def _local_params(eqn: Any, shapes: Sequence[Shape]) -> dict[str, Any]:
+    """An equation's parameters for shards of its results, of given shapes."""
     if eqn.primitive.name != "ffi_call":
         return eqn.params
-    shapes = [
-        NamedSharding(mesh, spec).shard_shape(v.aval.shape) for v, spec in zip(eqn.outvars, specs, strict=True)
-    ]
-    pairs = zip(eqn.params["result_avals"], shapes, strict=True)
-    return {**eqn.params, "result_avals": tuple(aval.update(shape=shape) for aval, shape in pairs)}
+    avals = (a.update(shape=shape) for a, shape in zip(eqn.params["result_avals"], shapes, strict=True))
+    return {**eqn.params, "result_avals": tuple(avals)}
+
+
+def _check_shapes(eqn: Any, ins: Sequence[Shape], found: Sequence[Shape], expected: Sequence[Shape]) -> None:
+    if tuple(found) != tuple(expected):
+        call = eqn.params.get("call")
+        raise ShardingError(
+            f"{getattr(call, 'name', eqn.primitive.name)} on shards of shape {', '.join(map(str, ins))}",
+            found=f"results of shape {', '.join(map(str, found))}",
+            required=f"{', '.join(map(str, expected))}, by its rule",
+            fix="`need_replication` for the factors that its results need whole",
+        )

@@ -20,10 +20,8 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from .. import compat
 from ..rules import GridSplit, Kind, Rule, grid_splits, num_scalar_operands, program_axis
-from ..spec import Axis, num_parts
-
-DimAxes = Sequence[Sequence[Axis]]
-"""The axes of each dim of one array."""
+from ..spec import num_parts
+from .local_convolution import DimAxes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,9 +98,8 @@ def _parameters(share: KernelShare, params: Mapping[str, Any], shards: Sequence[
     found["out_avals"] = tuple(avals)
     found["jaxpr"] = _body(share, params["jaxpr"], mapping)
     if (cost := params["cost_estimate"]) is not None:
-        whole = math.prod(share.parts.values())
-        fields = {f.name: getattr(cost, f.name) // whole for f in dataclasses.fields(cost) if f.name != "remote_bytes_transferred"}
-        found["cost_estimate"] = dataclasses.replace(cost, **fields)
+        names, whole = ("flops", "transcendentals", "bytes_accessed"), math.prod(share.parts.values())
+        found["cost_estimate"] = dataclasses.replace(cost, **{n: getattr(cost, n) // whole for n in names})
     return found
 
 
@@ -133,13 +130,22 @@ def _body(share: KernelShare, body: Any, mapping: Any) -> Any:
 
 def _changed(jaxpr: Any, change: Callable[[Any], list[Any]]) -> Any:
     """A jaxpr with each equation replaced, in its bodies, too."""
-    eqns = []
-    for eqn in compat.open_jaxpr(jaxpr).eqns:
-        params = eqn.params
+    source, eqns = compat.open_jaxpr(jaxpr), []
+    for eqn in source.eqns:
+        params, effects = eqn.params, eqn.effects
         for key, position, inner in compat.sub_jaxprs(params):
-            params = compat.with_jaxpr(params, key, position, _changed(inner, change))
-        eqns += change(eqn if params is eqn.params else eqn.replace(params=params))
-    return compat.rebuild(jaxpr, eqns=eqns, outvars=compat.open_jaxpr(jaxpr).outvars)
+            new = _changed(inner, change)
+            effects = effects | _new_effects(inner, new)
+            params = compat.with_jaxpr(params, key, position, new)
+        eqns += change(eqn if params is eqn.params else eqn.replace(params=params, effects=effects))
+    found = compat.rebuild(jaxpr, eqns=eqns, outvars=source.outvars)
+    known = set().union(*(eqn.effects for eqn in source.eqns))
+    added = set().union(*(eqn.effects for eqn in eqns)) - known
+    return found.replace(effects=found.effects | added) if added else found
+
+
+def _new_effects(old: Any, new: Any) -> set[Any]:
+    return set(new.effects) - set(old.effects)
 
 
 def _in_shard_map(jaxpr: Any) -> Any:

@@ -49,12 +49,17 @@ def grid_splits(rule: Rule, params: Mapping[str, Any]) -> dict[int, GridSplit]:
     found = {}
     for f, kind in enumerate(rule.kinds):
         is_prefetched = any(f in factors for dims in arrays[:skip] for factors in dims)
-        if is_prefetched or kind not in (Kind.PASS, Kind.REDUCE) or (kind is Kind.REDUCE and params["input_output_aliases"]):
+        if (
+            is_prefetched
+            or kind not in (Kind.PASS, Kind.REDUCE)
+            or (kind is Kind.REDUCE and params["input_output_aliases"])
+        ):
             continue
         options = [
             GridSplit(j, parts)
             for j, size in enumerate(grid)
-            if isinstance(size, int) and (parts := _parts(f, rule, arrays[skip:], walks, j, size)) > 1
+            if isinstance(size, int)
+            and (parts := _parts(f, rule, arrays[skip:], walks, j, size)) > 1
             and (kind is Kind.PASS or tests_only_ends(body, program_axis(mapping, j), size))
         ]
         if len(options) == 1:
@@ -130,7 +135,9 @@ def end_tests(body: Any, axis: int, size: int) -> list[str]:
                 continue
             others = [v.val for v in eqn.invars if compat.is_literal(v)]
             ends = {0: "first", size - 1: "last"}
-            found.append(ends.get(int(others[0]), "other") if name == "eq" and len(reads) == len(others) == 1 else "other")
+            found.append(
+                ends.get(int(others[0]), "other") if name == "eq" and len(reads) == len(others) == 1 else "other"
+            )
         for _, _, inner in compat.sub_jaxprs(eqn.params):
             found += end_tests(compat.open_jaxpr(inner), axis, size)
     return found + ["other" for v in body.outvars if not compat.is_literal(v) and v in ids]
@@ -191,16 +198,17 @@ def _parts(f: int, rule: Rule, arrays: Sequence[Dims], walks: Sequence[_Walk], a
     dims = [(a, d) for a, own in enumerate(arrays) for d, factors in enumerate(own) if f in factors]
     if not all(_is_major(f, arrays[a][d], rule) for a, d in dims):
         return 1
-    parts = math.gcd(programs, rule.sizes[f], *(walks[a].num_blocks(d) for a, d in dims))
-    if parts == 1:
-        return 1
-    step = programs // parts
-    for a, walk in enumerate(walks):
-        for d, index in enumerate(walk.indices):
-            moved = walk.num_blocks(d) // parts if (a, d) in dims else 0
-            if not index.moves(axis, step, moved):
-                return 1
-    return parts
+    most = math.gcd(programs, rule.sizes[f], *(walks[a].num_blocks(d) for a, d in dims))
+
+    def is_possible(parts: int) -> bool:
+        steps = (
+            (index, walk.num_blocks(d) // parts if (a, d) in dims else 0)
+            for a, walk in enumerate(walks)
+            for d, index in enumerate(walk.indices)
+        )
+        return all(index.moves(axis, programs // parts, moved) for index, moved in steps)
+
+    return next((n for n in range(most, 1, -1) if most % n == 0 and is_possible(n)), 1)
 
 
 def _is_major(f: int, factors: Sequence[int], rule: Rule) -> bool:

@@ -114,14 +114,14 @@ class Notation:
         return front + [names or (f"1 of {id(array)} at {d}",) for d, names in enumerate(array.dims)]
 
     def _sizes(self, dims: Sequence[Sequence[Names]], shapes: Sequence[Shape]) -> dict[str, int]:
-        sizes = {n: 0 for array in dims for names in array for n in names}
-        sizes |= {n: size for n, size in self.sizes.items() if n in sizes}
+        order = dict.fromkeys(n for array in dims for names in array for n in names)
+        sizes = {n: size for n, size in self.sizes.items() if n in order}
         placed = [
             (names, n) for array, shape in zip(dims, shapes, strict=True) for names, n in zip(array, shape, strict=True)
         ]
         for names, size in sorted(placed, key=lambda p: len(p[0])):  # single factors determine those in products
-            unknown = [n for n in names if not sizes[n]]
-            known = math.prod(sizes[n] for n in names if sizes[n])
+            unknown = [n for n in names if n not in sizes]
+            known = math.prod(sizes[n] for n in names if n in sizes)
             if len(unknown) == 1 and size % max(known, 1) == 0:
                 sizes[unknown[0]] = size // known
         wrong = [text for names, size in placed if (text := _disagreement(names, size, sizes))]
@@ -131,21 +131,21 @@ class Notation:
                 found=list(dict.fromkeys(wrong)),
                 required="one size per factor, and dims equal to the product of their factors",
             )
-        return sizes
+        return {n: sizes[n] for n in order}
 
 
 def _disagreement(names: Names, size: int, sizes: Mapping[str, int]) -> str:
     """Describes the mismatch between a dim's size and the product of its factors; empty if they agree."""
-    known = {n: sizes[n] for n in names if sizes[n]}
+    known = {n: sizes[n] for n in names if n in sizes}
     product = math.prod(known.values())
     text = " * ".join(f"{n}={k}" for n, k in known.items())
-    if product == size or not size:
+    if product == size:
         return "" if len(known) == len(names) else f"unknown sizes of factors {_list(names, known)}"
     if len(known) == len(names):
         return f"{text}{f' = {product}' if len(names) > 1 else ''}, but the dim has {size}"
     return (
         f"{text} does not divide a dim of {size}"
-        if size % product
+        if not product or size % product
         else f"unknown sizes of factors {_list(names, known)}"
     )
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from . import (
     contraction,
+    cudnn_attention,
     indexing,
     linalg,
     manual_collectives,
@@ -107,6 +108,8 @@ RULES: dict[str, MakeRule] = {
     "debug_callback": _on_shards,
     "debug_print": _on_shards,
     "dot_general": contraction.dot_general,
+    "dot_product_attention_bwd_wrapper": cudnn_attention.backward,
+    "dot_product_attention_fwd_wrapper": cudnn_attention.forward,
     "dynamic_slice": indexing.dynamic_slice,
     "dynamic_update_slice": indexing.dynamic_update_slice,
     "eig": linalg.batched(2),

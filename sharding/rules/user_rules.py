@@ -100,7 +100,11 @@ def rule_for(primitive: str, ins: Sequence[Shape], outs: Sequence[Shape], params
     return on_grid(found, params) if found is not None and primitive == "pallas_call" else found
 
 
-ON_SHARDS = frozenset({"ffi_call", "kernel_call", "pallas_call", "top_k"})
+ON_SHARDS = frozenset(
+    """
+    dot_product_attention_bwd_wrapper dot_product_attention_fwd_wrapper ffi_call kernel_call pallas_call top_k
+    """.split()
+)
 """Primitives that XLA's partitioner runs on replicated arrays; those with a rule run on shards, in a `shard_map`."""
 
 KERNELS = {"pallas_call": "name", "ffi_call": "target_name"}
