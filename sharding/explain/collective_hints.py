@@ -35,7 +35,8 @@ class Hints:
         if not left:
             return hint
         needing, dim = self.needing(op, v, left[0][0])
-        return f"{hint}; {needing.name} needs its dim {dim} replicated"
+        blocks = ": smaller blocks along it, or `sharding.kernels.with_rule`, run it on shards"
+        return f"{hint}; {needing.name} needs its dim {dim} replicated" + blocks * (needing.name == "pallas_call")
 
     def needing(self, op: Op, v: int, dim: int) -> tuple[Op, int]:
         """The op, and the dim of its operand, for which a dim is replicated: `op`, or one that only it passes it to."""

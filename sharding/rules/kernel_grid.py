@@ -175,8 +175,8 @@ class _Walk:
     @classmethod
     def of(cls, mapping: Any, grid: Sequence[Any]) -> _Walk:
         block = tuple(_length(dim) for dim in mapping.block_shape)
-        index_map = compat.open_jaxpr(mapping.index_map_jaxpr)
-        indices = tuple(_index(index_map, out, grid) for out in index_map.outvars[: len(block)])
+        index_map = mapping.index_map_jaxpr
+        indices = tuple(_index(index_map, out, grid) for out in compat.open_jaxpr(index_map).outvars[: len(block)])
         return cls(block, indices, mapping.array_aval.shape)
 
     def num_blocks(self, d: int) -> int:
@@ -217,12 +217,13 @@ def _is_major(f: int, factors: Sequence[int], rule: Rule) -> bool:
 
 def _index(index_map: Any, out: Any, grid: Sequence[Any]) -> _Index:
     """What a result of an index map depends on, and its values."""
-    ids = list(index_map.invars[: len(grid)])
+    source = compat.open_jaxpr(index_map)
+    ids = list(source.invars[: len(grid)])
     if compat.is_literal(out):
         return _Index(frozenset(), np.full((1,) * len(grid), int(out.val)))
-    needed = _needed(index_map, out)
+    needed = _needed(source, out)
     used = frozenset(j for j, v in enumerate(ids) if v in needed)
-    is_known = needed <= {*ids, *(v for eqn in index_map.eqns for v in eqn.outvars)}
+    is_known = needed <= {*ids, *(v for eqn in source.eqns for v in eqn.outvars)}
     sizes = [n if j in used else 1 for j, n in enumerate(grid)]
     if not is_known or not all(isinstance(n, int) for n in sizes) or math.prod(sizes) > MAX_PROGRAMS:
         return _Index(used, None)
@@ -240,11 +241,11 @@ def _needed(jaxpr: Any, out: Any) -> set[Any]:
     return needed
 
 
-def _evaluated(jaxpr: Any, out: Any, points: np.ndarray) -> np.ndarray:
-    needed = _needed(jaxpr, out)
-    eqns = [eqn for eqn in jaxpr.eqns if not needed.isdisjoint(eqn.outvars)]
-    ids = list(jaxpr.invars[: len(points)])
-    alone = compat.rebuild(jaxpr, eqns=eqns, outvars=[out], invars=ids)
+def _evaluated(index_map: Any, out: Any, points: np.ndarray) -> np.ndarray:
+    source = compat.open_jaxpr(index_map)
+    needed, ids = _needed(source, out), list(source.invars[: len(points)])
+    eqns = [eqn for eqn in source.eqns if not needed.isdisjoint(eqn.outvars)]
+    alone = compat.rebuild(index_map, eqns=eqns, outvars=[out], invars=ids)
     one = compat.jaxpr_fun(alone)
     cpu, no_mesh = jax.local_devices(backend="cpu")[0], AbstractMesh((), ())
     with jax.ensure_compile_time_eval(), jax.sharding.use_abstract_mesh(no_mesh), jax.default_device(cpu):

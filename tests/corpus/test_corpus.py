@@ -8,7 +8,7 @@ import pytest
 import corpus
 import sharding
 
-HELPERS = {"__init__", "common", "nnx_training", "test_corpus", "test_training"}
+HELPERS = {"__init__", "common", "nnx_training", "test_author_layouts", "test_corpus", "test_training"}
 SIZES = {"data": 2, "model": 4}
 QUICK = ("equinox: mlp", "optax: lion")
 
