@@ -9,7 +9,9 @@ as the weights' gradients, moves away from where the program has it.
 
 from __future__ import annotations
 
+import bisect
 import heapq
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -53,6 +55,8 @@ class _Node:
     ends_before: bool = False
     """Whether it reads the result of a collective."""
     is_placed: bool = False
+    queue: _Ready | None = None
+    """Where it waits, once it is ready."""
     ready: float = 0.0
     """The earliest time for it, from the end of the program; once placed, its time."""
 
@@ -107,13 +111,62 @@ def _connect(source: _Node, reader: _Node, latency: float) -> None:
     reader.sources.append(source)
 
 
+class _Ready:
+    """The ready nodes of one depth, by preference: all, and by the time they take."""
+
+    def __init__(self):
+        self.nodes: list[_Entry] = []
+        self.by_time: dict[float, list[_Entry]] = {}
+        self.times: list[float] = []
+        """The times of the nodes, sorted."""
+        self.numbers: Counter[float] = Counter()
+        """Of the nodes that take a time."""
+
+    def push(self, node: _Node) -> None:
+        """Add a node, or tell that it is preferred more than before."""
+        time = node.microseconds
+        if node.queue is None:
+            node.queue = self
+            self.numbers[time] += 1
+        if time not in self.by_time:
+            self.by_time[time] = []
+            bisect.insort(self.times, time)
+        entry = tuple(-part for part in node.preference), node
+        heapq.heappush(self.nodes, entry)
+        heapq.heappush(self.by_time[time], entry)
+
+    def take(self, microseconds: float | None) -> _Node:
+        """The best node: of those that take a time most nearly, if given, by preference."""
+        heaps = [self.nodes] if microseconds is None else [self.by_time[time] for time in self.closest(microseconds)]
+        for heap in heaps:
+            while heap[0][1].queue is None:  # taken from another heap
+                heapq.heappop(heap)
+        best = min(heap[0] for heap in heaps)[1]
+        best.queue, time = None, best.microseconds
+        self.numbers[time] -= 1
+        if not self.numbers[time]:
+            del self.numbers[time], self.by_time[time], self.times[bisect.bisect_left(self.times, time)]
+        return best
+
+    def closest(self, microseconds: float) -> list[float]:
+        """The times closest to another: one, or the two on both sides of it."""
+        at = bisect.bisect_left(self.times, microseconds)
+        around = self.times[max(0, at - 1) : at + 1]
+        nearest = min(abs(microseconds - time) for time in around)
+        return [time for time in around if abs(microseconds - time) == nearest]
+
+
+_Entry = tuple[tuple[int, ...], _Node]
+"""A node in a heap: its preference when it was pushed, negated, and the node. A later entry has a higher preference."""
+
+
 class _Queue:
     """Nodes whose readers are all placed: those that are ready later, and those that are ready, by depth."""
 
     def __init__(self):
         self.later: list[tuple[float, int, _Node]] = []
         """A heap by time."""
-        self.by_depth: dict[float, list[_Node]] = {}
+        self.by_depth: dict[float, _Ready] = {}
         self.depths: list[float] = []
         """The depths of `by_depth`, negated, as a heap."""
 
@@ -125,9 +178,9 @@ class _Queue:
         while self.later and self.later[0][0] <= now:
             node = self.pop_later()
             if node.depth not in self.by_depth:
-                self.by_depth[node.depth] = []
+                self.by_depth[node.depth] = _Ready()
                 heapq.heappush(self.depths, -node.depth)
-            self.by_depth[node.depth].append(node)
+            self.by_depth[node.depth].push(node)
 
     def pop_later(self) -> _Node:
         """The next node that will be ready."""
@@ -135,19 +188,13 @@ class _Queue:
 
     def deepest(self) -> float | None:
         """The largest depth of a ready node."""
-        while self.depths and not self.by_depth[-self.depths[0]]:
+        while self.depths and not self.by_depth[-self.depths[0]].times:
             del self.by_depth[-heapq.heappop(self.depths)]
         return -self.depths[0] if self.depths else None
 
     def take(self, depth: float, microseconds: float | None = None) -> _Node:
         """The best ready node of a depth: of those that take a time most nearly, if given, by preference."""
-        nodes = found = self.by_depth[depth]
-        if microseconds is not None:
-            closest = min(abs(microseconds - n.microseconds) for n in nodes)
-            found = [n for n in nodes if abs(microseconds - n.microseconds) == closest]
-        best = max(found, key=lambda n: n.preference)
-        nodes.remove(best)
-        return best
+        return self.by_depth[depth].take(microseconds)
 
 
 class _Scheduler:
@@ -184,6 +231,8 @@ class _Scheduler:
                 elif source.num_readers_left == 1:
                     last = next(reader for reader, _ in source.readers if not reader.is_placed)
                     last.num_last_reads += 1
+                    if last.queue is not None:
+                        last.queue.push(last)
         return order[::-1]
 
     def earliest(self, node: _Node) -> float:

@@ -21,6 +21,7 @@ class Hints:
     def __init__(self, assignment: Assignment):
         self.assignment, self.graph, self.specs = assignment, assignment.graph, assignment.specs
         self._origins: dict[tuple[int, int, Axis], str] = {}
+        self._needing: dict[tuple[Op, int, int], tuple[Op, int]] = {}
 
     def operand(self, op: Op, v: int, want: Spec) -> str:
         """How to avoid resharding an operand to the spec that the op needs."""
@@ -40,16 +41,29 @@ class Hints:
 
     def needing(self, op: Op, v: int, dim: int) -> tuple[Op, int]:
         """The op, and the dim of its operand, for which a dim is replicated: `op`, or one that only it passes it to."""
-        while True:
-            assert op.rule is not None
-            (factor, *others), (result, *more) = op.rule.operands[op.operands.index(v)][dim], op.results
-            dims = [d for d, factors in enumerate(op.rule.results[0]) if factor in factors]
-            if others or more or not dims or op.rule.kinds[factor] is not Kind.PASS or self.graph.num_uses[result] != 1:
-                return op, dim
-            reader = next(iter(self.graph.users[result]), None)
-            if reader is None or reader.rule is None or reader.name == "edge":
-                return op, dim
-            op, v, dim = reader, result, dims[0]
+        passed: list[tuple[Op, int, int]] = []
+        at = (op, v, dim)
+        while at not in self._needing:
+            passed.append(at)
+            behind = self.passed_to(*at)
+            if behind is None:
+                self._needing[at] = (at[0], at[2])
+            else:
+                at = behind
+        self._needing.update(dict.fromkeys(passed, self._needing[at]))
+        return self._needing[at]
+
+    def passed_to(self, op: Op, v: int, dim: int) -> tuple[Op, int, int] | None:
+        """The only op that an op passes a dim of its operand to, with that operand and its dim."""
+        assert op.rule is not None
+        (factor, *others), (result, *more) = op.rule.operands[op.operands.index(v)][dim], op.results
+        dims = [d for d, factors in enumerate(op.rule.results[0]) if factor in factors]
+        if others or more or not dims or op.rule.kinds[factor] is not Kind.PASS or self.graph.num_uses[result] != 1:
+            return None
+        reader = next(iter(self.graph.users[result]), None)
+        if reader is None or reader.rule is None or reader.name == "edge":
+            return None
+        return reader, result, dims[0]
 
     def conflicting(self, op: Op, v: int, axes: Sequence[Axis], own: Sequence[str]) -> str:
         """The operand or result that another annotation shards over one of the axes, which forces the reshard."""
@@ -103,12 +117,18 @@ class Hints:
 
     def origin(self, v: int, d: int, axis: Axis) -> str:
         """The annotation that an axis on a dim came from; empty if unknown."""
-        key = (v, d, axis)
-        if key not in self._origins:
-            steps = self.assignment.chain(v, d, axis)
-            came = steps[-1][2].source if steps and steps[-1][2].value is None else ""
-            self._origins |= {(u, e, axis): came for u, e, _ in steps} | {key: came}
-        return self._origins[key]
+        passed = dict[tuple[int, int, Axis], None]()
+        key, came = (v, d, axis), ""
+        while key not in self._origins and key not in passed:
+            passed[key] = None
+            reason = self.assignment.reason(*key)
+            if reason is None or reason.value is None or reason.dim is None:
+                came = "" if reason is None or reason.value is not None else reason.source
+                break
+            key = (reason.value, reason.dim, axis)
+        came = self._origins.get(key, came)
+        self._origins.update(dict.fromkeys(passed, came))
+        return came
 
     def closed(self, v: int) -> list[str]:
         """The annotation of a value, if it closes a dim."""

@@ -7,7 +7,7 @@ completion chose another one, the program must name it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,12 +67,13 @@ def missing(assignment: Assignment) -> ExplicitShardings:
     sizes = assignment.sizes
     mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Explicit,) * len(sizes))
     graph: Graph = assignment.graph
+    types = _Types(mesh)
     with jax.sharding.use_abstract_mesh(mesh):
-        found = [one for scope in graph.scopes() if not scope.manual for one in _of_scope(scope, assignment, mesh)]
+        found = [one for scope in graph.scopes() if not scope.manual for one in _of_scope(scope, assignment, types)]
     return ExplicitShardings(dict.fromkeys(found))
 
 
-def _of_scope(scope: Scope, assignment: Assignment, mesh: AbstractMesh) -> Iterator[ExplicitSharding]:
+def _of_scope(scope: Scope, assignment: Assignment, types: _Types) -> Iterator[ExplicitSharding]:
     for eqn in compat.open_jaxpr(scope.jaxpr).eqns:
         has_body = any(True for _ in compat.sub_jaxprs(eqn.params))
         name = eqn.primitive.name
@@ -82,7 +83,8 @@ def _of_scope(scope: Scope, assignment: Assignment, mesh: AbstractMesh) -> Itera
         if value is None:
             continue
         spec = _spec(assignment, value)
-        if spec != _derived(eqn, scope, assignment, mesh):
+        values = [None if compat.is_literal(atom) else scope.env.get(atom) for atom in eqn.invars]
+        if spec != types.derived(eqn, [P() if v is None else _spec(assignment, v) for v in values]):
             write = TAKES_OUT_SHARDING.get(name, RESHARD)
             yield ExplicitSharding(source=compat.source_line(eqn), op=name, spec=spec, write=write)
 
@@ -91,22 +93,38 @@ def _spec(assignment: Assignment, value: int) -> P:
     return to_partition_spec(assignment.boundary_spec(value))
 
 
-def _derived(eqn: Any, scope: Scope, assignment: Assignment, mesh: AbstractMesh) -> P | None:
-    """The spec that JAX derives for the result of an equation; None if it derives none."""
+class _Types:
+    """The result types that JAX derives with Explicit axes, each once: its errors take milliseconds."""
 
-    def operand(atom: Any) -> jax.ShapeDtypeStruct:
-        value = None if compat.is_literal(atom) else scope.env.get(atom)
-        spec = P() if value is None else _spec(assignment, value)
-        return jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype, sharding=NamedSharding(mesh, spec))
+    def __init__(self, mesh: AbstractMesh):
+        self.mesh = mesh
+        self.known: dict[Hashable, P | None] = {}
 
-    if eqn.primitive.name == "sharding_constraint":  # with Explicit axes it only asserts
-        return operand(eqn.invars[0]).sharding.spec
-    params = eqn.primitive.get_bind_params(eqn.params)
-    try:
-        result = jax.eval_shape(lambda *xs: eqn.primitive.bind(*xs, **params), *map(operand, eqn.invars))
-    except Exception:  # of several types: ambiguous, or operands that are sharded differently
-        return None
-    entries = list(result.sharding.spec)
-    while entries and entries[-1] is None:
-        entries.pop()
-    return P(*entries)
+    def derived(self, eqn: Any, specs: Sequence[P]) -> P | None:
+        """The spec that JAX derives for the result of an equation from those of its operands; None if none."""
+        if eqn.primitive.name == "sharding_constraint":  # with Explicit axes it only asserts
+            return specs[0]
+        avals = tuple((v.aval.shape, v.aval.dtype) for v in eqn.invars)
+        key: Hashable = (eqn.primitive, tuple(eqn.params.items()), avals, tuple(specs))
+        try:
+            hash(key)
+        except TypeError:
+            key = id(eqn)
+        if key not in self.known:
+            self.known[key] = self._derived(eqn, specs)
+        return self.known[key]
+
+    def _derived(self, eqn: Any, specs: Sequence[P]) -> P | None:
+        operands = [
+            jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, sharding=NamedSharding(self.mesh, spec))
+            for v, spec in zip(eqn.invars, specs, strict=True)
+        ]
+        params = eqn.primitive.get_bind_params(eqn.params)
+        try:
+            result = jax.eval_shape(lambda *xs: eqn.primitive.bind(*xs, **params), *operands)
+        except Exception:  # of several types: ambiguous, or operands that are sharded differently
+            return None
+        entries = list(result.sharding.spec)
+        while entries and entries[-1] is None:
+            entries.pop()
+        return P(*entries)

@@ -10,6 +10,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from .. import compat
 from ..annotations import annotate
@@ -28,6 +29,10 @@ COMMUTATIVE = frozenset({"add", "add_any", "and", "eq", "max", "min", "mul", "ne
 ZEROS_OF_ZEROS = frozenset({"broadcast_in_dim", "convert_element_type", "copy", "integer_pow", "reshape", "square"})
 """Primitives that make zeros of zeros; a power is at least one."""
 
+MAX_DEPTH = 8
+"""Of nested `jit`s, the levels that are numbered as part of each level around them: all of them would take a time that
+grows with the square of the depth."""
+
 
 class ValueNumbers:
     """The numbers of values, in one program and its bodies."""
@@ -37,6 +42,7 @@ class ValueNumbers:
         self._zeros: set[int] = set()
         self._forms: dict[int, tuple[Any, int | None]] = {}
         """Id of an equation -> the equation, which keeps the id valid, and the number of its form."""
+        self._depth = 0
 
     def of_atom(self, atom: Any) -> int:
         """The number of an argument or a literal."""
@@ -44,7 +50,7 @@ class ValueNumbers:
             return self._number(atom)
         if atom.aval.shape:
             return self._new_number()
-        number = self._number((str(atom.aval), repr(atom.val)))
+        number = self._number((str(atom.aval), np.asarray(atom.val, atom.aval.dtype).tobytes()))
         if jnp.issubdtype(atom.aval.dtype, jnp.number) and atom.val == 0:
             self._zeros.add(number)
         return number
@@ -85,6 +91,8 @@ class ValueNumbers:
         return self._number(object())
 
     def _of_body(self, eqn: Any, operands: Sequence[int]) -> list[int]:
+        if self._depth == MAX_DEPTH:
+            return [self._new_number() for _ in eqn.outvars]
         (_, _, body), *_ = compat.sub_jaxprs(eqn.params)
         jaxpr = compat.open_jaxpr(body)
         found = dict(zip(jaxpr.invars, operands, strict=True))
@@ -93,8 +101,10 @@ class ValueNumbers:
         def number(atom: Any) -> int:
             return found[atom] if not compat.is_literal(atom) and atom in found else self.of_atom(atom)
 
+        self._depth += 1
         for inner in jaxpr.eqns:
             found.update(zip(inner.outvars, self.of_results(inner, [*map(number, inner.invars)]), strict=True))
+        self._depth -= 1
         return [*map(number, jaxpr.outvars)]
 
     def _form(self, eqn: Any) -> int | None:

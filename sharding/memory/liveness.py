@@ -40,6 +40,8 @@ class Lifetimes:
     buffers: list[Buffer]
     nested: dict[int, list[Lifetimes]]
     """Step -> the lifetimes in the bodies of its loops and branches."""
+    peaks: dict[bool, int] = field(default_factory=dict)
+    """The peaks so far, by `has_stacks`: those of nested bodies are needed at every level around them."""
 
     def timeline(self, *, has_stacks: bool = True) -> list[int]:
         """Live temporary bytes at each step, those of nested bodies included.
@@ -60,8 +62,10 @@ class Lifetimes:
         return found
 
     def peak_bytes(self, *, has_stacks: bool = True) -> int:
-        """The maximum of the timeline."""
-        return max(self.timeline(has_stacks=has_stacks), default=0)
+        """The maximum of the timeline, computed once."""
+        if has_stacks not in self.peaks:
+            self.peaks[has_stacks] = max(self.timeline(has_stacks=has_stacks), default=0)
+        return self.peaks[has_stacks]
 
     def intervals(self) -> list[Interval]:
         """Bytes of every temporary buffer, and its first and last instant; a step follows those of its bodies."""

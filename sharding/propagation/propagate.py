@@ -51,7 +51,7 @@ def _completed(
         specs=specs,
         with_annotations=with_annotations,
         find_reason=lambda v, d, axis: _reason(engine, v, d, engine.table.atoms_of((axis,))[0]),
-        find_conflicts=lambda: conflict_detection.find(engine, specs, functools.partial(_claim_origin, engine)),
+        find_conflicts=lambda: conflict_detection.find(engine, specs, functools.partial(_claim_origin, engine, {})),
         given=(as_annotated.annotations, policy),
     )
 
@@ -105,16 +105,25 @@ def _annotated(engine: Engine, v: int, d: int, atom: int) -> int:
     return next((m for m in members if atom in engine.table.atoms_of(annotations[m].spec.dims[d].axes)), v)
 
 
-def _claim_origin(engine: Engine, v: int, d: int, atom: int) -> ClaimOrigin:
-    seen = set()
-    while (v, d) not in seen:
-        seen.add((v, d))
-        step = engine.step(v, d, atom)
+def _claim_origin(
+    engine: Engine, known: dict[tuple[int, int, int], ClaimOrigin], v: int, d: int, atom: int
+) -> ClaimOrigin:
+    """Returns the annotation that an atom on a dim came from; those of all values on the way become known."""
+    passed = dict[tuple[int, int, int], None]()
+    at = (v, d, atom)
+    while at not in known and at not in passed:
+        passed[at] = None
+        step = engine.step(*at)
         if step is None:
-            v = _annotated(engine, v, d, atom)
-            break
-        v, d = step.source, step.source_dim
-    annotation = engine.graph.annotations.get(v)
+            known[at] = _annotated_claim(engine, *at)
+        else:
+            at = (step.source, step.source_dim, atom)
+    known.update(dict.fromkeys(passed, known[at] if at in known else _annotated_claim(engine, *at)))
+    return known[v, d, atom]
+
+
+def _annotated_claim(engine: Engine, v: int, d: int, atom: int) -> ClaimOrigin:
+    annotation = engine.graph.annotations.get(_annotated(engine, v, d, atom))
     if annotation is None:
         return ClaimOrigin("unknown", is_stored=False)
     return ClaimOrigin(annotation.origin_of(d), annotation.spec.dims[d].is_stored)

@@ -69,6 +69,7 @@ class _Rewriter:
         self.scans = {op.operands[0]: self.strategies.of(op) for op in graph.ops if op.name == "scan xs"}
         """Stacked array -> how it is sliced."""
         self.done: dict[Any, Any] = {}
+        self.signatures, self.numbers = dict[Scope, int](), dict[tuple, int]()
 
     def jaxpr(self, jaxpr: Any, scope: Scope, *, inputs: bool = False, is_remat: bool = False) -> Any:
         key = (id(jaxpr), self.signature(scope), inputs, is_remat, scope.manual, scope.divergent)
@@ -92,12 +93,14 @@ class _Rewriter:
             return None
         return op if op.site and op.site[0] is eqn else None
 
-    def signature(self, scope: Scope) -> tuple:
-        spec = self.program.spec
-        env = tuple(spec(a) for a in scope.env.values())
-        rows = (*scope.entries.values(), scope.exits, scope.stacked_inputs, scope.stacked_outputs)
-        boundary = tuple(tuple(spec(a) for a in row) for row in rows)
-        return env, boundary, tuple(self.signature(child) for child in scope.children.values())
+    def signature(self, scope: Scope) -> int:
+        """Returns a number that two scopes of one jaxpr share if their values are sharded identically."""
+        if scope not in self.signatures:
+            rows = (*scope.entries.values(), scope.exits, scope.stacked_inputs, scope.stacked_outputs)
+            specs = tuple(tuple(map(self.program.spec, row)) for row in (scope.env.values(), *rows))
+            key = (specs, tuple(map(self.signature, scope.children.values())))
+            self.signatures[scope] = self.numbers.setdefault(key, len(self.numbers))
+        return self.signatures[scope]
 
 
 class _Body(ConstraintEmitter):
@@ -193,9 +196,7 @@ class _Body(ConstraintEmitter):
         if self.scope.exits:
             pairs = zip(outvars, source.outvars, self.scope.exits, strict=True)
             options = {"annotated": inputs, "is_output": self.scope is self.program.scope}
-            outvars = [
-                body_boundary.edge_operand(self, new, old, target, last, **options) for new, old, target in pairs
-            ]
+            outvars = [body_boundary.edge_operand(self, *row, last, **options) for row in pairs]
             outvars = body_boundary.call_results(self, outvars) if self.scope.manual else outvars
         if self.scope.stacked_outputs:
             rows = zip(outvars, source.outvars, self.scope.stacked_outputs, strict=True)
@@ -289,10 +290,8 @@ class _Body(ConstraintEmitter):
         stacks = child.stacked_outputs if child is not None else []
         if not stacks:
             return [None] * len(eqn.outvars)
-        specs = [
-            (self.program.spec(a), None if compat.is_drop(v) else self.var_spec(v))
-            for a, v in zip(stacks, eqn.outvars, strict=True)
-        ]
+        pairs = zip(stacks, eqn.outvars, strict=True)
+        specs = [(self.program.spec(a), None if compat.is_drop(v) else self.var_spec(v)) for a, v in pairs]
         return [s if s is not None and behind is not None and s.axes != behind.axes else None for s, behind in specs]
 
     def instead(self, i: int, eqn: Any, strategy: OpStrategy | None) -> Callable[..., Any] | None:

@@ -3,6 +3,7 @@
 import random
 
 import pytest
+from support.call_counts import num_calls
 
 from sharding.cost.latency_hiding import Work, latency_hiding_order
 
@@ -62,3 +63,11 @@ def test_collectives_do_not_overlap_one_another(seed):
     for _, part in latency_hiding_order(random_works(random.Random(seed))):
         in_flight += {"start": 1, "end": -1, "kernel": 0}[part]
         assert in_flight in (0, 1)
+
+
+def test_work_grows_with_the_number_of_ready_kernels():
+    def calls(n):
+        works = [kernel(us=1.0 + k % 7) for k in range(n)] + [collective(k) for k in range(n)]
+        return num_calls(lambda: latency_hiding_order(works))
+
+    assert calls(800) < 2.3 * calls(400)
