@@ -26,6 +26,7 @@ from . import argument_shardings, tracing
 from .arguments import Arguments
 from .donation import outputs_reusing_donated
 from .executable import Executable
+from .saved_completion import SavedCompletion
 from .simplification import simplify
 from .strict_checks import refuse_gathers, refuse_refs_elsewhere, refuse_uneven, report_unused_axis_rules
 from .symbolic_shapes import example_sizes, is_symbolic, with_sizes
@@ -100,7 +101,7 @@ def executable(f: Callable[..., Any], options: Options, call: Arguments, mesh: M
         report_unused_axis_rules(built, function, strict=options.strict)
     if options.strict:
         refuse_uneven(built, dict(mesh.shape), function)
-    assignment = _assignment(options, built, traced, mesh)
+    assignment, saved = _assignment(options, built, traced, mesh, function)
     completion = Completion(
         assignment,
         name=function,
@@ -121,6 +122,7 @@ def executable(f: Callable[..., Any], options: Options, call: Arguments, mesh: M
         donated=donated,
         constrained=options.engine != "xla",
         of_jax=options.of_jax,
+        on_rewritten=saved.update if saved is not None else None,
     )
     found.reuse_argument_shardings(call.leaves)
     return found
@@ -142,16 +144,26 @@ def _of_symbolic_shapes(
     return dataclasses.replace(found, traced=tracing.trace(f, call, avals), constrained=False, shardings={})
 
 
-def _assignment(options: Options, built: graph.Graph, traced: tracing.Traced, mesh: Mesh | AbstractMesh) -> Assignment:
+def _assignment(
+    options: Options, built: graph.Graph, traced: tracing.Traced, mesh: Mesh | AbstractMesh, function: str
+) -> tuple[Assignment, SavedCompletion | None]:
+    """The completion, and its entry in the cache on disk, if it has one."""
     sizes = MeshSizes(dict(mesh.shape), byte_costs(known_topology(mesh)))
     if options.engine == "sharding":
-        return resharded_on_device(placed(propagation.complete(built, sizes, policy=options.policy)))
+
+        def complete() -> Assignment:
+            return resharded_on_device(placed(propagation.complete(built, sizes, policy=options.policy)))
+
+        saved = SavedCompletion.of(
+            built, sizes, mesh, platform=platform(mesh), policy=options.policy, complete=complete, function=function
+        )
+        return (complete(), None) if saved is None else (saved.assignment, saved)
     if options.engine == "xla":
-        return propagation.unannotated(built, sizes)
+        return propagation.unannotated(built, sizes), None
     over = abstract(with_auto_axes(mesh))
     with tracing_context():
         found = shardy.complete(built, sizes, program=traced.jaxpr, mesh=over, platform=platform(mesh))
-    return resharded_on_device(found)
+    return resharded_on_device(found), None
 
 
 def platform(mesh: Mesh | AbstractMesh | None) -> str:

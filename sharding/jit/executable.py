@@ -52,6 +52,8 @@ class Executable:
     """(spec, ndim, kind of memory) -> the one NamedSharding object used for it."""
     of_jax: Mapping[str, Any] = field(default_factory=dict)
     """Options of `jax.jit`."""
+    on_rewritten: Callable[[], None] | None = None
+    """Called when the program has been constrained, which searches how its ops run."""
     checked_across_processes: bool = False
     """Whether all processes are known to run this same program."""
     ran_on_fast_path: bool = False
@@ -237,6 +239,8 @@ class Executable:
         jaxpr = self.traced.jaxpr
         if self.constrained:
             jaxpr = constrain(jaxpr, self.completion.assignment, abstract(with_auto_axes(self.mesh)), inputs=inside)
+            if self.on_rewritten is not None:
+                self.on_rewritten()
         evaluate = compat.jaxpr_fun(jaxpr)
 
         over = with_auto_axes(self.mesh)

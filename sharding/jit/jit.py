@@ -80,6 +80,9 @@ def jit(
     transferred first, so that a training loop compiles once; an array that is passed again is transferred once.
     Under a mesh with Explicit axes (`jax.make_mesh`) the function is traced and completed with Auto ones.
 
+    With JAX's persistent compilation cache (`jax_compilation_cache_dir`) completions are kept beside it: in another
+    process the same program, mesh, annotations and versions are traced, but not completed again.
+
     Example:
         >>> import jax
         >>> import sharding

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 from ..graph import Annotation, Graph, Op, Site, Trips, line
 from ..spec import Axis, Dim, Spec, divisible, indivisible, occupied
@@ -77,6 +78,8 @@ class Assignment:
     find_conflicts: Callable[[], tuple[Conflict, ...]] = tuple
     given: tuple[Mapping[int, Annotation], str] | None = None
     """The annotations and the policy that it was propagated from; None if another engine did."""
+    searches: dict[str, Any] = field(default_factory=dict)
+    """What was searched for its ops: how they run, and chains of reshards, by texts that are equal in all processes."""
 
     def with_trips(self, trips: Trips) -> Assignment:
         """The same with trip counts for loops of unknown length."""

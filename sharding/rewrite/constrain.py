@@ -31,7 +31,7 @@ from .local_equations import WRITTEN_OTHERWISE, local_equation
 from .op_strategy import HALO_KINDS, OpStrategies, OpStrategy
 from .parts_of_sums import is_scattered_then_sliced
 from .redundant_constraints import redundant
-from .reshard import Step, chain
+from .reshard import Step
 from .rotation import rotated_specs, rotation, rotation_gradient, rotation_parts
 from .unread_gathers import without_unread_gathers
 
@@ -271,7 +271,7 @@ class _Body(ConstraintEmitter):
         have, itemsize = self.var_spec(var), getattr(var.aval.dtype, "itemsize", 0)
         if have is None or have.axes == spec.axes or not itemsize:
             return self.read(var)
-        steps = chain(have, spec, var.aval.shape, itemsize, self.program.sizes)
+        steps = self.program.chain(have, spec, var.aval)
         return self.apply_steps(self.read(var), var, steps, eqn)
 
     def scanned(self, operand: Any, var: Any, stacked: Atom, eqn: Any) -> Any:

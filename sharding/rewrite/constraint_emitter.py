@@ -28,6 +28,16 @@ class AssignedProgram:
         self.specs, self.sizes, self.mesh = assignment.specs, assignment.sizes, mesh
         self.annotations, self.makers, self.divergent = graph.annotations, graph.makers, graph.divergent
         self.scope, self.shapes = graph.scope, graph.shapes
+        self._searches = assignment.searches
+
+    def chain(self, have: Spec, want: Spec, aval: Any, *, permutes: bool = True) -> tuple[Step, ...]:
+        """Returns the cheapest steps from one spec of an array to another."""
+        if have.axes == want.axes:
+            return ()
+        text = f"reshard {have.axes} {want.axes} {aval.shape} {aval.dtype.itemsize} {permutes}"
+        if text not in self._searches:
+            self._searches[text] = chain(have, want, aval.shape, aval.dtype.itemsize, self.sizes, permutes=permutes)
+        return self._searches[text]
 
     def mesh_in(self, scope: Scope) -> AbstractMesh:
         """Returns the mesh in a scope, where some of its axes may be manual."""
@@ -92,7 +102,7 @@ class ConstraintEmitter:
         itemsize = getattr(operand.aval.dtype, "itemsize", 0)
         permutes = permutes and not self.scope.divergent
         if have is not None and itemsize:
-            steps = chain(have, spec, operand.aval.shape, itemsize, self.program.sizes, permutes=permutes)
+            steps = self.program.chain(have, spec, operand.aval, permutes=permutes)
             operand = self.before_steps(operand, have, steps, eqn)
             for step in steps[:-1]:
                 operand = self.emit_once(operand, step.spec, eqn)

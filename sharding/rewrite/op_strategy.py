@@ -109,7 +109,7 @@ class OpStrategies:
         products = (op for op in self.graph.ops if op.name == REDUCE_SCATTERED and op.rule is not None)
         self._readers = Counter(reader for op in products for reader in self._reads(op))
         self._forms: dict[Rule, OpForm] = {}
-        self._cache: dict[tuple, OpStrategy] = {}
+        self._cache, self._searches = dict[tuple, OpStrategy](), assignment.searches
 
     def of(self, op: Op) -> OpStrategy:
         """Returns the strategy of an op that has a rule."""
@@ -129,13 +129,15 @@ class OpStrategies:
         alike = tuple(self._readers[reader] for reader in self._reads(op)) if op.name == REDUCE_SCATTERED else ()
         if self.graph.changes_memory(op):
             kind = "to host" if op.results[0] in self.graph.memory_kinds else "from host"
-        key = (id(op.rule), kind, alike, permutes, manual, tuple(s.axes for s in specs), *shapes, *itemsizes, *free)
+        axes = tuple(s.axes for s in specs)
+        key = (id(op.rule), kind, alike, permutes, tuple(sorted(manual)), axes, *shapes, *itemsizes, *free)
         found = self._cache.get(key)
         if found is None:
-            search = _StrategySearch(
-                self, self._form(op.rule), op, specs, shapes, itemsizes, free, alike, permutes, manual
-            )
-            found = self._cache[key] = search.cheapest()
+            text = f"{op.rule!r} {key[1:]}"
+            if text not in self._searches:
+                args = (self._form(op.rule), op, specs, shapes, itemsizes, free, alike, permutes, manual)
+                self._searches[text] = _StrategySearch(self, *args).cheapest()
+            found = self._cache[key] = self._searches[text]
         return found
 
     def _reads(self, op: Op) -> Iterator[tuple]:
