@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -57,6 +58,8 @@ class Executable:
     checked_across_processes: bool = False
     """Whether all processes are known to run this same program."""
     ran_on_fast_path: bool = False
+    lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
+    """For what threads that call it at once must make once."""
 
     def accepts(self, leaves: Sequence[Any]) -> bool:
         """Whether all committed arrays have exactly the shardings, and kinds of memory, that this program takes."""
@@ -263,6 +266,11 @@ class Executable:
     @cached_property
     def flat_jit(self) -> Any:
         """`jax.jit` of the program on flat arrays; other shapes or dtypes raise ArgumentMismatch."""
+        with self.lock:  # JAX compiles once for all threads that call one function
+            found = vars(self).get("flat_jit")
+            return found if found is not None else vars(self).setdefault("flat_jit", self._flat_jit())
+
+    def _flat_jit(self) -> Any:
         run = self.flat()
         expected = [(a.shape, a.dtype, getattr(a, "weak_type", False)) for a in self.traced.jaxpr.in_avals]
 

@@ -9,7 +9,7 @@ in which they differ.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -66,10 +66,11 @@ class FastPaths:
         self.layouts[call.num_args, *call.keywords] = layout
         key = mesh, call.tree, context_key(), call.statics, call.keywords
         found = next((c for c in self.calls if c.mesh is mesh and c.key == key[1:]), None)
-        if found is None:
-            found = _Call(*key)
-            self.calls = [found, *self.calls[: MAX_CALLS - 1]]  # a new list: other threads may read the old one
+        is_new = found is None
+        found = found or _Call(*key)
         found.add(_FastPath(executable, misplaced, [*map(leaf_key, call.leaves)]))
+        if is_new:
+            self.calls = [found, *self.calls[: MAX_CALLS - 1]]  # a new list: other threads may read the old one
 
     def clear(self) -> None:
         """Forgets all executables."""
@@ -110,9 +111,8 @@ class _Call:
     context: Any
     statics: tuple[Any, ...]
     keywords: tuple[str, ...]
-    paths: list[_FastPath] = field(default_factory=list)
-    distinguishing: tuple[int, ...] = ()
-    """Leaves that differ between any two executables."""
+    paths: tuple[Sequence[_FastPath], Sequence[int]] = (), ()
+    """The executables, and the leaves that differ between any two of them: both at once, for other threads."""
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -122,11 +122,11 @@ class _Call:
         return self.statics == statics and self.keywords == keywords
 
     def run(self, leaves: list[Any], args: tuple[Any, ...]) -> Any:
-        paths = self.paths
-        if not self.distinguishing:
+        paths, distinguishing = self.paths
+        if not distinguishing:
             return paths[0].run(leaves, args)
         try:
-            keys = [(i, leaf_key(leaves[i])) for i in self.distinguishing]
+            keys = [(i, leaf_key(leaves[i])) for i in distinguishing]
         except TypeError as error:
             raise ArgumentMismatch from error
         for path in paths:
@@ -135,14 +135,14 @@ class _Call:
         raise ArgumentMismatch
 
     def add(self, path: _FastPath) -> None:
-        others = [p for p in self.paths if self._differing(p, path) is not None]
-        self.paths = [path, *others[: MAX_SHAPES - 1]]
-        pairs = [(a, b) for k, a in enumerate(self.paths) for b in self.paths[:k]]
+        others = [p for p in self.paths[0] if self._differing(p, path) is not None]
+        paths = [path, *others[: MAX_SHAPES - 1]]
+        pairs = [(a, b) for k, a in enumerate(paths) for b in paths[:k]]
         found: list[int] = []
         for a, b in pairs:
             if all(a.leaf_keys[i] == b.leaf_keys[i] for i in found):
                 found += [i for i in [self._differing(a, b)] if i is not None]
-        self.distinguishing = tuple(found)
+        self.paths = paths, found
 
     @staticmethod
     def _differing(one: _FastPath, other: _FastPath) -> int | None:

@@ -197,10 +197,12 @@ class Jitted:
             call.refuse_unhashable()
             raise
         if found is None:
-            with no_collection():
-                found = executable(self._f, self._options, call, mesh)
-            self._cache.put(call, mesh, found)
+            found = self._cache.made(call, mesh, lambda: self._made(call, mesh))
         return found
+
+    @no_collection()
+    def _made(self, call: Arguments, mesh: AnyMesh) -> Executable:
+        return executable(self._f, self._options, call, mesh)
 
 
 class BoundMethod:

@@ -58,8 +58,9 @@ class PlacedArguments:
             leaves[i] = x
 
     def _forget(self, i: int, source: weakref.ref[Any]) -> None:
-        if i in self._moved and self._moved[i][0] is source:
-            del self._moved[i]
+        found = self._moved.get(i)
+        if found is not None and found[0] is source:
+            self._moved.pop(i, None)  # another thread may have
 
     def _warn_of_repetition(self, i: int, x: np.ndarray) -> None:
         last = self._transferred.get(i)
