@@ -39,6 +39,9 @@ import sharding
 from sharding import P, paths
 from sharding.models import gpt, layouts
 
+from . import calls
+
+Kind = Callable[[calls.Arrays], tuple[calls.Timed, calls.Timed]]
 Step = Callable[[Any, jax.Array], tuple[Any, jax.Array]]
 
 BY_HAND = {
@@ -52,6 +55,8 @@ BY_HAND = {
 """Parameter -> full spec; optimizer moments are sharded as their parameter."""
 
 COLLECTIVES = re.compile(r" (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
+KIND_LEAVES = 100
+"""Arrays of each kind of call."""
 TOLERANCE = 1e-5
 """Relative tolerance of losses: the order of sums differs."""
 
@@ -298,41 +303,15 @@ def first_step(options: Options, mesh: Any) -> Ratio:
     return ratio(mine[1:], hand[1:])
 
 
-def dispatch(options: Options, mesh: Any, num_leaves: int) -> Ratio:
-    """The ratio of dispatch times for a state of `num_leaves` small arrays, each scaled and shifted.
+def dispatch(options: Options, mesh: Any, num_leaves: int, kind: Kind = calls.donated_state) -> Ratio:
+    """The ratio of dispatch times of a kind of call with `num_leaves` small arrays, each scaled and shifted.
 
     In stretches of ten calls, as a training loop calls its step: another program in between evicts the CPU caches.
     """
-    spec = P(next(iter(options.axes)), None)
-    named = NamedSharding(mesh, spec)
-
-    def scaled(state: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        return {name: x * 0.5 + 1 for name, x in state.items()}
-
-    def annotated(state: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        return scaled({name: sharding.annotate(x, spec) for name, x in state.items()})
-
-    shardings = {f"w{i}": named for i in range(num_leaves)}
-    mine = sharding.jit(annotated, donate_argnums=(0,))
-    hand = jax.jit(scaled, in_shardings=(shardings,), out_shardings=shardings, donate_argnums=(0,))
-    calls = [
-        _Calls(step, jax.device_put({name: np.ones((8, 8)) for name in shardings}, named)) for step in (mine, hand)
-    ]
-    for call in calls * 3:
-        call.once()
-    return ratio(*alternate(calls[0].once, calls[1].once, options.calls, stretch=10))
-
-
-class _Calls:
-    def __init__(self, step: Callable[[Any], Any], state: Any):
-        self.step, self.state = step, state
-
-    def once(self) -> float:
-        begun = time.perf_counter()
-        self.state = self.step(self.state)
-        seconds = time.perf_counter() - begun
-        jax.block_until_ready(self.state)
-        return seconds
+    mine, hand = kind(calls.Arrays(number=num_leaves, spec=P(next(iter(options.axes)), None), mesh=mesh))
+    for _ in range(3):
+        mine(), hand()
+    return ratio(*alternate(mine, hand, options.calls, stretch=10))
 
 
 # Output.
@@ -352,11 +331,11 @@ def machine() -> dict[str, Any]:
 
 def table(ratios: dict[str, Ratio]) -> Iterator[str]:
     """The printed lines."""
-    yield f"{'':<24}{'ratio':>8}{'quartiles':>18}{'ours':>14}{'by hand':>14}"
+    yield f"{'':<42}{'ratio':>8}{'quartiles':>18}{'ours':>14}{'by hand':>14}"
     for name, found in ratios.items():
         quartiles = f"{found.low:.3f} to {found.high:.3f}"
         times = "".join(f"{1e3 * seconds:>11.2f} ms" for seconds in (found.ours_seconds, found.by_hand_seconds))
-        yield f"{name:<24}{found.median:>8.3f}{quartiles:>18}{times}"
+        yield f"{name:<42}{found.median:>8.3f}{quartiles:>18}{times}"
 
 
 @contextmanager
@@ -375,6 +354,8 @@ def main(options: Options) -> None:
         ratios["step"], facts = step_time(options, mesh)
         for count in options.leaves:
             ratios[f"dispatch, {count} arrays"] = dispatch(options, mesh, count)
+        for name, kind in calls.KINDS.items():
+            ratios[f"dispatch, {KIND_LEAVES} arrays, {name}"] = dispatch(options, mesh, KIND_LEAVES, kind)
         ratios["first step"] = first_step(options, mesh)
     print("\n".join(table(ratios)))
     print(f"losses {facts['last_loss']}, arrays sharded differently: {facts['state_arrays_split_otherwise']}")

@@ -1,4 +1,4 @@
-"""A function called with more shapes than are cached keeps no more than these: executables, completions, graphs, traces."""
+"""A function called with more shapes than are cached keeps no more than these: executables, graphs, traces."""
 
 import gc
 import weakref
