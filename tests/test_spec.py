@@ -1,10 +1,15 @@
 """Specs: conversion from and to `PartitionSpec`, and divisibility."""
 
+import itertools
 import math
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from sharding.errors import ShardingError
@@ -12,13 +17,22 @@ from sharding.spec import (
     CLOSED,
     OPEN,
     Dim,
+    MeshSizes,
     Spec,
     axis_name,
     axis_size,
+    byte_cost,
+    closed_spec,
+    cuts,
     divisible,
     from_partition_spec,
     indivisible,
+    indivisible_error,
+    limited_to,
+    local_shape,
+    occupied,
     open_spec,
+    partition_spec_of,
     to_partition_spec,
 )
 
@@ -171,3 +185,132 @@ def test_axis_used_twice_is_always_an_error(spec, data):
 
 def test_order_of_axes_in_a_dim_matters():
     assert spec_of(P(("data", "tensor"))) != spec_of(P(("tensor", "data")))
+
+
+def sub_specs():
+    """Specs of one dim over up to three axes and sub-axes."""
+    for count in range(4):
+        for axes in itertools.permutations(["data", "odd", "one", ("tensor", 1, 2), ("tensor", 2, 2)], count):
+            yield dims(axes)
+
+
+def size_of(axes):
+    return math.prod(SIZES[a] if isinstance(a, str) else a[2] for a in axes)
+
+
+@pytest.mark.parametrize("size", [0, 1, 2, 3, 4, 5, 6, 7, 8, 12, 24])
+def test_limits_of_one_dim_are_the_longest_prefixes_that_hold(size):
+    for spec in sub_specs():
+        asked = spec.dims[0].axes
+        prefixes = [asked[:k] for k in range(len(asked) + 1)]
+        fits = [one for one in prefixes if size_of(one) <= size] or [()]
+        assert occupied(spec, (size,), SIZES).dims[0].axes == fits[-1]
+        even = itertools.takewhile(
+            lambda one: size % size_of(one) == 0 and all(isinstance(a, str) for a in one), prefixes
+        )
+        assert divisible(spec, (size,), SIZES).dims[0].axes == [*even][-1]
+
+
+def test_limits_keep_what_else_a_spec_says():
+    spec = Spec(dims=(Dim(axes=("data", "tensor"), open=True, priority=2), Dim(axes=("odd",))), unreduced=("one",))
+    for limited, kept in ((divisible(spec, (6, 3), SIZES), "data"), (occupied(spec, (7, 3), SIZES), "data")):
+        assert limited == Spec(dims=(Dim(axes=(kept,), open=True, priority=2), Dim(axes=("odd",))), unreduced=("one",))
+    assert occupied(spec, (8, 3), SIZES) is spec is divisible(spec, (8, 3), SIZES)
+
+
+@settings(derandomize=True, deadline=None, max_examples=30)
+@given(specs(), shapes)
+def test_a_local_shape_is_that_of_the_largest_shard(spec, shape):
+    shape = shape[: len(spec.dims)]
+    found = local_shape(spec.axes, shape, SIZES)
+    for size, n, axes in zip(found, shape, spec.axes, strict=True):
+        parts = size_of(axes)
+        assert size * parts >= n and (size == 0 or (size - 1) * parts < n)
+    even = tuple(size * size_of(axes) for size, axes in zip(shape, spec.axes, strict=True))
+    mesh = AbstractMesh(tuple(SIZES.values()), tuple(SIZES))
+    shard = NamedSharding(mesh, to_partition_spec(dims(*spec.axes))).shard_shape(even)
+    assert local_shape(spec.axes, even, SIZES) == shard
+    assert spec.num_shards(SIZES) == math.prod(size_of(axes) for axes in spec.axes)
+
+
+def test_the_row_of_a_stacked_array_has_no_first_dim():
+    assert dims(("data",), ("tensor",), ()).row == dims(("tensor",), ())
+    assert closed_spec(2) == dims((), ()) and not closed_spec(2).is_open
+
+
+def test_boundaries_of_sub_axes():
+    assert cuts(["data", ("tensor", 2, 2)], SIZES) == {"tensor": [1, 2, 4]}
+    assert cuts([("tensor", 1, 2), ("tensor", 2, 2), ("eight", 2, 2)], SIZES | {"eight": 8}) == {
+        "tensor": [1, 2, 4],
+        "eight": [1, 2, 4, 8],
+    }
+    assert cuts(["data", "tensor"], SIZES) == {}
+
+
+def test_limited_to_some_axes():
+    spec = P(("data", "tensor"), None, "odd", U)
+    assert limited_to(spec, ["tensor", "odd"]) == P(("tensor",), None, ("odd",), None)
+    assert limited_to(spec, []) == P(None, None, None, None)
+    assert limited_to(P(("tensor", "data")), SIZES) == P(("tensor", "data"))
+
+
+def test_the_partition_spec_of_an_array():
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    placed = jax.device_put(jnp.ones(8), NamedSharding(mesh, P("x")))
+    assert partition_spec_of(placed) == P("x")
+    assert partition_spec_of(jnp.ones(8)) == partition_spec_of(np.ones(8)) == P()
+
+
+def counted_byte_cost(axes, sizes, costs):
+    """The time of a byte of a group over fast and slow axes: its own fast step, and its share of the slow one."""
+    slowest = max([costs.get(a if isinstance(a, str) else a[0], 1.0) for a in axes], default=1.0)
+    fast = [a for a in axes if costs.get(a if isinstance(a, str) else a[0], 1.0) < slowest]
+    group = math.prod(sizes[a] if isinstance(a, str) else a[2] for a in fast)
+    return slowest if group == 1 else 1 + (slowest - 1) / group
+
+
+def test_a_byte_over_slow_axes_is_shared_by_the_fast_ones():
+    costs = {"data": 9.0, "odd": 3.0}
+    sizes = MeshSizes(SIZES, costs)
+    axes = ["data", "odd", "one", "tensor", ("tensor", 2, 2), ("data", 1, 2)]
+    for count in range(4):
+        for chosen in itertools.permutations(axes, count):
+            assert byte_cost(chosen, sizes) == pytest.approx(counted_byte_cost(chosen, sizes, costs))
+    assert byte_cost(["data", "tensor"], sizes) == 1 + 8 / 4
+    assert byte_cost(["data"], SIZES) == byte_cost(["data"], MeshSizes(SIZES)) == 1.0
+    assert MeshSizes(sizes).byte_costs == costs and MeshSizes(sizes, {}).byte_costs == {}
+
+
+def test_an_indivisible_dim_names_the_nearest_sizes_that_divide():
+    spec = dims(("data", "tensor"), ("odd",), ())
+    assert indivisible_error(spec, (16, 6, 5), SIZES, asked="the spec", given=P("x")) is None
+    found = indivisible_error(spec, (20, 2, 5), SIZES, asked="the spec", given=P("x"))
+    assert found is not None and "the spec" in str(found)
+    assert [*found.fix][:2] == ["size 16 or 24 in dim 0", "size 3 in dim 1"]
+
+
+FIXED = [
+    (P("data", None, "odd"), 2, P("data", None)),
+    (P("data", "tensor", "odd"), 1, P("data")),
+    (P("data", "data"), 2, P("data", None)),
+    (P(("tensor", "data"), ("data", "odd")), 2, P(("tensor", "data"), "odd")),
+    (P("data", ("data", ...)), 2, P("data", (...,))),
+]
+
+
+@pytest.mark.parametrize("spec, ndim, fixed", FIXED, ids=map(str, FIXED))
+def test_the_suggested_spec_is_valid(spec, ndim, fixed):
+    with pytest.raises(ShardingError) as caught:
+        spec_of(spec, ndim)
+    (text,) = caught.value.fix
+    assert spec_of(eval(text, {"P": P, "PartitionSpec": P, "UnconstrainedSingleton": U}), ndim) == spec_of(fixed, ndim)
+
+
+def test_axes_used_twice_say_where():
+    with pytest.raises(ShardingError, match="axis 'data' is used twice: in entry 0") as caught:
+        spec_of(P(("data", "data")))
+    assert "entries" not in str(caught.value.found)
+    with pytest.raises(ShardingError, match="axis 'data' is used twice: in entries 0 and 2"):
+        spec_of(P("data", None, "data"), 3)
+    with pytest.raises(ShardingError, match="of type list(.|\n)*a PartitionSpec"):
+        from_partition_spec(["data"], (4,), SIZES, asked="test")

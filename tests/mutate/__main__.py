@@ -1,11 +1,14 @@
 """`python -m tests.mutate`: puts random faults into a copy of the library and counts those that the tests catch.
 
-    python -m tests.mutate --sample 40 --seed 0                # the tests of the changed file, then of its room
-    python -m tests.mutate --sample 40 --level all             # survivors go through all quick tests, minutes each
+    python -m tests.mutate --sample 40 --seed 0                # tests of the changed file, then of its room
     python -m tests.mutate --only sharding/propagation         # of one room
+    python -m tests.mutate --tests tests/cost tests/explain    # other tests than those of the rooms
+    python -m tests.mutate --lines /tmp/lines                  # keep what each test executes for the next run
 
-A mutant that changes nothing anyone can see is *equivalent*; a reader has to tell those among the survivors, which are
-printed with their change. A test that runs three times as long as without the fault counts as caught.
+The tests run once without a fault, which shows what lines each of them executes (`sys.monitoring`, Python 3.12). A mutant
+then goes only through the tests that execute its line, the most specific first. A mutant that changes nothing anyone can
+see is *equivalent*; a reader has to tell those among the survivors, which are printed with their change. Tests that run
+three times as long as without the fault count as caught.
 """
 
 from __future__ import annotations
@@ -13,77 +16,72 @@ from __future__ import annotations
 import argparse
 import collections
 import json
-import os
 import shutil
-import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
-from .mutants import Mutant, sample
+from . import forked_pytest
+from .line_coverage import Coverage, InOrder, LineRecorder, read, tests_for
+from .mutants import ROOMS, Mutant, sample
 
 ROOT = Path(__file__).parents[2]
-LEVELS = ("file", "room", "all")
 
 
 class Copy:
     """A copy of the repository in which one file at a time is changed."""
 
-    def __init__(self, root: Path):
+    def __init__(self, root: Path, lines: Path):
         self.root = root
+        self.lines = lines
+        """Folder of what each test executes."""
         for name in ("sharding", "models", "launch", "tests", "notebooks", ".ci"):
             shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
         for name in ("pyproject.toml", "README.md", "CHANGELOG.md", "LICENSE", "Makefile"):
             shutil.copy(ROOT / name, root / name)
         for name in ("models", "launch"):  # as installed; an editable installation would find the originals
             (root / "sharding" / name).symlink_to(root / name)
-        self.baseline: dict[tuple[str, ...], float] = {}
 
-    def catches(self, mutant: Mutant, paths: tuple[str, ...]) -> bool:
-        """Whether tests fail, or hang, with a mutant."""
-        if paths not in self.baseline:
-            begun = time.monotonic()
-            if self._fails(paths, timeout=None):
-                raise SystemExit(f"{' '.join(paths)} fails without any fault")
-            self.baseline[paths] = time.monotonic() - begun
+    def coverage(self, paths: tuple[str, ...]) -> Coverage:
+        """What each test of some paths executes, from a run without a fault."""
+        found: Coverage = {}
+        for path in paths:
+            file = self.lines / f"{path.replace('/', '_')}.json"
+            if not file.exists():
+                recorder = LineRecorder(self.root, tuple(f"{room}/" for room in ROOMS), file)
+                if forked_pytest.run(self.root, [path], plugins=[recorder]) not in (0, 5):  # 5: no test was selected
+                    raise SystemExit(f"{path} fails without any fault")
+            found |= read(file)
+        return found
+
+    def catches(self, mutant: Mutant, tests: tuple[str, ...], seconds: float) -> bool:
+        """Whether one of the tests fails with a mutant, or all take longer than some seconds."""
         file = self.root / mutant.path
         before = file.read_text()
         file.write_text(mutant.source)
+        files = sorted({name.split("::")[0] for name in tests})
         try:
-            return self._fails(paths, timeout=60 + 3 * self.baseline[paths])
+            return forked_pytest.run(self.root, files, plugins=[InOrder(tests)], seconds=seconds) != 0
         finally:
             file.write_text(before)
 
-    def _fails(self, paths: tuple[str, ...], timeout: float | None) -> bool:
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *paths]
-        env = {**os.environ, "PYTHONPATH": str(self.root), "PYTHONDONTWRITEBYTECODE": "1"}
-        try:
-            done = subprocess.run(command, cwd=self.root, env=env, capture_output=True, timeout=timeout, check=False)
-        except subprocess.TimeoutExpired:
-            return True
-        return done.returncode not in (0, 5)  # 5: no test was selected
 
-
-def tests_of(root: Path, path: str, level: str) -> tuple[str, ...]:
-    """The tests of a changed file at a level; `tests/` mirrors the tree."""
+def mirrored(root: Path, path: str) -> tuple[str, ...]:
+    """The tests of a changed file and of its room, as far as there are any: `tests/` mirrors the tree."""
     place = Path(path).relative_to("sharding") if path.startswith("sharding/") else Path(path)
-    mirrored = root / "tests" / place.parent / f"test_{place.name}"
-    if level == "file":
-        return (mirrored.relative_to(root).as_posix(),) if mirrored.exists() else ()
-    room = root / "tests" / place.parts[0]
-    if level == "room":
-        return (room.relative_to(root).as_posix(),) if room.is_dir() else ()
-    return ("tests",)
+    found = (Path("tests") / place.parent / f"test_{place.name}", Path("tests") / place.parts[0])
+    return tuple(one.as_posix() for one in found if (root / one).exists())
 
 
-def _caught_by(copy: Copy, mutant: Mutant, levels: tuple[str, ...]) -> str:
-    """The first level whose tests catch a mutant; empty if none does."""
-    for level in levels:
-        paths = tests_of(copy.root, mutant.path, level)
-        if paths and copy.catches(mutant, paths):
-            return level
-    return ""
+def _caught_by(copy: Copy, mutant: Mutant, paths: tuple[str, ...], seconds: float) -> str:
+    """How a mutant ends: `caught`, `survived`, or `not executed` by any test."""
+    own = mirrored(copy.root, mutant.path)
+    coverage = copy.coverage(paths or own[-1:])
+    tests = tests_for(coverage, mutant, mirrored=own[0] if own else "", seconds=seconds)
+    if not tests:
+        return "not executed"
+    limit = 60 + 10 * sum(coverage[name].seconds for name in tests)  # of wall-clock time, on a busy machine
+    return "caught" if copy.catches(mutant, tests, limit) else "survived"
 
 
 def main() -> int:
@@ -91,25 +89,27 @@ def main() -> int:
     parser.add_argument("--sample", type=int, default=20, help="number of mutants")
     parser.add_argument("--seed", type=int, default=0, help="seed of the choice")
     parser.add_argument("--only", nargs="*", default=[], help="start of the paths to change")
-    parser.add_argument("--level", choices=LEVELS, default="room", help="tests that a mutant may go through")
+    parser.add_argument(
+        "--tests", nargs="*", default=[], help="files or folders of tests; those of the room by default"
+    )
+    parser.add_argument("--seconds", type=float, default=120, help="CPU time of the tests that a mutant may go through")
+    parser.add_argument("--lines", type=Path, default=None, help="folder to keep what each test executes")
     parser.add_argument("--json", type=Path, default=None, help="file for the results")
     args = parser.parse_args()
     mutants = sample(ROOT, args.sample, seed=args.seed, prefixes=tuple(args.only))
-    levels = LEVELS[: 1 + LEVELS.index(args.level)]
     caught: collections.Counter[str] = collections.Counter()
     results = []
     with tempfile.TemporaryDirectory() as folder:
-        copy = Copy(Path(folder) / "copy")
+        lines = args.lines or Path(folder) / "lines"
+        lines.mkdir(parents=True, exist_ok=True)
+        copy = Copy(Path(folder) / "copy", lines)
+        forked_pytest.preload()
         for k, mutant in enumerate(mutants, 1):
-            by = _caught_by(copy, mutant, levels)
-            caught[mutant.room] += bool(by)
-            results.append({"path": mutant.path, "line": mutant.line, "change": mutant.change, "caught_by": by})
-            print(
-                f"{k}/{len(mutants)} {mutant.path}:{mutant.line}",
-                f"caught by its {by}" if by else "SURVIVED",
-                flush=True,
-            )
-            if not by:
+            end = _caught_by(copy, mutant, tuple(args.tests), args.seconds)
+            caught[mutant.room] += end == "caught"
+            results.append({"path": mutant.path, "line": mutant.line, "change": mutant.change, "end": end})
+            print(f"{k}/{len(mutants)} {mutant.path}:{mutant.line} {end}", flush=True)
+            if end != "caught":
                 print(mutant.change, flush=True)
     total = collections.Counter(mutant.room for mutant in mutants)
     for room in sorted(total):

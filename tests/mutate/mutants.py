@@ -53,11 +53,20 @@ class Mutant:
 
     path: str
     """Relative to the root, such as `sharding/spec.py`."""
-    line: int
+    lines: range
+    """Of the changed expression."""
+    statement: range
+    """Of the innermost statement around it."""
+    at_import: bool
+    """Whether it is executed when the file is imported."""
     source: str
     """The changed file."""
     change: str
     """The changed line, before and after."""
+
+    @property
+    def line(self) -> int:
+        return self.lines.start
 
     @property
     def room(self) -> str:
@@ -99,7 +108,37 @@ def mutant(root: Path, path: Path, index: int) -> Mutant:
     source = before[:start] + ast.unparse(new) + before[end:]
     lines = difflib.unified_diff(before.splitlines(), source.splitlines(), n=0, lineterm="")
     changed = [line for line in lines if line[0] in "+-" and line[:3] not in ("+++", "---")]
-    return Mutant(path=path.relative_to(root).as_posix(), line=node.lineno, source=source, change="\n".join(changed))
+    statement = _statement(tree, node)
+    return Mutant(
+        path=path.relative_to(root).as_posix(),
+        lines=_lines(node),
+        statement=_lines(statement),
+        at_import=not any(_contains(body, node) for body in _bodies(tree)),
+        source=source,
+        change="\n".join(changed),
+    )
+
+
+def _lines(node: ast.stmt | ast.expr) -> range:
+    return range(node.lineno, (node.end_lineno or node.lineno) + 1)
+
+
+def _contains(outer: ast.AST, node: ast.AST) -> bool:
+    return any(part is node for part in ast.walk(outer))
+
+
+def _statement(tree: ast.AST, node: ast.expr) -> ast.stmt:
+    """The innermost statement around an expression; breadth first, so the last found."""
+    return [part for part in ast.walk(tree) if isinstance(part, ast.stmt) and _contains(part, node)][-1]
+
+
+def _bodies(tree: ast.AST) -> Iterator[ast.AST]:
+    """Yields what is executed when a function is called: its statements, without its decorators and defaults."""
+    for function in ast.walk(tree):
+        if isinstance(function, ast.FunctionDef):
+            yield from function.body
+        elif isinstance(function, ast.Lambda):
+            yield function.body
 
 
 def _files(root: Path, prefixes: tuple[str, ...]) -> list[Path]:

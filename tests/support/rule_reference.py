@@ -2,12 +2,16 @@
 
 - pass-through: the primitive applied to operand shards gives the result shards, and shard k of a result depends on no
   other shard of the operands;
-- reduction: combining over k the results of operands that are neutral outside shard k gives the unsharded result.
+- reduction: combining over k the results of operands that are neutral outside shard k gives the unsharded result;
+- sizes: a dim is the product of its factors, except in ops that resize it;
+- nothing is missed: dims of one size that share no factor depend on each other's other shards, and so do those whose
+  factor must be replicated or exchanges halos.
 
 Programs are traced, and each equation is checked on its actual operands.
 """
 
 import functools
+import itertools
 import math
 
 import jax
@@ -69,6 +73,8 @@ def _check_rule(eqn, ins, outs, texts):
     for x, dims in zip((*ins, *outs), (*rule.operands, *rule.results), strict=True):
         assert len(dims) == np.ndim(x), (name, rule)
     ins = [np.asarray(x) for x in ins]
+    _check_sizes(name, rule, ins, outs)
+    _check_nothing_is_missed(eqn, ins, outs, rule)
     for f, (size, kind) in enumerate(zip(rule.sizes, rule.kinds, strict=True)):
         holders = [i for i, dims in enumerate(rule.operands) if _find_factor(dims, f) is not None]
         if size == 1 or not holders:
@@ -79,6 +85,49 @@ def _check_rule(eqn, ins, outs, texts):
                 _check_shards(eqn, ins, outs, rule, f)
         if kind is Kind.REDUCE and name in COMBINE:
             _check_reduction(eqn, ins, outs, rule, f)
+
+
+def _check_sizes(name, rule, ins, outs):
+    for x, dims in zip((*ins, *outs), (*rule.operands, *rule.results), strict=True):
+        for size, factors in zip(np.shape(x), dims, strict=True):
+            assert name in RESIZED or math.prod(rule.sizes[f] for f in factors) == size, (name, rule, rule.sizes)
+
+
+def _check_nothing_is_missed(eqn, ins, outs, rule):
+    """Checks that dims which correspond have a common factor, which passes through."""
+    if eqn.primitive.name in MISSED:
+        return
+    for (t, x), (u, y) in itertools.product(enumerate(ins), enumerate(outs)):
+        for d, e in itertools.product(range(x.ndim), range(y.ndim)):
+            common = set(rule.operands[t][d]) & set(rule.results[u][e])
+            passes = any(rule.kinds[f] is Kind.PASS and f not in rule.blocked for f in common)
+            if x.shape[d] == y.shape[e] > 1 and not passes:
+                assert not _correspond(eqn, ins, outs, (t, d), (u, e)), f"{eqn}\n{rule} misses {d} of {t} in {e} of {u}"
+
+
+def _correspond(eqn, ins, outs, operand, result):
+    """Whether shards of a result along a dim depend on the shards of an operand along a dim alone, and do so."""
+    (t, d), (u, e) = operand, result
+    n, rng = _num_shards(ins[t].shape[d]), np.random.default_rng(2)
+    changes = np.zeros((n, n), bool)
+    for j in range(n):
+        for _ in range(2):  # one change may go unnoticed
+            changed = np.array(ins[t])
+            part = np.split(np.moveaxis(changed, d, 0), n)[j]
+            part[...] = _changed(part, rng)
+            other = np.asarray(_run(eqn, [changed if k == t else x for k, x in enumerate(ins)], {})[u])
+            pairs = (np.split(np.moveaxis(np.asarray(z), e, 0), n) for z in (other, outs[u]))
+            changes[j] |= [not np.array_equal(a, b) for a, b in zip(*pairs, strict=True)]
+    return bool(changes.diagonal().all() and not changes[~np.eye(n, dtype=bool)].any())
+
+
+def _changed(x, rng):
+    """Other numbers of the same kind; integers in another order, so that indices stay valid."""
+    if x.dtype == bool:
+        return ~x
+    if x.dtype.kind in "iu":
+        return rng.permutation(x.reshape(-1)).reshape(x.shape)
+    return 1 - x + rng.integers(0, 2, x.shape).astype(x.dtype)
 
 
 def _find_factor(dims, f):
@@ -206,6 +255,13 @@ COMBINE = {
     "argmin": (_extreme(low=False), _arg(np.argmin)),
 }
 """Primitive -> neutral element of its reduction, and how partial results combine."""
+
+RESIZED = {"approx_top_k", "concatenate", "conv_general_dilated", "dynamic_slice", "gather", "pad", "reduce_window"}
+RESIZED |= {"reduce_window_max", "reduce_window_min", "reduce_window_sum", "slice", "split", "top_k"}
+"""Primitives whose results have a part of a factor, or more than it."""
+
+MISSED = {"triangular_solve", "tridiagonal_solve"}
+"""Primitives with columns that correspond but are replicated: XLA shards only the batch dims of its solvers."""
 
 SHIFTED = {"dynamic_update_slice", "scatter", "scatter-add", "scatter-mul", "scatter-max", "scatter-min", "scatter-sub"}
 SHIFTED |= {"ragged_dot_general"}
