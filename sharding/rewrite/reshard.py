@@ -262,7 +262,10 @@ def local_bytes(axes: DimAxes, shape: tuple[int, ...], itemsize: int, sizes: Map
 
 
 def _moves(at: DimAxes, goal: DimAxes, sizes: Mapping[str, int]) -> Iterator[_Move]:
-    """Yields every step that may be in a cheapest chain."""
+    """Yields the steps among which a cheapest chain is, where all links cost the same; a good one where they do not.
+
+    No axis is used that neither spec has, and no dim is sharded further on the way than in the end.
+    """
     used = tuple(a for axes in at for a in axes)
     idle = [a for axes in goal for a in axes if a not in used]
     shards, goal_shards = _num_shards(at, sizes), _num_shards(goal, sizes)

@@ -11,7 +11,7 @@ from support import slow_propagation
 from sharding.errors import ShardingError
 from sharding.graph import Annotation, Graph, Group, Op, group_annotations
 from sharding.propagation import complete
-from sharding.rules import Flow, Kind, Rule
+from sharding.rules import Flow, Kind, Rule, identity
 from sharding.spec import Dim, Spec
 
 MESHES = ({"a": 2, "b": 2, "c": 2}, {"a": 4, "b": 2}, {"a": 6, "b": 2}, {"a": 8, "one": 1})
@@ -96,6 +96,12 @@ def random_graph(rng):
         name = rng.choice(["edge", "copy"]) if is_pointwise else "op"
         site = SITE if name == "edge" and rng.random() < 0.7 else ()
         ops.append(Op(name, operands, tuple(results), rule, site, 1, ()))
+    arguments = [u for u in range(len(shapes)) if u not in made]
+    loops = [(v, u) for u in arguments for v in made if v > u and shapes[u] == shapes[v]]
+    for v, u in rng.sample(loops, min(len(loops), rng.choice([0, 1, 2]))):  # what a loop carries
+        if u not in made:
+            ops.append(Op("edge", (v,), (u,), identity(1, shapes[v]), SITE, 1, ()))
+            made.add(u)
     graph = Graph(shapes=shapes, dtypes=[jnp.float32] * len(shapes), sites=[()] * len(shapes), ops=ops)
     alike = [(u, v) for u in range(len(shapes)) for v in range(u) if shapes[u] == shapes[v]]
     if alike and rng.random() < 0.3:

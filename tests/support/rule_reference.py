@@ -260,8 +260,9 @@ RESIZED = {"approx_top_k", "concatenate", "conv_general_dilated", "dynamic_slice
 RESIZED |= {"reduce_window_max", "reduce_window_min", "reduce_window_sum", "slice", "split", "top_k"}
 """Primitives whose results have a part of a factor, or more than it."""
 
-MISSED = {"triangular_solve", "tridiagonal_solve"}
-"""Primitives with columns that correspond but are replicated: XLA shards only the batch dims of its solvers."""
+MISSED = {"select_and_scatter_add", "triangular_solve", "tridiagonal_solve"}
+"""Primitives with dims that correspond but are replicated: XLA shards only the batch dims of its solvers, and a window
+may only happen not to overlap the next."""
 
 SHIFTED = {"dynamic_update_slice", "scatter", "scatter-add", "scatter-mul", "scatter-max", "scatter-min", "scatter-sub"}
 SHIFTED |= {"ragged_dot_general"}
