@@ -1,10 +1,12 @@
 """The latency-hiding order by hand, and as laws of random programs."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 from support.call_counts import num_calls
 
+from sharding.cost.gpu_latencies import START_US
 from sharding.cost.latency_hiding import Work, latency_hiding_order
 
 
@@ -71,3 +73,110 @@ def test_work_grows_with_the_number_of_ready_kernels():
         return num_calls(lambda: latency_hiding_order(works))
 
     assert calls(800) < 2.3 * calls(400)
+
+
+# The policy once more, over plain lists
+
+
+def slow_nodes(works):
+    """The starts, ends and kernels, each with what it waits for and what waits for it."""
+    nodes, ends = [], []
+    for k, work in enumerate(works):
+        parts = ("start", "end") if work.is_collective else ("kernel",)
+        made = [SimpleNamespace(part=p, k=k, work=work, after=[], before=[], placed=False, ready=0.0) for p in parts]
+        if work.is_collective:
+            made[0].before.append((made[1], work.microseconds))
+            made[1].after.append(made[0])
+        for j in work.after:
+            ends[j].before.append((made[0], START_US))
+            made[0].after.append(ends[j])
+        for node in made:
+            node.lasts = work.microseconds if node.part == "kernel" else START_US
+            own = work.microseconds if node.part == "end" else 0
+            node.depth = own + max((one.depth for one in node.after), default=0)
+        nodes += made
+        ends.append(made[-1])
+    return nodes
+
+
+def slow_order(works):
+    """From the end: each turn looks at all nodes, and takes the best of those whose readers are all placed."""
+    nodes, order, now, in_flight, released = slow_nodes(works), [], 0.0, False, []
+
+    def left(node):
+        return sum(not reader.placed for reader, _ in node.before)
+
+    def release(node):
+        node.ready = max([now, *(reader.ready + wait for reader, wait in node.before)])
+        released.append(node)
+
+    def liked(node):
+        waits_alone = sum(left(one) == 1 for one in node.after)
+        return any(one.part == "end" for one in node.after), waits_alone, node.k
+
+    def best(found):
+        deepest = max(node.depth for node in found)
+        return max((node for node in found if node.depth == deepest), key=liked)
+
+    def choice():
+        waiting = [node for node in released if not node.placed]
+        kernels = [node for node in waiting if node.part == "kernel"]
+        free = [node for node in kernels if node.lasts == 0]
+        if free:
+            return free[-1]
+        loops = [node for node in kernels if node.work.communicates]
+        kernels = [node for node in kernels if not node.work.communicates]
+        ends, starts = ([node for node in waiting if node.part == p] for p in ("end", "start"))
+        ready = [node for node in kernels if node.ready <= now]
+        later = sorted((node for node in kernels if node.ready > now), key=lambda node: (node.ready, -node.k))
+        if not in_flight and ends:
+            due = [node for node in ends if node.ready <= now]
+            return best(due) if due else min(ends, key=lambda node: (node.ready, -node.k))
+        depth = max((node.depth for node in ready), default=None)
+        if loops and not in_flight:
+            loop = max(loops, key=lambda node: node.depth)
+            if depth is None or loop.depth > depth:
+                return loop
+        for start in starts:
+            if start.ready <= now and (depth is None or ends or 0 < start.depth > depth):
+                return start
+        if ready:
+            until = [node.ready for node in starts if node.ready > now] + [node.ready for node in later[:1]]
+            deepest = [node for node in ready if node.depth == depth]
+            if until:
+                room = min(until) - now
+                nearest = min(abs(room - node.lasts) for node in deepest)
+                deepest = [node for node in deepest if abs(room - node.lasts) == nearest]
+            return max(deepest, key=liked)
+        if starts and (not later or starts[0].ready <= later[0].ready):
+            return starts[0]
+        return later[0]
+
+    for node in nodes:
+        if not node.before:
+            release(node)
+    while len(order) < len(nodes):
+        node = choice()
+        node.ready = max([now, *(reader.ready + wait for reader, wait in node.before)])
+        now = node.ready + node.lasts
+        in_flight = node.part == "end" if node.part != "kernel" else in_flight
+        node.placed = True
+        order.append((node.k, node.part))
+        for source in node.after:
+            if not left(source) and source not in released:
+                release(source)
+    return order[::-1]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_order_is_that_of_the_policy(seed):
+    rng = random.Random(seed)
+    works = random_works(rng)
+    if seed % 2:
+        works = [
+            Work(microseconds=one.microseconds, after=one.after, communicates=True)
+            if not one.is_collective and rng.random() < 0.2
+            else one
+            for one in works
+        ]
+    assert latency_hiding_order(works) == slow_order(works)

@@ -1,11 +1,15 @@
 """Links of the groups along mesh axes."""
 
+import itertools
+import math
+
 import jax
 import numpy as np
 import pytest
 
 from sharding import hardware, mesh
 from sharding.cost import topology
+from sharding.cost.topology import _groups, byte_costs
 from sharding.errors import ShardingError
 
 
@@ -144,3 +148,96 @@ def test_links_depend_on_the_order_of_axes(devices, sizes, links):
     with context as m:
         assert topology(m).links == links
     assert topology(context.mesh, devices).links == links
+
+
+# Groups and links by enumeration
+
+
+def coordinates(sizes):
+    return [dict(zip(sizes, at, strict=True)) for at in itertools.product(*map(range, sizes.values()))]
+
+
+def rest_of(at, sizes, axes):
+    """What devices of one group have in common: their place along all that is not in the group."""
+    found = []
+    for name, size in sizes.items():
+        place = at[name]
+        for axis in axes:
+            if axis == name:
+                place = None
+        subs = sorted(axis[1:] for axis in axes if axis[0] == name and not isinstance(axis, str))
+        digits, pre = [], 1  # the place in digits: before, within and behind each sub-axis
+        for first, count in subs:
+            digits.append(place // (size // first) % (first // pre))
+            pre = first * count
+        found.append((name, tuple(digits), place if not subs else place % (size // pre)))
+    return tuple(found)
+
+
+AXES = [("a",), ("b",), ("c",), ("a", "b"), ("b", "a"), ("c", "a"), (("c", 1, 2),), (("c", 2, 2),), (("c", 4, 2),),
+        (("c", 2, 4),), ("a", ("c", 2, 2)), (("c", 1, 2), ("c", 4, 2)), ("a", "b", "c"), ("one",)]  # fmt: skip
+
+
+@pytest.mark.parametrize("axes", AXES, ids=str)
+def test_groups_are_the_devices_that_differ_along_the_axes_alone(axes):
+    sizes = {"a": 2, "b": 3, "one": 1, "c": 8}
+    on = topology(mesh(sizes, devices="h100:6x8").mesh, "h100:6x8")
+    places = coordinates(sizes)
+    expected = {}
+    for number, at in enumerate(places):
+        expected.setdefault(rest_of(at, sizes, axes), set()).add(number)
+    found = _groups(on, axes)
+    assert {frozenset(group) for group in found.tolist()} == {frozenset(group) for group in expected.values()}
+    assert found.shape == (48 // on.group_size(axes), on.group_size(axes))
+
+
+HOSTS = [
+    ({"data": 6, "tensor": 8}, "h100:6x8"),
+    ({"data": 12, "tensor": 4}, "h100:6x8"),
+    ({"data": 3, "tensor": 16}, "h100:6x8"),
+    ({"tensor": 16, "data": 3}, "h100:6x8"),
+    ({"a": 4, "b": 3, "c": 4}, "h100:6x8"),
+    ({"a": 48, "b": 1}, "cpu:2x24"),
+    ({"a": 2, "b": 24}, "cpu:2x24"),
+]
+
+
+@pytest.mark.parametrize(("sizes", "devices"), HOSTS, ids=str)
+def test_links_and_levels_of_hosts_by_counting_devices(sizes, devices):
+    on = topology(mesh(sizes, devices=devices).mesh, devices)
+    per_host = on.devices.shape[1]
+    for count in (1, 2):
+        for axes in itertools.combinations(sizes, count):
+            hosts = [[number // per_host for number in group] for group in _groups(on, axes).tolist()]
+            counts = {tuple(sorted(group.count(host) for host in set(group))) for group in hosts}
+            is_even = len(counts) == 1 and len(set(next(iter(counts)))) == 1
+            inside = next(iter(counts))[0] if is_even else 1
+            levels = [(way.size, way.link) for level in on.levels(axes) for way in level]
+            expected = [(inside, on.chip.link), (math.prod(sizes[a] for a in axes) // inside, "network")]
+            assert levels == [one for one in expected if one[0] > 1], axes
+    for axis in sizes:
+        crosses = any(len({number // per_host for number in group}) > 1 for group in _groups(on, (axis,)).tolist())
+        assert on.links[axis] == ("network" if crosses else on.chip.link)
+
+
+def test_a_byte_over_the_network_costs_as_much_as_its_links_are_slower():
+    def costs(devices, **sizes):
+        return byte_costs(topology(mesh(sizes, devices=devices).mesh, devices))
+
+    ratio = 25 * 18 / 50  # NVLink of an H100, and its network
+    assert costs("h100:2x8", node=2, gpu=8) == {"node": pytest.approx(ratio)}
+    assert costs("h100:2x8", node=2, one=1, gpu=8) == {"node": pytest.approx(ratio)}
+    assert costs("h100:2x8", data=4, gpu=4) == {"data": pytest.approx(ratio)}
+    assert costs("h100:2x8", gpu=16) == costs("h100:1x8", gpu=8) == costs("h100:8x1", node=8, one=1) == {}
+    assert costs("cpu:2x8", node=2, core=8) == costs("v5p:2x2x4", a=2, b=8) == byte_costs(None) == {}
+
+
+@pytest.mark.parametrize("devices", ["v5p:4x4x8", "v5p:2x2x4", "v5e:4x8", "tpu7x:2x2x4", "v6e:2x16"])
+def test_axes_that_take_whole_dims_fold(devices):
+    """Each axis can be a product of dims of its own, however these are chosen."""
+    described = hardware.parse(devices)
+    dims = [size for size in (*described.shape, described.chip.devices_per_chip) if size > 1]
+    for split in {(n, described.num_devices // n) for n in (1, 2, 4, 8, 16, 32) if described.num_devices % n == 0}:
+        found = topology(mesh(a=split[0], b=split[1], devices=devices).mesh, devices)
+        subsets = (c for k in range(len(dims) + 1) for c in itertools.combinations(dims, k))
+        assert found.folds == any(math.prod(subset) == split[1] for subset in subsets), split

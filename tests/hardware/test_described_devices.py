@@ -1,5 +1,8 @@
 """Parsing of device descriptions, and the usual shapes."""
 
+import itertools
+import math
+
 import pytest
 
 from sharding.errors import ShardingError
@@ -103,3 +106,63 @@ def test_usual_shapes(name, num_devices, text):
 def test_impossible_shapes(name, num_devices, message):
     with pytest.raises(ShardingError, match=message):
         arranged(name, num_devices)
+
+
+@pytest.mark.parametrize("name", ["v5e", "v5p", "tpu7x"])
+def test_the_usual_torus_is_the_most_cubic_one(name):
+    """Of all shapes with that many chips the least sum, then the first in order; smallest dim first."""
+    known = CHIPS[name]
+    for chips in (*range(1, 33), 48, 60, 64):
+        sizes = (
+            itertools.product(range(1, chips + 1), repeat=2)
+            if known.torus_dims == 3
+            else [(n,) for n in range(1, chips + 1)]
+        )
+        heads = (head for head in sizes if chips % math.prod(head) == 0)
+        shapes = ((*head, chips // math.prod(head)) for head in heads)
+        expected = min(tuple(sorted(shape)) for shape in shapes if sum(shape) == _least_sum(chips, known.torus_dims))
+        assert arranged(known, chips * known.devices_per_chip).shape == expected
+
+
+def _least_sum(chips, num_dims):
+    if num_dims == 1:
+        return chips
+    return min(n + _least_sum(chips // n, num_dims - 1) for n in range(1, chips + 1) if chips % n == 0)
+
+
+@pytest.mark.parametrize("count", [1, 7, 8, 9, 16, 24])
+def test_the_usual_hosts_have_eight_gpus(count):
+    if count > 8 and count % 8:
+        with pytest.raises(ShardingError, match=f"{count} / 8"):
+            arranged("h100", count)
+        return
+    devices = arranged("h100", count)
+    assert devices.shape == ((1, count) if count <= 8 else (count // 8, 8))
+    assert arranged(devices, count) is devices and devices.num_devices == count
+    assert (devices.num_hosts, devices.devices_per_island) == devices.shape
+
+
+@pytest.mark.parametrize(
+    ("text", "wraps"),
+    [
+        ("v5p:4x4x6", (False,) * 3),
+        ("v5p:12x4x8", (True,) * 3),
+        ("v4:4x4x2", (False,) * 3),
+        ("v5e:16x4", (True, False)),
+        ("v5e:16x32", (True, True)),
+        ("v6e:8x8", (False, False)),
+        ("tpu7x:4x8x4", (True,) * 3),
+    ],
+)
+def test_a_torus_wraps_in_whole_cubes_or_pods(text, wraps):
+    assert parse(text).wraps == wraps
+
+
+@pytest.mark.parametrize(
+    ("text", "nearest"), [("v5p:8", "v5p:8x1x1"), ("v5e:2x3x4x5", "v5e:2x60"), ("v5e:6", "v5e:6x1")]
+)
+def test_the_nearest_shape_has_as_many_chips(text, nearest):
+    with pytest.raises(ShardingError, match="fix") as caught:
+        parse(text)
+    assert [*caught.value.fix] == [f'"{nearest}"']
+    assert math.prod(parse(nearest).shape) == math.prod(int(n) for n in text.partition(":")[2].split("x"))

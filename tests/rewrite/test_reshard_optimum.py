@@ -107,9 +107,7 @@ def test_no_path_between_any_specs_is_cheaper(shape, costs):
         least, found = shortest(before, after, shape, sizes, costs), reshard.chain_cost(steps)
         if costs:  # permutes between other specs than the two could keep some bytes off the slow links
             blind = reshard.chain(spec(before), spec(after), shape, ITEM, sizes)
-            weighed = sum(
-                step_cost((step.kind, step.axes), step.spec.axes, shape, sizes, costs) for step in blind
-            )
+            weighed = sum(step_cost((step.kind, step.axes), step.spec.axes, shape, sizes, costs) for step in blind)
             assert least - 1e-6 <= found <= weighed + 1e-6
             steered += found < weighed - 1e-6
         else:
@@ -155,7 +153,10 @@ def test_halves_of_an_axis_are_used_where_they_save():
 
 def test_too_many_halves_are_reported():
     sizes = {"a": 4, "b": 2, "c": 8}
-    few, many = (spec((("a",), ("b",))), spec((("b",), ("a",)))), (spec((("a", "c"), ("b",))), spec((("b",), ("c", "a"))))
+    few, many = (
+        (spec((("a",), ("b",))), spec((("b",), ("a",)))),
+        (spec((("a", "c"), ("b",))), spec((("b",), ("c", "a")))),
+    )
     assert not reshard.is_cut_short(*few, sizes)
     assert reshard.is_cut_short(*many, sizes)
     assert not reshard.is_cut_short(many[0], many[0], sizes)
