@@ -300,7 +300,7 @@ FIXED = [
 
 @pytest.mark.parametrize("spec, ndim, fixed", FIXED, ids=map(str, FIXED))
 def test_the_suggested_spec_is_valid(spec, ndim, fixed):
-    with pytest.raises(ShardingError) as caught:
+    with pytest.raises(ShardingError, match="fix:") as caught:
         spec_of(spec, ndim)
     (text,) = caught.value.fix
     assert spec_of(eval(text, {"P": P, "PartitionSpec": P, "UnconstrainedSingleton": U}), ndim) == spec_of(fixed, ndim)

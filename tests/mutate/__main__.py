@@ -5,10 +5,10 @@
     python -m tests.mutate --tests tests/cost tests/explain    # other tests than those of the rooms
     python -m tests.mutate --lines /tmp/lines                  # keep what each test executes for the next run
 
-The tests run once without a fault, which shows what lines each of them executes (`sys.monitoring`, Python 3.12). A mutant
-then goes only through the tests that execute its line, the most specific first. A mutant that changes nothing anyone can
-see is *equivalent*; a reader has to tell those among the survivors, which are printed with their change. Tests that run
-three times as long as without the fault count as caught.
+The tests run once without a fault, which shows what lines each of them executes (`sys.monitoring`, Python 3.12). A
+mutant then goes only through the tests that execute its line, the most specific first. A mutant that changes nothing
+anyone can see is *equivalent*; a reader has to tell those among the survivors, which are printed with their change.
+Tests that hang count as failed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import tempfile
 from pathlib import Path
 
 from . import forked_pytest
-from .line_coverage import Coverage, InOrder, LineRecorder, read, tests_for
+from .line_coverage import Coverage, InOrder, LineRecorder, read, covering_tests
 from .mutants import ROOMS, Mutant, sample
 
 ROOT = Path(__file__).parents[2]
@@ -77,7 +77,7 @@ def _caught_by(copy: Copy, mutant: Mutant, paths: tuple[str, ...], seconds: floa
     """How a mutant ends: `caught`, `survived`, or `not executed` by any test."""
     own = mirrored(copy.root, mutant.path)
     coverage = copy.coverage(paths or own[-1:])
-    tests = tests_for(coverage, mutant, mirrored=own[0] if own else "", seconds=seconds)
+    tests = covering_tests(coverage, mutant, mirrored=own[0] if own else "", seconds=seconds)
     if not tests:
         return "not executed"
     limit = 60 + 10 * sum(coverage[name].seconds for name in tests)  # of wall-clock time, on a busy machine

@@ -55,7 +55,7 @@ def _in_child(root: Path, arguments: Sequence[str], plugins: Sequence[object]) -
         os.chdir(root)
         os.environ["PYTHONPATH"] = str(root)  # of the processes that tests start
         sys.path.insert(0, str(root))
-        null = os.open(os.environ.get("MLOG", os.devnull), os.O_RDWR | os.O_CREAT | os.O_APPEND)
+        null = os.open(os.devnull, os.O_RDWR)
         for stream in (0, 1, 2):
             os.dup2(null, stream)
         sys.dont_write_bytecode = True

@@ -94,7 +94,7 @@ def read(file: Path) -> Coverage:
     }
 
 
-def tests_for(coverage: Coverage, mutant: Mutant, *, mirrored: str, seconds: float) -> tuple[str, ...]:
+def covering_tests(coverage: Coverage, mutant: Mutant, *, mirrored: str, seconds: float) -> tuple[str, ...]:
     """Returns the tests that execute a mutant's lines, the most specific first.
 
     Args:

@@ -47,6 +47,10 @@ FUNCTIONS = {
 """Name of a function or method -> the one that takes its place."""
 
 
+UNSEEN = frozenset({"compare", "eq", "frozen", "kw_only", "maxsize", "repr", "slots", "stacklevel", "strict"})
+"""Options of dataclasses, caches, warnings and `zip`, which only matter to a program with another fault."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mutant:
     """One change of one file."""
@@ -147,13 +151,16 @@ def _files(root: Path, prefixes: tuple[str, ...]) -> list[Path]:
 
 
 def _changes(tree: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
-    """Yields each expression that can change, in order of the source, with its replacement; none in errors' texts."""
-    errors = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _is_error(node.func)]
-    messages = {id(part) for error in errors for part in ast.walk(error)}
+    """Yields each expression that can change, in order of the source, with its replacement.
+
+    None in the texts of errors and warnings, in annotations of types, and of options that change nothing in a program
+    without faults of its own (`UNSEEN`).
+    """
+    skipped = {id(part) for node in ast.walk(tree) for hidden in _hidden(node) for part in ast.walk(hidden)}
     found = [
         (node, new)
         for node in ast.walk(tree)
-        if isinstance(node, ast.expr) and not _is_annotation(node) and id(node) not in messages
+        if isinstance(node, ast.expr) and not _is_annotation(node) and id(node) not in skipped
         for new in _replacements(node)
     ]
     return iter(sorted(found, key=lambda change: (change[0].lineno, change[0].col_offset)))
@@ -182,8 +189,17 @@ def _replacements(node: ast.expr) -> Iterator[ast.expr]:
             yield ast.IfExp(test, orelse, body)
 
 
-def _is_error(function: ast.expr) -> bool:
-    return isinstance(function, ast.Name) and function.id.endswith("Error")
+def _hidden(node: ast.AST) -> Iterator[ast.AST]:
+    """Yields the parts of a node that no mutant changes."""
+    match node:
+        case ast.Call(func=ast.Name(id=name)) if name.endswith("Error") or name == "warn":
+            yield node
+        case ast.keyword(arg=name) if name in UNSEEN:
+            yield node.value
+        case ast.AnnAssign(annotation=annotation) | ast.arg(annotation=annotation) if annotation is not None:
+            yield annotation
+        case ast.FunctionDef(returns=ast.expr() as returns):
+            yield returns
 
 
 def _is_text(node: ast.expr) -> bool:

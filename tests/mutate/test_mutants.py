@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from mutate.mutants import mutant, sample
+from mutate.line_coverage import TestLines, covering_tests
+from mutate.mutants import Mutant, mutant, sample
 
 
 def changes(root: Path, text: str) -> list[str]:
@@ -35,6 +36,10 @@ def changes(root: Path, text: str) -> list[str]:
         ("a = 'text' + b", []),
         ("a: int | None = None", []),
         ("raise ShardingError('too many', found=b[:8])", []),
+        ("for a in zip(b, c, strict=True): pass", []),
+        ("@dataclass(frozen=True)\nclass A:\n    b: Literal[1] = 2", ["    b: Literal[1] = 3"]),
+        ("warn('too few', a + 1)", []),
+        ("def f(a: Literal[1] = 0) -> Literal[2]: return a", ["def f(a: Literal[1] = 1) -> Literal[2]: return a"]),
         ("a = '\u00e9', b == c  # after a wide letter", ["a = '\u00e9', b != c  # after a wide letter"]),
     ],
 )
@@ -61,3 +66,48 @@ def test_a_sample_is_reproducible_and_spread_over_rooms(tmp_path):
     assert first == again and len(first) == 4
     assert {one.room for one in sample(tmp_path, 3, seed=3)} == {"sharding/cost", "sharding/rules", "sharding/jit"}
     assert {one.room for one in sample(tmp_path, 9, seed=3, prefixes=("sharding/jit",))} == {"sharding/jit"}
+
+
+@pytest.mark.parametrize(
+    ("text", "lines", "statement", "at_import"),
+    [
+        ("a = 1\nb = (\n    c < d\n)", (3, 4), (2, 5), True),
+        ("def f(a=b < c):\n    return a", (1, 2), (1, 3), True),
+        ("def f(a):\n    return (\n        a < 2.5\n    )", (3, 4), (2, 5), False),
+        ("class A:\n    b = c < d", (2, 3), (2, 3), True),
+        ("f = lambda a: a < b", (1, 2), (1, 2), False),
+    ],
+)
+def test_where_a_mutant_is(tmp_path, text, lines, statement, at_import):
+    path = tmp_path / "one.py"
+    path.write_text(text + "\n")
+    found = (mutant(tmp_path, path, index) for index in range(3))
+    one = next(m for m in found if "<=" in m.change)
+    assert (one.lines, one.statement, one.at_import) == (range(*lines), range(*statement), at_import)
+
+
+def test_tests_that_execute_a_line_come_most_specific_first():
+    def mutant_of(lines, statement=range(1, 9), at_import=False):
+        return Mutant(path="a.py", lines=lines, statement=statement, at_import=at_import, source="", change="")
+
+    def test(seconds, **lines):
+        return TestLines(seconds=seconds, lines={f"{name}.py": set(found) for name, found in lines.items()})
+
+    coverage = {
+        "tests/test_b.py::large": test(2, a=[3, 4, 5], b=[1]),
+        "tests/test_b.py::small": test(1, a=[3]),
+        "tests/test_a.py::own": test(4, a=[3, 4, 5, 6], b=[1, 2]),
+        "tests/test_b.py::other": test(1, b=[3]),
+    }
+
+    def names(one, seconds=100):
+        found = covering_tests(coverage, one, mirrored="tests/test_a.py", seconds=seconds)
+        return [name.partition("::")[2] for name in found]
+
+    assert names(mutant_of(range(3, 4))) == ["own", "small", "large"]
+    assert names(mutant_of(range(3, 4)), seconds=5) == ["own", "small"]
+    assert names(mutant_of(range(3, 4)), seconds=1) == ["own"]  # one at least
+    assert names(mutant_of(range(4, 5))) == ["own", "large"]
+    assert names(mutant_of(range(7, 8), range(6, 8))) == ["own"]  # the lines of a statement count together
+    assert names(mutant_of(range(8, 9), range(8, 9))) == []
+    assert names(mutant_of(range(8, 9), range(8, 9), at_import=True)) == ["own", "small", "large"]

@@ -1,4 +1,4 @@
-"""Reshard chains against the shortest of all paths between all specs, whose steps are told apart by what devices hold."""
+"""Reshard chains against the shortest of all paths between specs, and their steps against what devices hold."""
 
 import functools
 import itertools

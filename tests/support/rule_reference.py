@@ -76,10 +76,14 @@ def _check_rule(eqn, ins, outs, texts):
     _check_sizes(name, rule, ins, outs)
     _check_nothing_is_missed(eqn, ins, outs, rule)
     for f, (size, kind) in enumerate(zip(rule.sizes, rule.kinds, strict=True)):
+        in_result = any(_find_factor(dims, f) is not None for dims in rule.results)
+        assert not (kind is Kind.REDUCE and in_result), (name, rule, rule.kinds)
+        if name in COMBINE and size > 1:  # what is summed up says so
+            assert in_result or kind is not Kind.PASS, (name, rule, rule.kinds)
         holders = [i for i, dims in enumerate(rule.operands) if _find_factor(dims, f) is not None]
         if size == 1 or not holders:
             continue
-        if kind is Kind.PASS and any(_find_factor(dims, f) is not None for dims in rule.results):
+        if kind is Kind.PASS and in_result:
             _check_locality(eqn, ins, outs, rule, f)
             if name not in SHIFTED:
                 _check_shards(eqn, ins, outs, rule, f)
