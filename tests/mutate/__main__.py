@@ -22,7 +22,7 @@ import tempfile
 from pathlib import Path
 
 from . import forked_pytest
-from .line_coverage import Coverage, InOrder, LineRecorder, read, covering_tests
+from .line_coverage import Coverage, InOrder, LineRecorder, covering_tests, read
 from .mutants import ROOMS, Mutant, sample
 
 ROOT = Path(__file__).parents[2]

@@ -1,129 +1,32 @@
-"""The engine against a slow propagation, on random graphs of random rules and on random programs."""
+"""The engine against a slow propagation, and its conflicts and classes against enumerations, on random graphs."""
 
 import math
 import random
 
-import jax
-import jax.numpy as jnp
 import pytest
 from support import slow_propagation
+from support.random_graphs import MESHES, annotate, random_graph
 
 from sharding.errors import ShardingError
-from sharding.graph import Annotation, Graph, Group, Op, group_annotations
+from sharding.graph import group_annotations
 from sharding.propagation import complete
-from sharding.rules import Flow, Kind, Rule, identity
-from sharding.spec import Dim, Spec
-
-MESHES = ({"a": 2, "b": 2, "c": 2}, {"a": 4, "b": 2}, {"a": 6, "b": 2}, {"a": 8, "one": 1})
-SITE = tuple(jax.make_jaxpr(jnp.sin)(1.0).eqns)
-FACTOR_SIZES = (1, 2, 2, 4, 4, 6, 8, 3)
-FLOWS = [*Flow, Flow.ELEMENTWISE, Flow.MOVE, Flow.OTHER]
+from sharding.propagation.dim_classes import DimClasses
+from sharding.rules import Kind
+from sharding.spec import num_parts
 
 
-def split(rng, factors):
-    """Some factors as dims of one or more, in a random order."""
-    left, dims = rng.sample(factors, len(factors)), []
-    while left:
-        count = min(len(left), rng.choice([1, 1, 1, 2, 3]))
-        dims.append(tuple(left[:count]))
-        left = left[count:]
-    return tuple(dims)
-
-
-def shape_of(dims, sizes):
-    return tuple(math.prod(sizes[f] for f in dim) for dim in dims)
-
-
-def fitting(rng, shapes, shape):
-    """An earlier value of a shape, or a new one."""
-    known = [v for v, one in enumerate(shapes) if one == shape]
-    if known and rng.random() < 0.8:
-        return rng.choice(known)
-    shapes.append(shape)
-    return len(shapes) - 1
-
-
-def pointwise_rule(rng, shape):
-    dims = tuple((d,) for d in range(len(shape)))
-    count = rng.choice([1, 1, 2])
-    return Rule(operands=(dims,) * count, results=(dims,), sizes=shape, kinds=(Kind.PASS,) * len(shape),
-                flow=rng.choice([Flow.ELEMENTWISE, Flow.MOVE]))  # fmt: skip
-
-
-def random_rule(rng, shape):
-    """A rule whose first operand has a shape, or part of one."""
-    if shape is not None and rng.random() < 0.5:
-        return pointwise_rule(rng, shape)
-    sizes = tuple(rng.choice(FACTOR_SIZES) for _ in range(rng.randint(2, 5)))
-    if shape is not None:  # each dim is a factor, or two
-        sizes, first = [], []
-        for n in shape:
-            k = rng.choice([k for k in (1, 2, 3, 4) if n % k == 0])
-            whole = k == 1 or rng.random() < 0.5
-            first.append((len(sizes),) if whole else (len(sizes), len(sizes) + 1))
-            sizes += [n] if whole else [k, n // k]
-        operands = [tuple(first)]
-        sizes = (*sizes, rng.choice(FACTOR_SIZES))
-    else:
-        operands = [split(rng, [*range(len(sizes))])]
-    factors = [*range(len(sizes))]
-    for _ in range(rng.choice([0, 1])):
-        operands.append(split(rng, rng.sample(factors, rng.randint(1, len(factors)))))
-    rng.shuffle(operands)
-    results = [split(rng, rng.sample(factors, rng.randint(1, len(factors)))) for _ in range(rng.choice([1, 1, 2]))]
-    kinds = tuple(rng.choice([Kind.PASS, Kind.PASS, *Kind]) for _ in factors)
-    blocked = frozenset(f for f in factors if rng.random() < 0.1)
-    return Rule(operands=tuple(operands), results=tuple(results), sizes=tuple(sizes), kinds=kinds, blocked=blocked,
-                flow=rng.choice(FLOWS))  # fmt: skip
-
-
-def random_graph(rng):
-    shapes, ops, made = [], [], set()
-    for _ in range(rng.randint(2, 9)):
-        rule = random_rule(rng, rng.choice(shapes) if shapes and rng.random() < 0.8 else None)
-        operands = tuple(fitting(rng, shapes, shape_of(dims, rule.sizes)) for dims in rule.operands)
-        results = []
-        for dims in rule.results:
-            shape = shape_of(dims, rule.sizes)
-            open_ends = [v for v, one in enumerate(shapes) if one == shape and v not in made and v not in operands]
-            if open_ends and rng.random() < 0.1:  # a loop: an argument that is given later
-                results.append(rng.choice(open_ends))
-            else:
-                shapes.append(shape)
-                results.append(len(shapes) - 1)
-            made.add(results[-1])
-        is_pointwise = rule.flow is Flow.MOVE and len(set(rule.operands + rule.results)) == 1
-        name = rng.choice(["edge", "copy"]) if is_pointwise else "op"
-        site = SITE if name == "edge" and rng.random() < 0.7 else ()
-        ops.append(Op(name, operands, tuple(results), rule, site, 1, ()))
-    arguments = [u for u in range(len(shapes)) if u not in made]
-    loops = [(v, u) for u in arguments for v in made if v > u and shapes[u] == shapes[v]]
-    for v, u in rng.sample(loops, min(len(loops), rng.choice([0, 1, 2]))):  # what a loop carries
-        if u not in made:
-            ops.append(Op("edge", (v,), (u,), identity(1, shapes[v]), SITE, 1, ()))
-            made.add(u)
-    graph = Graph(shapes=shapes, dtypes=[jnp.float32] * len(shapes), sites=[()] * len(shapes), ops=ops)
-    alike = [(u, v) for u in range(len(shapes)) for v in range(u) if shapes[u] == shapes[v]]
-    if alike and rng.random() < 0.3:
-        graph.groups.append(Group(rng.choice(alike), ()))
-    return graph
-
-
-def annotate(rng, graph, mesh):
-    for v in rng.sample(range(len(graph.shapes)), min(len(graph.shapes), rng.randint(1, 4))):
-        free = [axis for axis, size in mesh.items() if size > 1]
-        rng.shuffle(free)
-        dims = []
-        for _ in graph.shapes[v]:
-            count = rng.choice([0, 0, 1, 1, 2])
-            axes, free = tuple(free[:count]), free[count:]
-            if axes and mesh[axes[0]] in (4, 8) and rng.random() < 0.3:
-                axes = ((axes[0], rng.choice([1, 2]), 2),)
-            dims.append(Dim(axes=axes, open=rng.random() < 0.6, priority=rng.choice([0, 0, 0, 1, 2])))
-        graph.annotations[v] = Annotation(spec=Spec(dims=tuple(dims)), origin=f"of {v}")
-    for v in range(len(graph.shapes)):
-        if rng.random() < 0.05 and v not in graph.annotations:
-            graph.manual[v] = frozenset({"a"})
+def completed_graphs(seeds):
+    """Yields (seed, mesh, annotations by value, completion), without graphs whose groups are annotated differently."""
+    for seed in seeds:
+        rng = random.Random(seed)
+        mesh = rng.choice(MESHES)
+        graph = random_graph(rng)
+        annotate(rng, graph, mesh)
+        try:
+            annotations = group_annotations(graph)
+        except ShardingError:
+            continue
+        yield seed, mesh, annotations, complete(graph, mesh)
 
 
 def names_of(axes, mesh):
@@ -135,16 +38,8 @@ def names_of(axes, mesh):
 @pytest.mark.parametrize("first", range(0, 1200, 300))
 def test_random_graphs(first):
     sharded = conflicts = 0
-    for seed in range(first, first + 300):
-        rng = random.Random(seed)
-        mesh = rng.choice(MESHES)
-        graph = random_graph(rng)
-        annotate(rng, graph, mesh)
-        try:
-            annotations = group_annotations(graph)
-        except ShardingError:  # two members of a group are annotated differently
-            continue
-        found = complete(graph, mesh)
+    for seed, mesh, annotations, found in completed_graphs(range(first, first + 300)):
+        graph = found.graph
         got = names_of([spec.axes for spec in found.specs], mesh)
         expected = slow_propagation.propagated(graph, mesh, annotations)
         text = "\n".join(f"{op.name} {op.operands} -> {op.results}: {op.rule} {op.rule.flow}" for op in graph.ops)
@@ -152,3 +47,117 @@ def test_random_graphs(first):
         sharded += sum(any(spec) for spec in got) > len(graph.annotations)
         conflicts += bool(found.conflicts)
     assert sharded > 120 and conflicts > 60
+
+
+def expected_conflicts(mesh, annotations, found):
+    """(value, the longest claim's value, dim and axes) of every array that lacks axes of a factor, each once."""
+    slow = slow_propagation.Slow(found.graph, mesh, annotations)
+    slow.axes = [[list(dim) for dim in spec] for spec in names_of([spec.axes for spec in found.specs], mesh)]
+    seen = {}
+    for i, op in enumerate(slow.ops):
+        rule, arrays = op.rule, slow.arrays(i)
+        shapes = (*rule.operands, *rule.results)
+        own = [slow.factors(v, dims, rule.sizes)[0] for v, dims in zip(arrays, shapes, strict=True)]
+        for f, kind in enumerate(rule.kinds):
+            holders = [a for a, factors in enumerate(own) if f in factors]
+            if kind is Kind.REPLICATE or f in rule.blocked or not holders:
+                continue
+            longest = max(holders, key=lambda a: (len(own[a][f]), -a))
+            at = [next(d for d, dim in enumerate(dims) if f in dim) if f in factors else None
+                  for factors, dims in zip(own, shapes, strict=True)]  # fmt: skip
+            want = own[longest][f]
+            if not slow.axes[arrays[longest]][at[longest]]:
+                continue
+            for a in holders:
+                if own[a][f] != want:
+                    value, other = ((*op.operands, *op.results)[k] for k in (a, longest))
+                    seen.setdefault((value, at[a], tuple(want)), (own[a][f], other, at[longest]))
+    return seen
+
+
+@pytest.mark.parametrize("first", range(2000, 2400, 200))
+def test_conflicts_are_the_arrays_that_lack_axes_of_a_factor(first):
+    """With who won, why, and the bytes that it costs."""
+    rules = set()
+    for seed, mesh, annotations, found in completed_graphs(range(first, first + 200)):
+        graph, parts = found.graph, slow_propagation.parts_of(mesh)
+        expected = expected_conflicts(mesh, annotations, found)
+        assert len(found.conflicts) == len(expected), seed
+        for (value, dim, want), (have, other, other_dim), got in zip(
+            expected.keys(), expected.values(), found.conflicts, strict=True
+        ):
+            claim = tuple(slow_propagation.parts(got.lost.axes, parts))
+            assert (got.kept.value, got.lost.value, got.lost.dim, claim) == (value, other, other_dim, want), seed
+            missing = next(part for k, part in enumerate(want) if k >= len(have) or have[k] != part)
+            spec = names_of([found.specs[value].axes], mesh)[0]
+            elsewhere = [d for d, axes in enumerate(spec) if missing in axes]
+            assert got.kept.dim == (elsewhere[0] if elsewhere else dim)
+            assert got.kept.axes == found.specs[value].dims[got.kept.dim].axes
+            if any(d != dim for d in elsewhere):
+                assert got.rule == "the axis already shards another dim"
+            elif have and list(have) != list(want)[: len(have)]:
+                assert got.rule == "the dim is already sharded over other axes"
+            rules.add(got.rule)
+            now = graph.num_bytes(value) // math.prod(num_parts(axes, mesh) for axes in found.specs[value].axes)
+            gain = math.prod(parts[p] for p in want) // math.prod(parts[p] for p in have)
+            assert got.bytes_lost == now - now // max(1, gain)
+    assert len(rules) == 5
+
+
+@pytest.mark.parametrize("first", range(3000, 3200, 100))
+def test_every_axis_has_come_from_an_annotation_through_ops_that_tie_its_dims(first):
+    long = 0
+    for seed, mesh, _, found in completed_graphs(range(first, first + 100)):
+        graph, parts = found.graph, slow_propagation.parts_of(mesh)
+        for v, spec in enumerate(found.specs):
+            for d, dim in enumerate(spec.dims):
+                for axis in dim.axes:
+                    steps = found.chain(v, d, axis)
+                    assert steps[0][:2] == (v, d), seed
+                    last, last_dim, reason = steps[-1]
+                    assert reason.word == "annotated" and reason.origin == graph.annotations[last].origin
+                    asked = slow_propagation.parts(graph.annotations[last].spec.dims[last_dim].axes, parts)
+                    assert {*asked} & {*slow_propagation.parts([axis], parts)}
+                    for (u, e, why), (w, g, _) in zip(steps, steps[1:], strict=False):
+                        assert (why.value, why.dim) == (w, g)
+                        is_same = why.word == "same group" and w in graph.members(u)
+                        assert is_same or any(tied(op, (u, e), (w, g)) for op in graph.ops), seed
+                    long += len(steps) > 3
+    assert long > 20
+
+
+def tied(op, one, other):
+    """Whether two dims have a common factor in an op."""
+    arrays = [*zip((*op.operands, *op.results), (*op.rule.operands, *op.rule.results), strict=True)]
+    factors = [{f for v, dims in arrays if v == value for f in dims[d]} for value, d in (one, other)]
+    return all(any(v == value for v, _ in arrays) for value, _ in (one, other)) and bool(factors[0] & factors[1])
+
+
+def test_classes_are_the_dims_that_ops_tie_directly_or_not():
+    for seed in range(4000, 4060):
+        graph = random_graph(random.Random(seed))
+        at = [(v, d) for v, shape in enumerate(graph.shapes) for d in range(len(shape))]
+        ties = []
+        for op in graph.ops:
+            rule, values = op.rule, (*op.operands, *op.results)
+            majors = [
+                ((v, d), next((f for f in factors if rule.sizes[f] > 1), factors[0]))
+                for v, dims in zip(values, (*rule.operands, *rule.results), strict=True)
+                for d, factors in enumerate(dims)
+            ]
+            ties += [(x, y) for x, f in majors for y, g in majors if f == g]
+        members = [(u, w) for group in graph.groups for u in group.members for w in group.members]
+        ties += [((u, d), (w, d)) for u, w in members for d in range(len(graph.shapes[u]))]
+        number = {x: k for k, x in enumerate(at)}
+        changed = True
+        while changed:
+            changed = False
+            for x, y in ties:
+                if number[x] != number[y]:
+                    number[x] = number[y] = min(number[x], number[y])
+                    changed = True
+        classes = DimClasses(graph)
+        found = [classes.of(x) for x in at]
+        assert len({*found}) == len({*number.values()}) == len({(f, number[x]) for f, x in zip(found, at, strict=True)})
+        for v, shape in enumerate(graph.shapes):
+            assert classes.form(v) == tuple((n, classes.of((v, d))) for d, n in enumerate(shape))

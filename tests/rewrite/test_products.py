@@ -1,4 +1,4 @@
-"""Strategies of matrix products, on random shapes and specs: their cost by steps, and that no other choice costs less."""
+"""Strategies of matrix products on random shapes and specs: their cost by steps, and that no choice costs less."""
 
 import itertools
 import math
