@@ -1,5 +1,7 @@
 """Meshes over real and described devices: the current mesh, links, errors."""
 
+import asyncio
+import itertools
 import math
 import threading
 
@@ -14,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from sharding.errors import ShardingError
 from sharding.hardware import parse
-from sharding.mesh import current, described, mesh
+from sharding.mesh import abstract, current, described, in_force, mesh, tracing_context, with_auto_axes, without_mesh
 
 
 def in_jax() -> dict[str, int]:
@@ -258,3 +260,121 @@ def test_devices_that_fit_no_torus_are_taken_in_order(monkeypatch, error):
     monkeypatch.setattr(jax, "make_mesh", refuse)
     with mesh(a=2, b=3, devices=jax.devices()[:6]) as m:
         assert m.devices.flatten().tolist() == jax.devices()[:6]
+
+
+# The mesh that JAX sees
+
+
+def test_a_mesh_is_in_force_where_jax_has_another_or_none():
+    m, other = mesh(data=2, tensor=4).mesh, mesh(x=8)
+    with in_force(m):
+        assert in_jax() == {"data": 2, "tensor": 4} and jax.sharding.get_mesh() == m
+    assert in_jax() == {}
+    with other, in_force(m):
+        assert in_jax() == {"data": 2, "tensor": 4}
+    described_mesh = mesh(data=4, devices=4).mesh
+    with in_force(described_mesh):
+        assert in_jax() == {"data": 4}
+    with jax.set_mesh(m), in_force(m):
+        assert jax.sharding.get_mesh() is m
+    assert in_jax() == {}
+
+
+def test_a_mesh_is_in_force_in_traced_code_without_one():
+    m, seen = mesh(data=2, tensor=4).mesh, []
+
+    def traced(x):
+        with in_force(m):
+            seen.append(in_jax())
+        return x
+
+    jax.jit(traced)(1.0)
+    assert seen == [{"data": 2, "tensor": 4}]
+
+
+def test_explicit_axes_become_auto_alone():
+    kinds = (AxisType.Explicit, AxisType.Auto, AxisType.Manual)
+    plain = AbstractMesh((2, 2, 2), ("a", "b", "c"), axis_types=kinds)
+    assert with_auto_axes(plain).axis_types == (AxisType.Auto, AxisType.Auto, AxisType.Manual)
+    assert with_auto_axes(plain).shape_tuple == plain.shape_tuple
+    real = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Explicit, AxisType.Auto))
+    auto = with_auto_axes(real)
+    assert isinstance(auto, Mesh) and auto.axis_types == (AxisType.Auto,) * 2 and auto.axis_names == ("a", "b")
+    assert auto.devices.tolist() == real.devices.tolist()
+    assert with_auto_axes(auto) is auto and abstract(auto) is auto.abstract_mesh and abstract(plain) is plain
+
+
+def test_tracing_sees_auto_axes():
+    real = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(real), tracing_context():
+        assert jax.sharding.get_abstract_mesh().axis_types == (AxisType.Auto,)
+    with mesh(a=8) as m, tracing_context():
+        assert jax.sharding.get_mesh() is m
+    with tracing_context():
+        assert in_jax() == {}
+
+
+def test_without_a_mesh_there_is_none():
+    with mesh(data=8):
+        with without_mesh():
+            assert in_jax() == {}
+        assert in_jax() == {"data": 8}
+
+
+@pytest.mark.parametrize("last", [0, 1, 2])
+def test_tasks_of_a_thread_have_meshes_of_their_own(last):
+    """Also if they leave them in another order than they entered them."""
+    sizes = [{"a": 8}, {"b": 2, "c": 4}, {"d": 4, "e": 2}]
+    seen, gates = [], [asyncio.Event() for _ in sizes]
+
+    async def task(k):
+        with mesh(sizes[k]) as m:
+            await asyncio.sleep(0)
+            seen.append((current() is m, dict(current().shape) == sizes[k]))
+            await gates[k].wait()
+            seen.append((current() is m, True))
+        seen.append((current() is None, True))
+
+    async def everything():
+        tasks = [asyncio.create_task(task(k)) for k in range(3)]
+        for _ in range(4):
+            await asyncio.sleep(0)
+        for k in [k for k in range(3) if k != last] + [last]:
+            gates[k].set()
+            await tasks[k]
+        assert current() is None
+
+    asyncio.run(everything())
+    assert len(seen) == 9 and all(all(one) for one in seen)
+    assert in_jax() == {} and current() is None
+
+
+def halvings(sizes, asked):
+    """How many doublings or halvings lead from the sizes that were asked for to others, and how many are doublings."""
+    steps = [math.log2(new / old) for new, old in zip(sizes, asked, strict=True)]
+    return round(sum(map(abs, steps)), 6), sum(step > 0 for step in steps)
+
+
+@pytest.mark.parametrize("asked", [(3, 4), (5,), (2, 2, 3), (1, 1), (16, 2), (7, 9)])
+@pytest.mark.parametrize("num_devices", [8, 12, 64])
+def test_the_suggested_sizes_are_the_nearest(asked, num_devices):
+    if math.prod(asked) == num_devices:
+        return
+    names = "abc"[: len(asked)]
+    with pytest.raises(ShardingError, match="a product of") as caught:
+        mesh(dict(zip(names, asked, strict=True)), devices=num_devices)
+    every = [s for s in itertools.product(range(1, num_devices + 1), repeat=len(asked)) if math.prod(s) == num_devices]
+    nearest = sorted(halvings(sizes, asked) for sizes in every)[:4]
+    suggested = [eval(line, {"sharding": type("face", (), {"mesh": staticmethod(mesh)})}) for line in caught.value.fix]
+    assert [halvings(tuple(one.mesh.shape.values()), asked) for one in suggested] == nearest
+
+
+def test_an_axis_to_be_inferred_stays_so_in_suggestions():
+    with pytest.raises(ShardingError, match="a product that divides 12") as caught:
+        mesh({"a": -1, "b": 5, "c": 2}, devices=12)
+    assert [*caught.value.fix] == [
+        "sharding.mesh(a=-1, b=6, c=2, devices=12)",  # 0.26 doublings away
+        "sharding.mesh(a=-1, b=3, c=2, devices=12)",  # 0.74
+        "sharding.mesh(a=-1, b=4, c=3, devices=12)",  # 0.91
+        "sharding.mesh(a=-1, b=6, c=1, devices=12)",  # 1.26
+    ]
