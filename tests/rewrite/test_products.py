@@ -121,7 +121,7 @@ def test_strategies_of_products(sizes):
         if len(costs) == len(others):
             assert found.cost == pytest.approx(min(costs)), (shapes, specs)
             exact += 1
-    assert exact > 30
+    assert exact > 20
     assert kinds >= {"all-gather", "all-reduce", "all-to-all", "slice", "reduce-scatter"}
 
 
