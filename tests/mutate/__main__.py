@@ -96,6 +96,8 @@ def main() -> int:
     parser.add_argument("--lines", type=Path, default=None, help="folder to keep what each test executes")
     parser.add_argument("--json", type=Path, default=None, help="file for the results")
     args = parser.parse_args()
+    if sys.version_info < (3, 12):
+        raise SystemExit("needs Python 3.12 or newer, which tells the lines that tests execute: make mutate VENV=...")
     mutants = sample(ROOT, args.sample, seed=args.seed, prefixes=tuple(args.only))
     caught: collections.Counter[str] = collections.Counter()
     results = []

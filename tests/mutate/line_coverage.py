@@ -99,7 +99,7 @@ def covering_tests(coverage: Coverage, mutant: Mutant, *, mirrored: str, seconds
 
     Args:
         coverage: what each test executes.
-        mutant: where nothing but an import executes it, all tests of its file count.
+        mutant: where nothing but an import executes it, all tests count.
         mirrored: the test file of the changed file, whose tests come first.
         seconds: tests are left out that would take longer than this together.
     """
@@ -107,8 +107,8 @@ def covering_tests(coverage: Coverage, mutant: Mutant, *, mirrored: str, seconds
     covering = [name for name in lines if not lines[name].isdisjoint(mutant.lines)]
     covering = covering or [name for name in lines if not lines[name].isdisjoint(mutant.statement)]
     if not covering and mutant.at_import:
-        covering = list(lines)
-    covering.sort(key=lambda name: (not name.startswith(mirrored + "::"), coverage[name].num_lines))
+        covering = list(coverage)
+    covering.sort(key=lambda name: (not name.startswith(mirrored + "::"), name not in lines, coverage[name].num_lines))
     chosen, total = [], 0.0
     for name in covering:
         total += coverage[name].seconds

@@ -110,4 +110,4 @@ def test_tests_that_execute_a_line_come_most_specific_first():
     assert names(mutant_of(range(4, 5))) == ["own", "large"]
     assert names(mutant_of(range(7, 8), range(6, 8))) == ["own"]  # the lines of a statement count together
     assert names(mutant_of(range(8, 9), range(8, 9))) == []
-    assert names(mutant_of(range(8, 9), range(8, 9), at_import=True)) == ["own", "small", "large"]
+    assert names(mutant_of(range(8, 9), range(8, 9), at_import=True)) == ["own", "small", "large", "other"]

@@ -149,3 +149,11 @@ def test_a_sum_is_scattered_over_axes_of_the_sum_alone():
     ]
     # one idle device cannot stand for four
     assert steps((("b",), ()), {"a": 2, "b": 4, "c": 2}, summed)[0][0] == "reduce-scatter"
+
+
+def test_what_no_array_disputes_stays():
+    """Both operands are sharded over a along the sum: it is reduced, though to gather them would send less."""
+    shapes = ((2048, 8), (8, 2048), (2048, 2048))
+    specs = [spec(((), ("a",))), spec((("a",), ())), spec(((), ()))]
+    found = strategy_of(shapes, specs, {"a": 2, "b": 4})
+    assert [step.kind for step in found.steps] == ["all-reduce"] and not any(found.operand_steps)
