@@ -4,7 +4,8 @@
 #              notebooks, about five minutes; ARGS="-D nb_execution_mode=off" renders them without outputs)
 # make fuzz    compare random programs on random meshes with one device, ARGS="--seed 0 --budget 10000" or "--minutes 5",
 #              or their collectives with the predicted ones: ARGS="--predictions --compiler cpu"
-# make mutate  put random faults into a copy of the library and count those that the tests catch, ARGS="--sample 40 --seed 0"
+# make mutate  put random faults into a copy of the library and count those that the tests catch (Python 3.12 or newer),
+#              ARGS="--sample 40 --seed 0"
 #
 # PYTHON selects the interpreter of the environment, VENV its folder.
 
