@@ -291,6 +291,7 @@ def test_an_indivisible_dim_names_the_nearest_sizes_that_divide():
 
 FIXED = [
     (P("data", None, "odd"), 2, P("data", None)),
+    (P(None, "data", "odd"), 2, P(None, "data")),
     (P("data", "tensor", "odd"), 1, P("data")),
     (P("data", "data"), 2, P("data", None)),
     (P(("tensor", "data"), ("data", "odd")), 2, P(("tensor", "data"), "odd")),
