@@ -72,7 +72,39 @@ def random_rule(rng, shape):
                 flow=rng.choice(FLOWS))  # fmt: skip
 
 
+IJ, JI = ((0,), (1,)), ((1,), (0,))
+SQUARE = [
+    *[(operands, flow) for operands in ([IJ], [IJ, IJ], [IJ, IJ]) for flow in (Flow.ELEMENTWISE, Flow.MOVE)],
+    ([JI], Flow.MOVE),
+    ([((0,), (2,)), ((2,), (1,))], Flow.OTHER),
+    ([IJ], Flow.BROADCAST),
+    ([IJ, JI], Flow.ELEMENTWISE),
+]
+
+
+def square_graph(rng):
+    """A graph of square matrices alone, which are used often: where there are many ways, their order decides."""
+    n, ops = rng.choice([4, 8]), []
+    num_values = first = rng.randint(2, 4)
+    for _ in range(rng.randint(4, 14)):
+        operands, flow = rng.choice(SQUARE)
+        count = 3 if flow is Flow.OTHER else 2
+        kinds = (Kind.PASS, Kind.PASS, Kind.REDUCE)[:count]
+        rule = Rule(operands=tuple(operands), results=(IJ,), sizes=(n,) * count, kinds=kinds, flow=flow)
+        ops.append(Op("op", tuple(rng.choices(range(num_values), k=len(operands))), (num_values,), rule, (), 1, ()))
+        num_values += 1
+    for u in range(first if rng.random() < 0.3 else 0):  # loops
+        ops.append(Op("edge", (rng.randrange(first, num_values),), (u,), identity(1, (n, n)), SITE, 1, ()))
+    graph = Graph(shapes=[(n, n)] * num_values, dtypes=[jnp.float32] * num_values, sites=[()] * num_values, ops=ops)
+    for _ in range(rng.choice([0, 0, 1, 2])):
+        graph.groups.append(Group(tuple(rng.sample(range(num_values), 2)), ()))
+    return graph
+
+
 def random_graph(rng):
+    """A graph of random rules, or of square matrices."""
+    if rng.random() < 0.5:
+        return square_graph(rng)
     shapes, ops, made = [], [], set()
     for _ in range(rng.randint(2, 9)):
         rule = random_rule(rng, rng.choice(shapes) if shapes and rng.random() < 0.8 else None)
@@ -105,7 +137,7 @@ def random_graph(rng):
 
 
 def annotate(rng, graph, mesh):
-    for v in rng.sample(range(len(graph.shapes)), min(len(graph.shapes), rng.randint(1, 4))):
+    for v in rng.sample(range(len(graph.shapes)), min(len(graph.shapes), rng.randint(1, 5))):
         free = [axis for axis, size in mesh.items() if size > 1]
         rng.shuffle(free)
         dims = []

@@ -181,7 +181,7 @@ class Slow:
                 if f in seen[a][0] and self.is_longer(new, seen[a][0][f]):
                     seen[a][0][f] = new
                     grown.setdefault(a, []).append(f)
-        return [v for a in sorted(grown) if (v := self.apply(a, grown[a], arrays, shapes[a], seen[a], rule.sizes))]
+        return [arrays[a] for a in sorted(grown) if self.apply(arrays[a], grown[a], shapes[a], seen[a], rule.sizes)]
 
     @staticmethod
     def is_longer(new, old):
@@ -223,8 +223,8 @@ class Slow:
             taken.append(part)
         return taken
 
-    def apply(self, a, grown, arrays, dims, seen, sizes):
-        """Writes the factors of an array back to its dims; the value if a dim grew."""
+    def apply(self, v, grown, dims, seen, sizes):
+        """Writes the factors of a value back to its dims; whether one grew."""
         own, stuck, _ = seen
         changed = False
         for d, dim in enumerate(dims):
@@ -235,9 +235,9 @@ class Slow:
                 new += own[f]
                 if math.prod(self.sizes[part] for part in own[f]) < sizes[f]:
                     break
-            if self.is_longer(new, self.axes[arrays[a]][d]):
-                self.axes[arrays[a]][d], changed = new, True
-        return arrays[a] if changed else None
+            if self.is_longer(new, self.axes[v][d]):
+                self.axes[v][d], changed = new, True
+        return changed
 
 
 def propagated(graph, mesh, annotations):
