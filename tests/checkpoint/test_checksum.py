@@ -93,7 +93,9 @@ def test_checksums_do_not_depend_on_the_mesh():
     assert set(checksums(sharded).values()) == {reference(array)}
 
 
-DTYPES = "bool int4 uint4 int2 uint2 int8 uint8 int16 bfloat16 float16 float4_e2m1fn float8_e4m3 float32 int32 complex64"
+DTYPES = (
+    "bool int4 uint4 int2 uint2 int8 uint8 int16 bfloat16 float16 float4_e2m1fn float8_e4m3 float32 int32 complex64"
+)
 
 
 @pytest.mark.parametrize("dtype", DTYPES.split())

@@ -192,7 +192,9 @@ def test_others_wait_for_one_that_compiles():
     assert run.status[0].last_report == before
 
 
-@pytest.mark.parametrize(("option", "first", "expected"), [(None, None, None), (70, 2, 70), (70, None, 70), (None, 4, 22)])
+@pytest.mark.parametrize(
+    ("option", "first", "expected"), [(None, None, None), (70, 2, 70), (70, None, 70), (None, 4, 22)]
+)
 def test_the_timeout_of_the_first_step(option: float | None, first: float | None, expected: float | None):
     """As given, or three times an earlier attempt's and a step's."""
     run = attempt(step_timeout=10, start_timeout=option, first_step=first)
@@ -249,7 +251,9 @@ def test_when_another_attempt_may_succeed(code: int, first_step: float | None, c
     run.supervisor._connected = connected
     tell(run, "exit", 1, code=code)
     failure = run._exit_failure()
-    retry = {USER_ERROR: False, processes.CONNECT_ERROR: connected, -9: True, -6: True}.get(code, first_step is not None)
+    retry = {USER_ERROR: False, processes.CONNECT_ERROR: connected, -9: True, -6: True}.get(
+        code, first_step is not None
+    )
     assert failure.retry == retry
     assert failure.code == (code if code > 0 else 1)
     assert failure.what.startswith("process 1 on a ")

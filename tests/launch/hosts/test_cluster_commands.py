@@ -140,7 +140,10 @@ def test_directives_of_a_batch_script(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize(
     ("given", "left"),
     [
-        ("launch --time 1:00 --slurm --name x --nodes 2 -- train --name y", "launch --slurm --nodes 2 -- train --name y"),
+        (
+            "launch --time 1:00 --slurm --name x --nodes 2 -- train --name y",
+            "launch --slurm --nodes 2 -- train --name y",
+        ),
         ("launch --name x --name y --slurm", "launch --slurm"),
         ("launch --slurm --time 1:00 -- --time 2:00", "launch --slurm -- --time 2:00"),
         ("launch --slurm -- train", "launch --slurm -- train"),

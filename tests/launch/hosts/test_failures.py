@@ -81,7 +81,8 @@ def test_noise_is_only_in_the_logs(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "start", ["error: no such mesh", "Traceback (most recent call last):", "Fatal Python error: x", "E0725 a", "F0725 b"]
+    "start",
+    ["error: no such mesh", "Traceback (most recent call last):", "Fatal Python error: x", "E0725 a", "F0725 b"],
 )
 def test_the_last_error_from_its_first_line(start: str):
     output = ProcessOutput(out=io.StringIO())
