@@ -83,7 +83,7 @@ def test_a_full_disk_says_how_to_go_on(number: int, tmp_path: Path):
 
 
 def test_other_errors_stay_what_they_are(tmp_path: Path):
-    with pytest.raises(PermissionError), run_folder.disk_errors(tmp_path):  # noqa: PT012
+    with pytest.raises(PermissionError, match="no"), run_folder.disk_errors(tmp_path):
         raise PermissionError(errno.EACCES, "no")
     with run_folder.disk_errors(tmp_path):
         pass
@@ -96,7 +96,7 @@ def test_other_errors_stay_what_they_are(tmp_path: Path):
 
 
 def workload(**changes: object) -> Workload:
-    facts = {name: None for name in Workload.__dataclass_fields__}
+    facts = dict.fromkeys(Workload.__dataclass_fields__)
     facts |= {"loss": Metric(name="loss", unit="nats"), "heldout": (Metric(name="h", unit="%", scale=100, digits=1),)}
     return Workload(**(facts | {"item": "tokens", "items_per_example": 1, "name": "m"} | changes))
 

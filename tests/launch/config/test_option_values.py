@@ -1,4 +1,4 @@
-"""Meshes, batches, pipelines, sequences, ZeRO and text: what each option becomes, and from which value on it is refused."""
+"""Meshes, batches, pipelines, sequences, ZeRO and text: what each option becomes, and which values are refused."""
 
 import itertools
 import math
