@@ -86,6 +86,7 @@ def test_arrays_do_not_overlap_and_wrap_at_the_width():
         for a, b in itertools.combinations(found, 2):
             assert a[0] + a[2] < b[0] or b[0] + b[2] < a[0] or a[1] + a[3] < b[1] or b[1] + b[3] < a[1]
         width, height = (float(root.get(key)) for key in ("width", "height"))
+        assert root.get("viewBox") == f"0 0 {width:g} {height:g}"
         texts = [(float(text.get("x")), float(text.get("y"))) for text in root.iter(f"{SVG}text")]
         assert all(0 <= x < width and 0 <= y < height for x, y in texts)
         assert all(x + w < width and y + h < height for x, y, w, h in found)

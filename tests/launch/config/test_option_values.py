@@ -3,9 +3,12 @@
 import itertools
 import math
 
+import jax.numpy as jnp
+import optax
 import pytest
 
-from sharding import ShardingError
+import sharding
+from sharding import ShardingError, zero
 from sharding.launch.config.explain_config import Explain
 from sharding.launch.config.mesh_config import BATCH_AXES, batch_parts, check_batch, parse_mesh
 from sharding.launch.config.optimizer_config import Optimization, OptimizationOptions, check_zero
@@ -14,7 +17,7 @@ from sharding.launch.config.sequence_config import SequenceConfig, SequenceOptio
 from sharding.launch.config.text_config import MIN_VOCAB, TextOptions
 from sharding.launch.config.train_config import Recipe, Train
 from sharding.launch.elastic_mesh import fewer_devices
-from sharding.launch.optimizer import learning_rate
+from sharding.launch.optimizer import learning_rate, with_zero
 
 
 def test_batches_are_sharded_over_the_batch_axes_and_microbatches():
@@ -100,6 +103,18 @@ def test_zero_needs_an_axis_to_shard_over():
         for stage in (1, 2, 3):
             with pytest.raises(ShardingError, match=f"--zero {stage}"):
                 check_zero(stage, axes)
+
+
+def test_zero_needs_the_option_and_the_axis():
+    params, plain = {"w": jnp.zeros((4, 4))}, optax.sgd(0.1)
+
+    def replicated(params: dict) -> dict:
+        return dict.fromkeys(params)
+
+    for stage, axis in itertools.product((0, 1), ("data", "tensor")):
+        with sharding.mesh({axis: 2}, devices=2):
+            found = with_zero(plain, Optimization(zero=stage), params, replicated)
+        assert isinstance(found, zero.Sharded) if stage and axis == "data" else found is plain
 
 
 def test_limits_of_the_optimizer():
