@@ -30,6 +30,14 @@ def saved(out: Path, *steps: int, settings: object = None) -> None:
             saver.save(step, {"w": jnp.full(2, step)}, settings)
 
 
+def test_the_checkpoints_of_an_earlier_run_are_moved_aside(tmp_path: Path):
+    before = tmp_path / run_folder.CHECKPOINTS_BEFORE
+    for step in (1, 2):
+        saved(tmp_path, step)
+        run_folder.move_aside(tmp_path)
+        assert checkpoint.steps(before) == [step] and not (tmp_path / run_folder.CHECKPOINTS).exists()
+
+
 def test_newer_checkpoints_are_moved_aside(tmp_path: Path):
     saved(tmp_path, 1, 2, 3, 4)
     run_folder.move_newer_aside(tmp_path, 2)
