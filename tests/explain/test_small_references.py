@@ -165,3 +165,17 @@ def test_a_single_result_has_no_table_of_pointers():
     assert (one.result_bytes, two.result_bytes) == (16, 2 * 16 + 2 * 8)
     assert one.by_class["results"] == 16 and two.by_class["results"] == two.result_bytes
     assert one.gap_bytes == two.gap_bytes == 0
+
+
+def test_a_reshard_is_where_it_is_needed():
+    """Not where the array was computed."""
+
+    def fn(x, w):
+        rounded = jnp.tanh(w)
+        return x @ rounded
+
+    (gather,) = ledger_of(fn, {"a": 4}, floats(64, 16), floats(16, 12), in_shardings=(P("a"), P("a")))
+    at = fn.__code__.co_firstlineno
+    assert f"test_small_references.py:{at + 2} " in gather.source and gather.kind == "all-gather"
+    row = ledger_of(lambda x: x[0] * 2, {"a": 4}, floats(16, 4), in_shardings=P("a"))
+    assert [c.source for c in row] == [c.source for c in row if "test_small_references.py" in c.source] != []
