@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import warnings
 from collections import Counter
 
 import jax
@@ -41,6 +42,20 @@ def test_a_rotation_sends_the_rows_that_change_devices(parts: int):
         expected = rows_from_elsewhere(length, parts, shift)
         assert sorted(c.result_bytes for c in found) == sorted(12 * n for n in expected.values()), shift
         assert {(c.kind, c.axes, c.count) for c in found} == {("collective-permute", ("a",), 1)}
+
+
+@pytest.mark.parametrize(("length", "shift"), [(5, 1), (9, 3), (13, -1), (14, 5), (15, 4)])
+def test_a_rotation_of_uneven_shards_is_as_compiled(length: int, shift: int):
+    """XLA rotates them twice; devices without a row take no part."""
+
+    def fn(x):
+        return sharding.annotate(jnp.roll(sharding.annotate(x * 1.5, P("a")), shift, 0) * 2, P("a"))
+
+    with warnings.catch_warnings(), sharding.mesh(a=4, devices=jax.devices()[:4]):
+        warnings.simplefilter("ignore")
+        step = sharding.jit(fn)
+        found = step.complete(floats(length, 3)).verify(step.lower(floats(length, 3)).compile())
+    assert found.agrees and "collective-permute" in found.predicted
 
 
 def test_collectives_of_a_loop_run_as_often_as_the_loop():
