@@ -52,6 +52,17 @@ def test_the_best_of_equal_ones_is_the_newest(tmp_path: Path):
     assert checkpoint.best_step(tmp_path) == 0
 
 
+def test_one_checkpoint_at_a_time_keeps_the_best_by_default(tmp_path: Path):
+    for step, figure in enumerate([2.0, 1.0, 3.0, 4.0]):
+        checkpoint.save(tmp_path, step, small(), keep=1, figure=figure).wait()
+    assert checkpoint.steps(tmp_path) == [1, 3]
+    checkpoint.save(tmp_path, 4, small(), keep=1, figure=5.0, keep_best=False).wait()
+    assert checkpoint.steps(tmp_path) == [4]
+    for step in (5, 6, 7, 8):
+        checkpoint.save(tmp_path, step, small()).wait()
+    assert checkpoint.steps(tmp_path) == [4, 6, 7, 8]  # the best, and three
+
+
 def test_step_zero_and_empty_extras(tmp_path: Path):
     extras = [None, 0, "", [], {"a": {"b": [1, None]}}]
     with checkpoint.Saver(tmp_path, keep=9) as saver:
