@@ -4,6 +4,7 @@ import itertools
 import random
 import warnings
 from collections import Counter
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ import pytest
 
 import sharding
 from sharding import P
-from sharding.explain.compile_time import _depths, _longest_run
+from sharding.explain.compile_time import _depths, _longest_run, repeated_layers
 from sharding.explain.why import repeats
 from sharding.graph import Op
 
@@ -146,6 +147,40 @@ def test_depths_are_the_longest_paths():
             paths[value] = max(paths[v] for v in operands) + (name in ("dot_general", "sort"))
             ops.append(Op(name=name, operands=tuple(operands), results=(value,), rule=None, site=(), times=1))
         assert _depths(ops) == {value: paths[value] for value in range(3, 15)}
+
+
+def ops_of(words: str) -> list[Op]:
+    """A chain of ops: d, e products and a an addition, each of its own shape."""
+    names = {"a": "add", "d": "dot_general", "e": "sort"}
+    return [
+        Op(name=names[word], operands=(k,), results=(k + 1,), rule=None, site=(), times=1)
+        for k, word in enumerate(words)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("layer", "count", "rest", "expected"),
+    [
+        ("d", 3, "", (3, 1)),
+        ("daa", 3, "", (3, 3)),
+        ("daea", 5, "", (5, 4)),
+        ("dada", 4, "", (8, 2)),
+        ("da", 2, "", None),  # too few
+        ("da", 4, "e", (4, 2)),
+        ("daaaaa", 3, "eee", (3, 6)),  # half of the products
+        ("da", 3, "eeee", None),  # less
+    ],
+)
+def test_equal_layers_by_hand(layer: str, count: int, rest: str, expected: tuple[int, int] | None):
+    """(layers, ops per layer) of equal layers, and of other products behind them, each of a shape of its own."""
+    ops = ops_of(layer * count + rest)
+    graph = SimpleNamespace(shapes=[(2,)] * (len(ops) + 1 - len(rest)) + [(3 + k,) for k in range(len(rest))])
+    found = repeated_layers(graph, ops)
+    if expected is None:
+        assert found is None
+        return
+    assert found is not None and (found.count, found.ops_per_layer) == expected
+    assert not found.is_initialisation and found.source == "an unknown line"
 
 
 def test_savings_need_a_dim_that_divides():
