@@ -132,15 +132,17 @@ class Agent:
         return thread
 
     def _forward_output(self, number: int, stream: IO[bytes], is_error: bool) -> None:
-        for line in stream:
-            text = line.decode(errors="replace").rstrip("\n")
-            self._send({"is": "line", "process": number, "text": text, "is_error": is_error})
+        with stream:
+            for line in stream:
+                text = line.decode(errors="replace").rstrip("\n")
+                self._send({"is": "line", "process": number, "text": text, "is_error": is_error})
 
     def _forward_reports(self, number: int, pulse: IO[bytes]) -> None:
-        for line in pulse:
-            text = line.strip().decode()
-            message = {"is": text} if text in heartbeat.STATUSES else {"is": "step", "step": int(text)}
-            self._send(message | {"process": number})
+        with pulse:
+            for line in pulse:
+                text = line.strip().decode()
+                message = {"is": text} if text in heartbeat.STATUSES else {"is": "step", "step": int(text)}
+                self._send(message | {"process": number})
 
     def _await(self, number: int, process: subprocess.Popen[bytes], forwarding: list[threading.Thread]) -> None:
         code = process.wait()

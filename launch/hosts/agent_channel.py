@@ -97,19 +97,21 @@ class Channel:
         self._process.wait()
 
     def _listen(self, stream: IO[bytes], errors: threading.Thread) -> None:
-        for line in stream:
-            message = decode(line)
-            if message is None:
-                self.stray.append(line.decode(errors="replace").rstrip())
-            else:
-                self.last_message = time.monotonic()
-                self._events.put(Event(host=self.host, message=message))
+        with stream:
+            for line in stream:
+                message = decode(line)
+                if message is None:
+                    self.stray.append(line.decode(errors="replace").rstrip())
+                else:
+                    self.last_message = time.monotonic()
+                    self._events.put(Event(host=self.host, message=message))
         errors.join(timeout=1.0)
         self._events.put(Event(host=self.host, message=None))
 
     def _collect_stray(self, stream: IO[bytes]) -> None:
-        for line in stream:
-            self.stray.append(line.decode(errors="replace").rstrip())
+        with stream:
+            for line in stream:
+                self.stray.append(line.decode(errors="replace").rstrip())
 
     def _send_heartbeats(self) -> None:
         while not self._closed.wait(ALIVE_EVERY) and self._process.poll() is None:

@@ -157,14 +157,14 @@ class Ledger(Sequence[Collective], Tabular):
 
     def rows(self) -> list[tuple[str, str, int, int, str, str]]:
         """(kind, axes, count, bytes, line, cause), most bytes first; those of equal layers are in one row."""
-        causes: dict[str, set[str]] = {}
-        for c in self:
-            causes.setdefault(self._layers.pattern(c.cause), set()).add(c.cause)
-        keys = ((c.kind, ", ".join(map(axis_name, c.axes)), c.source, self._layers.pattern(c.cause)) for c in self)
-        found = totals(zip(keys, self, strict=True))
+        keys = [(c.kind, ", ".join(map(axis_name, c.axes)), c.source, self._layers.pattern(c.cause)) for c in self]
+        causes: dict[tuple[str, ...], set[str]] = {}
+        for key, c in zip(keys, self, strict=True):
+            causes.setdefault(key, set()).add(c.cause)
         rows = [
-            (kind, axes, n, size, source, next(iter(causes[text])) if len(causes[text]) == 1 else text)
-            for (kind, axes, source, text), (n, size) in found.items()
+            (kind, axes, n, size, source, own.pop() if len(own) == 1 else text)
+            for (kind, axes, source, text), (n, size) in totals(zip(keys, self, strict=True)).items()
+            for own in [causes[kind, axes, source, text]]
         ]
         return sorted(rows, key=lambda row: -row[3])
 

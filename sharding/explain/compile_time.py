@@ -105,10 +105,10 @@ def repeated_layers(graph: Graph, ops: Sequence[Op]) -> RepeatedLayers | None:
     count = round(covered / period)  # the ends of a gradient may lack an op
     if count < FEWEST_LAYERS or 2 * covered < len(heavy):
         return None
-    first, last = heavy[start], heavy[start + covered - 1]
+    first, last = heavy[start], heavy[start + (count - 1) * period]  # of the first layer and of the last one
     return RepeatedLayers(
         count=count,
-        ops_per_layer=(last - first) // count,
+        ops_per_layer=(last - first) // (count - 1),
         source=ops[first].source or "an unknown line",
         is_initialisation=all(ops[k].name in RANDOM for k in heavy[start : start + period]),
     )

@@ -62,19 +62,24 @@ class ShardExchanges:
             yield self.collective("collective-permute", halo.axes, int(shard_bytes * share), op, v, times, cause)
 
     def rotated(self, op: Op) -> Iterator[Collective]:
-        """A rotation (`jnp.roll`) along a sharded dim: the permutes that move rows to other devices."""
+        """A rotation (`jnp.roll`) along a sharded dim: the permutes that move rows to other devices.
+
+        With uneven shards XLA rotates twice, once past the padding at the end, and selects.
+        """
         (v,) = op.results
         (dim, shift), spec = self.rotations[v], self.specs[v]
         axes = spec.dims[dim].axes
         if not axes or not shift:
             return
-        shard_bytes, parts = self.shard_bytes(v, spec), num_parts(axes, self.sizes)
-        rows = -(-self.graph.shapes[v][dim] // parts)
-        far, rest = divmod(shift, rows)
-        passed = [n for n, away in ((rows - rest, far), (rest, far + 1)) if n and away % parts]
-        for part in passed:
-            cause = f"rotates dim {dim}, sharded over {axis_names(axes)}, by {shift}"
-            yield self.collective("collective-permute", axes, shard_bytes * part // rows, op, v, op.times, cause)
+        shard_bytes, length = self.shard_bytes(v, spec), self.graph.shapes[v][dim]
+        rows = -(-length // num_parts(axes, self.sizes))
+        parts = -(-length // rows)  # those with any rows
+        padding = parts * rows - length
+        for amount in (shift, shift + padding) if padding else (shift,):
+            far, rest = divmod(amount, rows)
+            for part in [n for n, away in ((rows - rest, far), (rest, far + 1)) if n and away % parts]:
+                cause = f"rotates dim {dim}, sharded over {axis_names(axes)}, by {shift}"
+                yield self.collective("collective-permute", axes, shard_bytes * part // rows, op, v, op.times, cause)
 
 
 def _rotation(op: Op, graph: Graph) -> tuple[int, int] | None:

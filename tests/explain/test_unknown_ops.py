@@ -71,6 +71,25 @@ def test_what_an_unknown_op_gathers_is_listed_refused_and_as_compiled(name):
         np.testing.assert_array_equal(found, f(X))
 
 
+def test_every_sharded_operand_is_counted_once():
+    """Not those that are replicated already; in a loop once per iteration."""
+    shapes = [SHAPE, jax.ShapeDtypeStruct((8,), "float32"), jax.ShapeDtypeStruct((4,), "float32")]
+
+    def f(x, y, z):
+        def body(c, _):
+            scalar = jax.ShapeDtypeStruct((), "float32")
+            return c + jax.pure_callback(lambda *arrays: np.float32(0), scalar, x, y, x, z, c), None
+
+        return jax.lax.scan(body, jnp.float32(0), None, length=3)[0]
+
+    with sharding.mesh(data=8):
+        completion = sharding.jit(f, in_shardings=(P("data"), P("data"), P())).complete(*shapes)
+    (unknown,) = completion.unknown
+    assert unknown.gathered == ("float32[16, 8] [data, -]", "float32[8] [data]")
+    assert (unknown.num_bytes, unknown.count) == (512 + 32, 3)
+    assert "no rule for pure_callback (x1): 1.63 kB per device are gathered" in str(completion)
+
+
 def test_effects_whose_result_is_discarded_gather_too():
     with sharding.mesh(data=8):
         step = sharding.jit(discarded, in_shardings=P("data"))

@@ -43,6 +43,13 @@ def test_the_splits_contain_all_of_the_text(tokenized: text.TokenizedText, prose
     assert tokenized.train_bytes == sum(len(document.encode()) + 1 for document, is_heldout in sides if not is_heldout)
 
 
+def test_a_text_in_words(tokenized: text.TokenizedText):
+    count = len(tokenized.train) + len(tokenized.heldout)
+    size = f"{tokenized.num_bytes / 1e6:.2f} MB, {count:,} tokens (vocabulary {tokenized.vocab:,})"
+    assert str(tokenized) == f"60 files, {size}, sha256 {tokenized.sha256[:16]}"
+    assert str(dataclasses.replace(tokenized, num_files=1)).startswith("1 file, ")
+
+
 def test_an_epoch_sees_every_window_once(tokenized: text.TokenizedText):
     data = source(tokenized)
     steps = math.ceil(data.num_windows / 8)
