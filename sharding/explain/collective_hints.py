@@ -41,9 +41,12 @@ class Hints:
         """The op, and the dim of its operand, for which a dim is replicated: `op`, or one that only it passes it to."""
         while True:
             assert op.rule is not None
-            (factor, *others), (result, *more) = op.rule.operands[op.operands.index(v)][dim], op.results
+            factors = op.rule.operands[op.operands.index(v)][dim]
+            if len(factors) != 1 or len(op.results) != 1:  # none: a callback for its effect
+                return op, dim
+            (factor,), (result,) = factors, op.results
             dims = [d for d, factors in enumerate(op.rule.results[0]) if factor in factors]
-            if others or more or not dims or op.rule.kinds[factor] is not Kind.PASS or self.graph.num_uses[result] != 1:
+            if not dims or op.rule.kinds[factor] is not Kind.PASS or self.graph.num_uses[result] != 1:
                 return op, dim
             reader = next(iter(self.graph.users[result]), None)
             if reader is None or reader.rule is None or reader.name == "edge":

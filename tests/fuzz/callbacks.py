@@ -30,5 +30,5 @@ def noticed(g: Builder) -> None:
     g.emit(f"callback, {op}", text, [x], bound=f.bound, grid=f.grid)
 
 
-OPS = {called_back: 3, noticed: 2}
+OPS = {called_back: 3, noticed: 5}
 """Op -> relative frequency."""

@@ -60,7 +60,7 @@ def generate(rng: random.Random) -> Case:
     while not g.frames[0].records:
         grow(g, 3)
     records = tuple(g.frames[0].records)
-    if any(f.type.place == "pinned_host" for f in g.facts.values()) or g.chance(0.5):
+    if any(f.type.place == "pinned_host" for f in g.facts.values()):
         records = unordered(records)
     ordered = any(record.op == ORDERED for record in walk(records))
     results = _results(g, records)
@@ -150,9 +150,11 @@ def _differentiated(g: Builder, results: tuple[int, ...]) -> tuple[int, ...]:
     soft = tuple(i for i, a in enumerate(g.arguments) if a.type.dtype in SOFT)
     if any(a.type.place == "ref" for a in g.arguments):
         return ()
+    if not _counted(g, results):
+        return ()
     if trained := tuple(i for i, a in enumerate(g.arguments) if a.value in g.trained):
         return trained
-    if not soft or not _counted(g, results) or g.chance(0.5):
+    if not soft or g.chance(0.5):
         return ()
     return soft if g.chance(0.7) else soft[:1]
 

@@ -188,6 +188,6 @@ OPS = {
     dynamic_update_slice: 3,
     one_hot: 2,
     in_batches: 3,
-    search: 2,
+    search: 4,
 }
 """Op -> relative frequency."""
