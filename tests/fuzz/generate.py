@@ -60,7 +60,8 @@ def generate(rng: random.Random) -> Case:
     while not g.frames[0].records:
         grow(g, 3)
     records = tuple(g.frames[0].records)
-    if any(f.type.place == "pinned_host" for f in g.facts.values()):
+    offloaded = any("offloading" in record.op for record in walk(records))
+    if offloaded or any(f.type.place == "pinned_host" for f in g.facts.values()):
         records = unordered(records)
     ordered = any(record.op == ORDERED for record in walk(records))
     results = _results(g, records)
