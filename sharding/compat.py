@@ -30,7 +30,7 @@ from jax._src.interpreters import pxla as _pxla
 from jax._src.named_sharding import UnspecifiedValue as _UnspecifiedValue
 from jax._src.random import prng as _prng
 from jax._src.source_info_util import SourceInfo as SourceInfo
-from jax._src.state import discharge as _discharge
+from jax._src.state import discharge as discharge
 from jax._src.state.types import AbstractRef as _AbstractRef
 from jax.core import Tracer as Tracer
 from jax.experimental.layout import Layout, with_layout_constraint
@@ -391,8 +391,6 @@ def is_ref(x: Any) -> bool:
     return isinstance(x, _Ref) or (isinstance(x, Tracer) and isinstance(x.aval, _AbstractRef))
 
 
-def without_refs(jaxpr: Any) -> Any:
-    """A closed jaxpr that reads and writes no `Ref`s of its own, but passes on their values; itself if it has none."""
-    if not any(isinstance(effect, _InternalRef) for effect in jaxpr.effects):
-        return jaxpr
-    return _discharge.discharge_state(jaxpr)
+def makes_refs(x: Any) -> bool:
+    """Whether a jaxpr or an equation makes `Ref`s of its own."""
+    return any(isinstance(effect, _InternalRef) for effect in x.effects)

@@ -102,8 +102,9 @@ class Completion:
     @property
     def out_shardings(self) -> Any:
         """PartitionSpecs of the result, a pytree with its structure; as for arguments in the host's memory."""
-        pairs = zip(self._graph.outputs, self._graph.output_memory_kinds, strict=True)
-        return jax.tree.unflatten(self._out_tree, [self._in_memory(self.boundary(v), kind) for v, kind in pairs])
+        pairs = list(zip(self._graph.outputs, self._graph.output_memory_kinds, strict=True))
+        of_result = pairs[: self._out_tree.num_leaves]  # behind it: the new values of arguments that are changed
+        return jax.tree.unflatten(self._out_tree, [self._in_memory(self.boundary(v), kind) for v, kind in of_result])
 
     def _in_memory(self, spec: P, kind: str | None) -> P | NamedSharding:
         sizes = self.assignment.sizes

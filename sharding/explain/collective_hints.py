@@ -56,9 +56,12 @@ class Hints:
     def passed_to(self, op: Op, v: int, dim: int) -> tuple[Op, int, int] | None:
         """The only op that an op passes a dim of its operand to, with that operand and its dim."""
         assert op.rule is not None
-        (factor, *others), (result, *more) = op.rule.operands[op.operands.index(v)][dim], op.results
+        factors = op.rule.operands[op.operands.index(v)][dim]
+        if len(factors) != 1 or len(op.results) != 1:  # none: a callback for its effect
+            return None
+        (factor,), (result,) = factors, op.results
         dims = [d for d, factors in enumerate(op.rule.results[0]) if factor in factors]
-        if others or more or not dims or op.rule.kinds[factor] is not Kind.PASS or self.graph.num_uses[result] != 1:
+        if not dims or op.rule.kinds[factor] is not Kind.PASS or self.graph.num_uses[result] != 1:
             return None
         reader = next(iter(self.graph.users[result]), None)
         if reader is None or reader.rule is None or reader.name == "edge":

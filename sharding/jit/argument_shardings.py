@@ -231,6 +231,7 @@ def is_replicated_by_default(leaf: Any, mesh: Any) -> bool:
     if not compat.is_committed(leaf) or not leaf.sharding.is_fully_replicated or not isinstance(mesh, Mesh):
         return False
     is_named = isinstance(leaf.sharding, NamedSharding) and len(leaf.sharding.spec) > 0
+    is_named &= not compat.is_extended(leaf.dtype)  # JAX names the dims of every array of PRNG keys
     return not is_named and leaf.sharding.device_set == set(mesh.devices.flat)
 
 

@@ -69,7 +69,8 @@ def executable(f: Callable[..., Any], options: Options, call: Arguments, mesh: M
     requested = argument_shardings.leaf_annotations(specs, avals, names, mesh, what="in_shardings", function=function)
     kinds = argument_shardings.memory_kinds(specs, call.leaves, names, function)
     in_annotations = argument_shardings.with_committed_shardings(call.leaves, requested, names, mesh, function)
-    in_memory = tracing.in_memory(avals, [NamedSharding(mesh, P(), memory_kind=kind) for kind in kinds])
+    auto = with_auto_axes(mesh)  # as it is traced
+    in_memory = tracing.in_memory(avals, [NamedSharding(auto, P(), memory_kind=kind) for kind in kinds])
     as_written = tracing.trace(f, call, in_memory)
     refuse_refs_elsewhere(as_written.jaxpr, mesh, function)
     with tracing_context():  # as the program was: equations are traced anew

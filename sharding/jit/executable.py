@@ -241,7 +241,9 @@ class Executable:
         """The program as a function of flat arrays; `inside` another trace, its arguments are constrained too."""
         jaxpr = self.traced.jaxpr
         if self.constrained:
-            jaxpr = constrain(jaxpr, self.completion.assignment, abstract(with_auto_axes(self.mesh)), inputs=inside)
+            over = abstract(with_auto_axes(self.mesh))
+            with tracing.tracing_context():  # as the program was: some equations are traced anew
+                jaxpr = constrain(jaxpr, self.completion.assignment, over, inputs=inside)
             if self.on_rewritten is not None:
                 self.on_rewritten()
         evaluate = compat.jaxpr_fun(jaxpr)

@@ -18,9 +18,13 @@ def explicit_mode_errors(function: str) -> Iterator[None]:
         if "Explicit" in reason and "should match the aval mesh" in reason:
             raise ShardingError(
                 f"{function}(...)",
-                found=["the function closes over an array that is on a mesh with Explicit axes", reason],
+                found=["the function closes over, or places, an array on a mesh with Explicit axes", reason],
                 required="arrays on that mesh as arguments: the function is traced with Auto axes",
-                fix=["pass the array as an argument", "create it inside the function"],
+                fix=[
+                    "pass the array as an argument, or create it inside the function",
+                    "sharding.annotate(x, P(...)), and jax.device_put(x, jax.memory.Space.Host) for another memory,"
+                    " instead of jax.device_put(x, NamedSharding(mesh, P(...)))",
+                ],
             ) from error
         if "cannot contain axis names that are of type Auto" in reason or "of type `Explicit`" in reason:
             raise ShardingError(

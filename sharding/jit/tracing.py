@@ -17,6 +17,7 @@ from .arguments import Arguments
 from .cache_key import leaf_key
 from .explicit_mode import explicit_mode_errors
 from .mutations import Mutations
+from .ref_discharge import without_refs
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +107,7 @@ def trace(f: Callable[..., Any], arguments: Arguments, avals: Sequence[Any]) -> 
     with tracing_context(), explicit_mode_errors(signature.function):
         jaxpr, out_avals = jax.make_jaxpr(flat, return_shape=True)(*args, **kwargs)
     assert out_tree is not None
-    jaxpr = compat.without_refs(jaxpr)
+    jaxpr = without_refs(jaxpr)
     num_results = len(out_avals) - len(mutations.leaves)
     updated = mutations.updated(jaxpr, arguments)
     kept = [*range(num_results), *(num_results + k for k in updated)]

@@ -114,7 +114,8 @@ def _engine_with(graph: Graph, sizes: Mapping[str, int], given: Mapping[int, Axe
 def _propagated(graph: Graph, program: Any, mesh: AbstractMesh, platform: str) -> tuple[Any, list[Mark]]:
     """Returns the module of the marked program after propagation, and its marks."""
     marked = MarkedProgram(graph, program, mesh)
-    traced = jax.jit(marked.run, in_shardings=marked.in_shardings).trace(*marked.avals)
+    jitted = jax.jit(marked.run, in_shardings=marked.in_shardings, keep_unused=True)  # arguments are found by place
+    traced = jitted.trace(*marked.avals)
     lowered = traced.lower(lowering_platforms=(platform,))
     return run(lowered, graph, marked.marks), marked.marks
 
@@ -178,7 +179,8 @@ def _write_annotations(ir: Any, module: Any, graph: Graph, marks: Sequence[Mark]
     module.operation.walk(visit)
     main = next(op for op in module.body.operations if op.operation.name == "func.func" and op.name.value == "main")
     block = main.regions[0].blocks[0]
-    groups = [[x, *ends[v]] for v, x in zip(graph.inputs, block.arguments, strict=False) if v in ends]
+    arguments = shardy_results.arrays(block)
+    groups = [[x, *ends[v]] for v, x in zip(graph.inputs, arguments, strict=False) if v in ends]
     with ir.InsertionPoint(block.operations[len(block.operations) - 1]), ir.Location.unknown():
         for number, members in enumerate(groups, max(taken) + 1):
             group = {"group_id": ir.IntegerAttr.get(ir.IntegerType.get_signless(64), number)}

@@ -145,7 +145,9 @@ class MarkedProgram:
             bound = eqn.primitive.bind(*ins, **params)
             outs = bound if eqn.primitive.multiple_results else [bound]
         values = [None if compat.is_drop(v) else scope.env[v] for v in eqn.outvars]
-        return [self.mark(x, v) for x, v in zip(outs, values, strict=True)]
+        # JAX lowers a `device_put` into another memory without the spec of its sharding.
+        specs = [self.annotated_spec(v) if name == "device_put" and v is not None else None for v in values]
+        return [self.mark(x, v, spec) for x, v, spec in zip(outs, values, specs, strict=True)]
 
     def shard_map(self, scope: Scope, i: int, eqn: Any, ins: list[Any]) -> Sequence[Any]:
         """Runs a `shard_map` with marks in its body, which can only be traced inside a `shard_map`."""

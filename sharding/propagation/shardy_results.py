@@ -58,7 +58,7 @@ def read(module: Any) -> PropagationRecord:
             if _is_edge(carried):  # the mark of a loop's array is outside
                 found.nodes[mark].append(carried)
         if op.name == "func.func" and str(op.attributes["sym_name"]) == '"main"':
-            found.arguments = list(op.regions[0].blocks[0].arguments)
+            found.arguments = arrays(op.regions[0].blocks[0])
         if "sdy.propagation_edges" in op.attributes:
             _record_edges(op, found)
         return compat.mlir_passes()[0].WalkResult.ADVANCE
@@ -67,6 +67,11 @@ def read(module: Any) -> PropagationRecord:
     for edges in found.edges.values():
         edges.sort(key=lambda edge: edge.step)
     return found
+
+
+def arrays(block: Any) -> list[Any]:
+    """The arguments of a program, without the tokens that order its effects."""
+    return [x for x in block.arguments if "token" not in str(x.type)]
 
 
 def _is_edge(value: Any) -> bool:

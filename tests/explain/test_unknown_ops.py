@@ -11,7 +11,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.interpreters import mlir
 
 import sharding
-from sharding import P
+from sharding import P, annotate
 from sharding.cost import read_compiled
 
 X = np.arange(16 * 8, dtype=np.float32).reshape(16, 8)
@@ -214,3 +214,15 @@ def test_what_a_callback_gathers_is_in_memory():
         report, compiled = step.complete(large).memory(), step.lower(large).compile()
     assert any(a.op == "all-gather" and a.num_bytes == 256 * 64 * 4 for a in report.arrays)
     assert report.peak_bytes == pytest.approx(read_compiled(compiled).peak_bytes, rel=0.05)
+
+
+@pytest.mark.filterwarnings("ignore:.*XLA pads it")
+def test_the_hint_of_a_gather_for_a_callback_without_results():
+    def step(x):
+        total = annotate(jnp.sum(x, axis=0, keepdims=True), P("data"))  # padded: no op reads it as it is
+        io_callback(lambda a: None, None, jax.lax.stop_gradient(total))
+        return total
+
+    with sharding.mesh(data=8):
+        *_, gather = sharding.jit(step, in_shardings=P("data")).complete(X).communication()
+    assert "io_callback needs its dim 0 replicated" in gather.hint

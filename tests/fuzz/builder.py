@@ -7,6 +7,7 @@ summation, so that they are bit-identical on every mesh.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import random
@@ -22,7 +23,7 @@ from jax import lax
 import sharding
 
 from . import prelude
-from .case import Argument, Block, Entry, Record, SpecData, Type
+from .case import Argument, Block, Entry, Place, Record, SpecData, Type
 
 LIMIT = 4.0
 INT_LIMIT = 1000
@@ -40,6 +41,8 @@ NAMES = {
 DTYPES = {"float32": "F", "bfloat16": "H", "complex64": "C", "key<fry>": "key"}
 SIZES = (1, 2, 2, 3, 4, 4, 4, 5, 6, 8, 8)
 ELEMENTS = 1024
+STORE = 'put(lax.stop_gradient($0), $s, "pinned_host")'
+"""Without derivative: JAX has none for arrays that move to the host's memory."""
 
 
 class SkipOp(Exception):
@@ -73,10 +76,14 @@ class Facts:
 
 @dataclass(slots=True)
 class Frame:
-    """A block under construction; a closed one does not see values of enclosing blocks."""
+    """A block under construction.
+
+    A closed one does not see values of enclosing blocks; a pure one does not write to their refs.
+    """
 
     params: list[int]
     closed: bool
+    pure: bool = False
     visible: list[int] = field(default_factory=list)
     records: list[Record] = field(default_factory=list)
 
@@ -86,7 +93,9 @@ def infer(text: str, types: tuple[Type, ...]) -> Any:
     """The type of an expression's value, or a tuple of types."""
     names = [f"x{i}" for i in range(len(types))]
     source = re.sub(r"\$(\d+)", r"x\1", text).replace("$s", "None")
-    f = eval(f"lambda {', '.join(names)}: {source}", NAMES | {"annotate": prelude.plain})
+    f = eval(
+        f"lambda {', '.join(names)}: {source}", NAMES | {"annotate": prelude.plain, "put": prelude.put_on_one_device}
+    )
     out = jax.eval_shape(f, *map(_abstract, types))
     kinds = [Type(shape=x.shape, dtype=DTYPES.get(str(x.dtype), str(x.dtype))) for x in jax.tree.leaves(out)]
     return tuple(kinds) if isinstance(out, (tuple, list)) else kinds[0]
@@ -107,6 +116,10 @@ class Builder:
         self.arguments: list[Argument] = []
         self.frames: list[Frame] = [Frame([], False)]
         self.coarse = False
+        self.given: dict[int, SpecData] = {}
+        """Arguments whose spec is decided, by value."""
+        self.trained: list[int] = []
+        """Arguments that must be differentiated with respect to, by value."""
 
     # choices
 
@@ -142,10 +155,23 @@ class Builder:
                 break
         return found
 
-    def pick(self, wanted: Callable[[Facts], bool], make: Callable[[], Type] | None = None) -> int:
+    @property
+    def refs(self) -> list[int]:
+        """The visible refs that may be written to here."""
+        found: list[int] = []
+        for frame in reversed(self.frames):
+            found = [*(v for v in frame.visible if self.facts[v].type.place == "ref"), *found]
+            if frame.closed or frame.pure:
+                break
+        return found
+
+    def pick(
+        self, wanted: Callable[[Facts], bool], make: Callable[[], Type] | None = None, *, place: Place = "device"
+    ) -> int:
         """A visible value, preferably a recent one, or a new argument of the type that `make` returns."""
-        open_here = not any(f.closed for f in self.frames)
-        found = [v for v in self.visible if wanted(self.facts[v])]
+        open_here = not any(f.closed or (f.pure and place == "ref") for f in self.frames)
+        visible = self.refs if place == "ref" else self.visible
+        found = [v for v in visible if self.facts[v].type.place == place and wanted(self.facts[v])]
         if make is not None and open_here and (not found or self.chance(0.2)):
             kind = make()
             if wanted(fresh(kind)):
@@ -230,6 +256,7 @@ class Builder:
         bound: float = LIMIT,
         grid: int | None = None,
         spec: SpecData | None = None,
+        place: Place = "device",
     ) -> int:
         """Emits a record with one result, scaled or wrapped if it could exceed the limit."""
         types = tuple(self.facts[v].type for v in operands)
@@ -241,6 +268,7 @@ class Builder:
             text, bound, grid = f"({text}) * {2.0**-k}", bound * 2.0**-k, None if grid is None else grid + k
         if kind.dtype in ("int32", "uint32") and bound > INT_LIMIT:
             text, bound = f"({text}) % 97", 96
+        kind = dataclasses.replace(kind, place=place)
         facts = self.checked(kind, bound, grid)
         v = self.new(facts)
         record = Record(op=op, text=text, operands=tuple(operands), results=(v,), types=(kind,), spec=spec)
@@ -276,10 +304,10 @@ class Builder:
         self.frames[-1].records.append(record)
         self.frames[-1].visible += record.results
 
-    def open(self, params: Sequence[Facts], *, closed: bool) -> list[int]:
+    def open(self, params: Sequence[Facts], *, closed: bool, pure: bool = False) -> list[int]:
         """Begins a body and returns its parameters."""
         values = [self.new(f) for f in params]
-        self.frames.append(Frame(list(values), closed, visible=list(values)))
+        self.frames.append(Frame(list(values), closed, pure, visible=list(values)))
         return values
 
     def close(self, results: Sequence[int]) -> Block:
@@ -289,6 +317,11 @@ class Builder:
     def fit(self, facts: Facts) -> int:
         """A value of the given type, bound and exactness, built from visible values."""
         kind = facts.type
+        if kind.place == "pinned_host":
+            x = self.fit(dataclasses.replace(facts, type=dataclasses.replace(kind, place="device")))
+            return self.emit(
+                "store in host memory", STORE, [x], bound=facts.bound, grid=self.facts[x].grid, place="pinned_host"
+            )
         if kind.dtype not in ("F", "int32"):
             return self.pick(lambda f: f.type == kind)
         same = [v for v in self.visible if self.facts[v].type == kind]
@@ -332,7 +365,9 @@ class Builder:
 
 
 def fresh(kind: Type) -> Facts:
-    """Facts of an argument, see `prelude.array`."""
+    """Facts of an argument, see `prelude.array`; what is written to a ref has the limits only."""
+    if kind.place == "ref":
+        return Facts(type=kind, bound=INT_LIMIT if kind.dtype == "int32" else LIMIT)
     if kind.dtype in BITS:
         return Facts(type=kind, bound=2.0, grid=3)
     return Facts(type=kind, bound=7 if kind.dtype == "int32" else 1)

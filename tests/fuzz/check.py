@@ -10,9 +10,11 @@ half dtype is float64 in the second run, too.
 
 from __future__ import annotations
 
-import functools
+import contextlib
+import io
 import math
 import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,14 +22,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding, Sharding
 
 import sharding
 from sharding import P
 from sharding.spec import to_partition_spec
 
 from . import prelude
-from .case import Case, arguments_text, body_text, dtypes_text, options_text, spec_text, walk
+from .case import (
+    Case,
+    arguments_text,
+    body_text,
+    call_text,
+    dtypes_text,
+    mesh_text,
+    options_text,
+    placing_alone_text,
+    placing_text,
+    static_text,
+    walk,
+)
 
 TIGHT, FLOOR = 1e-5, 1e-6
 COARSE = 1e-2
@@ -57,8 +71,8 @@ def check(case: Case, *, options: dict[str, Any] | None = None, twice: bool = Tr
 
     Args:
         case: the case to run.
-        options: compiler options for both sides; with them the program runs through `lower` instead of a call.
-        twice: whether to complete a second time and compare.
+        options: compiler options for both sides.
+        twice: whether to complete, and to call, a second time and compare.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*XLA pads it")
@@ -66,7 +80,8 @@ def check(case: Case, *, options: dict[str, Any] | None = None, twice: bool = Tr
         alone = _alone(case, False, options)
         ours, completion = _on_mesh(case, False, options, twice)
         _check_completion(case, completion)
-        far = _compare(case, ours, alone, COARSE if case.coarse else TIGHT, FLOOR)
+        _compare_effects(case, ours, alone)
+        far = _compare(case, ours.results, alone.results, COARSE if case.coarse else TIGHT, FLOOR)
         if far:
             wide = _in_float64(case, options)
             wrong = {i: miss for i, miss in wide.items() if i not in far or not miss.error <= far[i].error * WIDE}
@@ -92,7 +107,7 @@ def _in_float64(case: Case, options: dict[str, Any] | None) -> dict[int, _Miss]:
         with jax.enable_x64(True):
             alone = _alone(case, True, options)
             ours, _ = _on_mesh(case, True, options, False)
-            return _compare(case, ours, alone, TIGHT * WIDE, FLOOR * WIDE)
+            return _compare(case, ours.results, alone.results, TIGHT * WIDE, FLOOR * WIDE)
     except Rejected as e:
         raise Mismatch(f"float64 is not to be had: {e}") from e
 
@@ -100,70 +115,126 @@ def _in_float64(case: Case, options: dict[str, Any] | None) -> dict[int, _Miss]:
 def namespace(case: Case, wide: bool) -> dict[str, Any]:
     """Namespace of the executed program text: `make` and `arguments`."""
     names = {**vars(prelude), "jax": jax, "jnp": jnp, "lax": lax, "np": np, "sharding": sharding, "P": P}
+    names |= {"NamedSharding": NamedSharding}
     for text in (dtypes_text(wide), body_text(case), arguments_text(case)):
         exec(compile(text, "case.py", "exec"), names)
     return names
 
 
-def _alone(case: Case, wide: bool, options: dict[str, Any] | None) -> list[Any]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What a program returned, left in its refs, and called back."""
+
+    results: list[np.ndarray]
+    """The results, and the final contents of refs that were passed."""
+    kinds: list[str]
+    """Kind of memory of each result."""
+    effects: dict[str, list[Any]]
+    """What callbacks got, and what was printed."""
+
+
+def _run(call: Callable[[], Any], args: list[Any], case: Case) -> Run:
+    prelude.NOTED.clear()
+    prelude.NOTED_IN_ORDER.clear()
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        out = list(jax.block_until_ready(call()))
+        jax.effects_barrier()
+    effects = {
+        "callbacks": sorted(prelude.NOTED),
+        "ordered callbacks": list(prelude.NOTED_IN_ORDER),
+        "printed lines": sorted(printed.getvalue().splitlines()),
+    }
+    kinds = [x.sharding.memory_kind for x in out]
+    written = [x[...] for x, a in zip(args, case.arguments, strict=True) if a.type.place == "ref"]
+    return Run(results=list(map(_numpy, [*out, *written])), kinds=kinds, effects=effects)
+
+
+def _alone(case: Case, wide: bool, options: dict[str, Any] | None) -> Run:
     names = namespace(case, wide)
-    args = names["arguments"]()
-    step = jax.jit(names["make"](prelude.plain, jax.jit))
+    names["args"] = args = names["arguments"]()
+    for line in placing_alone_text(case):
+        exec(line, names)
+    static = eval(f"dict({static_text(case)})", names)
+    names["step"] = jax.jit(names["make"](prelude.plain, jax.jit), compiler_options=options, **static)
     try:
-        lowered = step.lower(*args)
+        eval(f"step.lower({call_text(case)})", names)
     except Exception as e:
         raise Rejected(f"{type(e).__name__}: {e}") from e
+
+    def call() -> Any:
+        return eval(f"step({call_text(case)})", names)
+
     try:
-        out = jax.block_until_ready(lowered.compile(options)(*args))
+        return _run(call, args, case)
     except jax.errors.JaxRuntimeError:  # XLA fails to compile the full program on one device: run it op by op
         with jax.disable_jit():
-            out = step(*args)
-    return list(map(_numpy, out))
+            return _run(call, args, case)
 
 
-def _on_mesh(
-    case: Case, wide: bool, options: dict[str, Any] | None, twice: bool
-) -> tuple[list[Any], sharding.Completion]:
-    names = namespace(case, wide)
-    args = names["arguments"]()
-    mesh = mesh_of(case.mesh)
-    with mesh as real:
-        for i, a in enumerate(case.arguments):
-            if a.placed is not None:
-                args[i] = jax.device_put(args[i], NamedSharding(real, eval(spec_text(a.placed), names)))
-        asked = eval(f"dict({options_text(case)})", names)
-        step = sharding.jit(names["make"](sharding.annotate, sharding.jit), **asked)
-        completion = step.complete(*args)
+def _on_mesh(case: Case, wide: bool, options: dict[str, Any] | None, twice: bool) -> tuple[Run, sharding.Completion]:
+    with on_mesh(case, wide) as names:
+        step = jitted(case, names, options)
+        complete = f"step.complete({call_text(case)})"
+        completion = eval(complete, names | {"step": step})
         if twice:
-            again = sharding.jit(names["make"](sharding.annotate, sharding.jit), **asked).complete(*args)
+            again = eval(complete, names | {"step": jitted(case, names, options)})
             if _decided(completion) != _decided(again):
                 raise Mismatch("a second completion differs from the first")
-        if options is None:
-            out = step(*args)
-        else:
-            compiled = step.lower(*args).compile(options)
-            out = compiled(*jax.device_put(args, [NamedSharding(real, spec) for spec in completion.in_shardings]))
-        out = jax.block_until_ready(out)
-    specs = completion.out_shardings
-    for i, (x, spec) in enumerate(zip(out, specs, strict=True)):
-        if not x.sharding.is_equivalent_to(NamedSharding(real, spec), x.ndim):
-            raise Mismatch(f"result {i} comes back as {x.sharding}, completed was {spec}")
-    return list(map(_numpy, out)), completion
+        out: list[Any] = []
+
+        def call() -> list[Any]:
+            out[:] = eval(f"step({call_text(case)})", names | {"step": step})
+            return out
+
+        found = _run(call, names["args"], case)
+        if twice and not any(a.donated or a.type.place == "ref" for a in case.arguments):
+            again = eval(f"step({call_text(case)})", names | {"step": step})
+            for i, (x, y) in enumerate(zip(found.results, map(_numpy, again), strict=True)):
+                if x.dtype.kind != "V" and not np.array_equal(x, y, equal_nan=x.dtype.kind in "fc"):
+                    raise Mismatch(f"result {i} of a second call differs from the first")
+        _check_out_shardings(case, completion, out, names["mesh"])
+    return found, completion
+
+
+def _check_out_shardings(case: Case, completion: sharding.Completion, out: list[Any], mesh: Mesh) -> None:
+    for i, (x, spec) in enumerate(zip(out, completion.out_shardings, strict=True)):
+        spec = spec.spec if isinstance(spec, NamedSharding) else spec
+        if case.engine != "xla" and not x.sharding.is_equivalent_to(on := NamedSharding(mesh, spec), x.ndim):
+            if not is_equal_up_to_kind(x.sharding, on, x.ndim):
+                raise Mismatch(f"result {i} comes back as {x.sharding}, completed was {spec}")
+        if case.explicit and not (isinstance(x.sharding, NamedSharding) and x.sharding.mesh == mesh):
+            raise Mismatch(f"result {i} comes back on {x.sharding}, the mesh is {mesh}")
+
+
+def is_equal_up_to_kind(a: Sharding, b: Sharding, ndim: int) -> bool:
+    return a.with_memory_kind("device").is_equivalent_to(b.with_memory_kind("device"), ndim)
+
+
+@contextlib.contextmanager
+def on_mesh(case: Case, wide: bool = False) -> Iterator[dict[str, Any]]:
+    """Enters the mesh of a case; yields the namespace of its text with `mesh` and the placed arguments, `args`."""
+    names = namespace(case, wide)
+    with eval(mesh_text(case), names):
+        names["mesh"] = jax.sharding.get_mesh()
+        names["args"] = names["arguments"]()
+        for line in placing_text(case):
+            exec(line, names)
+        yield names
+
+
+def jitted(case: Case, names: dict[str, Any], options: dict[str, Any] | None = None) -> Any:
+    """The program of a case under `sharding.jit`."""
+    asked = eval(f"dict({options_text(case)})", names)
+    program = names["make"](sharding.annotate, sharding.jit, prelude.put_on(names["mesh"]))
+    return sharding.jit(program, compiler_options=options, **asked)
 
 
 def completed(case: Case) -> sharding.Completion:
     """The completion of a case, without compiling."""
-    names = namespace(case, False)
-    with warnings.catch_warnings(), mesh_of(case.mesh):
+    with warnings.catch_warnings(), on_mesh(case) as names:
         warnings.filterwarnings("ignore", message=".*XLA pads it")
-        asked = eval(f"dict({options_text(case)})", names)
-        return sharding.jit(names["make"](sharding.annotate, sharding.jit), **asked).complete(*names["arguments"]())
-
-
-@functools.cache
-def mesh_of(axes: tuple[tuple[str, int], ...]):
-    """The mesh of a case, over the first devices."""
-    return sharding.mesh(dict(axes), devices=jax.devices()[: math.prod(n for _, n in axes)])
+        return eval(f"step.complete({call_text(case)})", names | {"step": jitted(case, names)})
 
 
 def _decided(c: sharding.Completion) -> Any:
@@ -177,6 +248,16 @@ def _numpy(x: Any) -> np.ndarray:
     return np.asarray(x)
 
 
+def _compare_effects(case: Case, ours: Run, alone: Run) -> None:
+    for i, (a, b) in enumerate(zip(ours.kinds, alone.kinds, strict=True)):
+        asked = case.out_kinds[i] if i < len(case.out_kinds) else None
+        if a != (asked or b):
+            raise Mismatch(f"result {i} comes back in {a} memory, not in {asked or b}")
+    for what, theirs in alone.effects.items():
+        if ours.effects[what] != theirs:
+            raise Mismatch(f"{what} differ: {ours.effects[what]} on the mesh, {theirs} on one device")
+
+
 def _compare(case: Case, ours: list[Any], alone: list[Any], tight: float, floor: float) -> dict[int, _Miss]:
     """Float results with errors beyond the limits; raises for mismatches that a float64 run cannot resolve."""
     if len(ours) != len(alone):
@@ -185,7 +266,7 @@ def _compare(case: Case, ours: list[Any], alone: list[Any], tight: float, floor:
     for i, (a, b) in enumerate(zip(ours, alone, strict=True)):
         if a.dtype != b.dtype or a.shape != b.shape:
             raise Mismatch(f"result {i} is {a.dtype}{list(a.shape)} instead of {b.dtype}{list(b.shape)}")
-        if case.exact[i] or a.dtype.kind not in "fcV":
+        if (i < len(case.exact) and case.exact[i]) or a.dtype.kind not in "fcV":
             if not np.array_equal(a, b):
                 count = int((a != b).sum())
                 raise Mismatch(f"result {i} is exact, {count} of {a.size} elements differ")

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import math
+import contextlib
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 from jax.sharding import NamedSharding
 
-import sharding
 from sharding import cost
 from sharding.hardware import Platform
 
 from . import prelude
-from .case import Case, options_text, spec_text
-from .check import Mismatch, Rejected, namespace
+from .case import Case, call_text, mesh_text, placing_alone_text, placing_text, static_text
+from .check import Mismatch, Rejected, jitted, namespace, on_mesh
 
 CompilerName = Literal["cpu", "v5p", "h100"]
 PLATFORMS: dict[CompilerName, Platform] = {"cpu": "cpu", "v5p": "tpu", "h100": "gpu"}
@@ -64,27 +64,47 @@ def check_prediction(
     return found
 
 
+@contextlib.contextmanager
+def ahead_of_time(case: Case, compiler: CompilerName) -> Iterator[dict[str, Any]]:
+    """Enters the mesh over devices of a compiler ahead of time; yields the namespace with abstract arguments."""
+    names = namespace(case, False)
+    names |= {"devices": cost.compile_only(DEVICES[compiler]), "placed": _placed}
+    with eval(mesh_text(case, "devices"), names) as mesh:
+        names["mesh"] = mesh if mesh is not None else jax.sharding.get_mesh()
+        static = {i: x for i, x in enumerate(names["arguments"]()) if isinstance(x, int)}
+        names["args"] = [static.get(i, x) for i, x in enumerate(jax.eval_shape(names["arguments"]))]
+        for line in placing_text(case, "placed"):
+            exec(line, names)
+        yield names
+
+
+def _placed(x: jax.ShapeDtypeStruct, on: NamedSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on)
+
+
 def predict(case: Case, compiler: CompilerName = "cpu", options: dict[str, bool | int] | None = None) -> Prediction:
     """The collectives of a case, predicted and compiled."""
     names = namespace(case, False)
-    args = jax.eval_shape(names["arguments"])
+    names["args"] = names["arguments"]()
+    for line in placing_alone_text(case):
+        exec(line, names)
+    static = eval(f"dict({static_text(case)})", names)
+    names["step"] = jax.jit(names["make"](prelude.plain, jax.jit), **static)
     try:
-        jax.jit(names["make"](prelude.plain, jax.jit)).trace(*args)
+        eval(f"step.trace({call_text(case)})", names)
     except Exception as e:
         raise Rejected(f"{type(e).__name__}: {e}") from e
-    devices = jax.devices() if compiler == "cpu" else cost.compile_only(DEVICES[compiler])
-    sizes = dict(case.mesh)
-    with warnings.catch_warnings(), sharding.mesh(sizes, devices=devices[: math.prod(sizes.values())]) as mesh:
+    if case.engine == "xla":
+        raise Rejected('nothing is predicted with engine="xla"')
+    if compiler != "cpu" and any(a.type.place == "ref" for a in case.arguments):
+        raise Rejected("an argument that only exists on devices")
+    entered = on_mesh(case) if compiler == "cpu" else ahead_of_time(case, compiler)
+    with warnings.catch_warnings(), entered as names:
         warnings.filterwarnings("ignore", message=".*XLA pads it")
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
-        for i, a in enumerate(case.arguments):
-            if a.placed is not None:
-                placed = NamedSharding(mesh, eval(spec_text(a.placed), names))
-                args[i] = jax.ShapeDtypeStruct(args[i].shape, args[i].dtype, sharding=placed)
-        asked = eval(f"dict({options_text(case)})", names)
-        step = sharding.jit(names["make"](sharding.annotate, sharding.jit), **asked)
-        completion = step.complete(*args)
-        compiled = step.lower(*args).compile(options)
+        names["step"] = jitted(case, names)
+        completion = eval(f"step.complete({call_text(case)})", names)
+        compiled = eval(f"step.lower({call_text(case)})", names).compile(options)
     ledger = completion.communication().lowered(PLATFORMS[compiler])
     return Prediction(
         predicted={str(kind): total for kind, total in ledger.by_kind().items()},

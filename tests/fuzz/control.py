@@ -38,11 +38,18 @@ def names(values: Sequence[int], start: int = 0) -> str:
 
 
 def carried(g: Builder) -> list[int]:
-    """One or two values to carry through a loop."""
+    """One or two values to carry through a loop; occasionally one that waits in the host's memory."""
     found = [g.float(1, 3, wanted=lambda f: f.type.dtype == "F")]
     if g.chance(0.4):
         found.append(g.float(0, 3, wanted=lambda f: f.type.dtype == "F") if g.chance(0.6) else g.int(0, 2))
+    if g.chance(0.1):
+        found.append(on_host(g, 1))
     return list(dict.fromkeys(found))
+
+
+def on_host(g: Builder, low: int = 0) -> int:
+    """A float in the host's memory."""
+    return g.pick(lambda f: f.type.dtype == "F" and low <= f.ndim <= 4, place="pinned_host")
 
 
 def body(g: Builder, grow: Grow, params: Sequence[Facts], results: Sequence[Facts], *, closed: bool = False) -> Block:
@@ -60,15 +67,17 @@ def body(g: Builder, grow: Grow, params: Sequence[Facts], results: Sequence[Fact
     return g.close(found)
 
 
-def free_body(g: Builder, grow: Grow, params: Sequence[Facts], *, closed: bool = False) -> tuple[Block, list[Facts]]:
+def free_body(
+    g: Builder, grow: Grow, params: Sequence[Facts], *, closed: bool = False, pure: bool = False
+) -> tuple[Block, list[Facts]]:
     """A body that returns one or two floats of any types."""
     depth = len(g.frames)
     if depth > DEPTH:
         raise SkipOp
-    g.open(params, closed=closed)
+    g.open(params, closed=closed, pure=pure)
     try:
         grow(g, g.rng.randint(1, 4))
-        made = [r for record in g.frames[-1].records for r in record.results if g.facts[r].type.dtype == "F"]
+        made = [r for record in g.frames[-1].records for r in record.results if _is_float(g.facts[r])]
         found = made[-2:] if made and g.chance(0.4) else made[-1:]
     except SkipOp:
         del g.frames[depth:]
@@ -79,6 +88,10 @@ def free_body(g: Builder, grow: Grow, params: Sequence[Facts], *, closed: bool =
     return g.close(found), [g.facts[v] for v in found]
 
 
+def _is_float(f: Facts) -> bool:
+    return f.type.dtype == "F" and f.type.place == "device"
+
+
 def inexact(f: Facts) -> Facts:
     return Facts(type=f.type, bound=f.bound) if f.type.dtype == "F" else f
 
@@ -87,7 +100,7 @@ def scan(g: Builder, grow: Grow) -> None:
     inits = carried(g)
     length, xs = g.choice([2, 3, 4]), []
     if g.chance(0.7):
-        first = g.number(1, 4)
+        first = g.number(1, 4) if g.chance(0.85) else on_host(g, 1)
         length, xs = g.facts[first].shape[0], [first]
         if g.chance(0.3):
             xs.append(
@@ -99,12 +112,14 @@ def scan(g: Builder, grow: Grow) -> None:
         raise SkipOp
     carry = [loose(g.facts[v]) for v in inits]
     slices = [
-        Facts(type=Type(shape=f.shape[1:], dtype=f.type.dtype), bound=f.bound, grid=f.grid)
+        Facts(type=Type(shape=f.shape[1:], dtype=f.type.dtype, place=f.type.place), bound=f.bound, grid=f.grid)
         for f in map(g.facts.__getitem__, xs)
     ]
     ys = [Facts(type=c.type, bound=6 if c.type.dtype == "int32" else 1) for c in carry[: g.choice([0, 1, 1])]]
     block = body(g, grow, [*carry, *slices], [*carry, *ys])
-    stacked = [Facts(type=Type(shape=(length, *f.shape), dtype=f.type.dtype), bound=f.bound) for f in ys]
+    stacked = [
+        Facts(type=Type(shape=(length, *f.shape), dtype=f.type.dtype, place=f.type.place), bound=f.bound) for f in ys
+    ]
     options = g.choice(["", "", ", reverse=True", ", unroll=2"])
     text = f"scan($f0, {len(inits)}, {length}, {names([*inits, *xs])}{options})"
     with_bodies(g, "scan", text, [*inits, *xs], [*carry, *stacked], [block])
@@ -113,19 +128,46 @@ def scan(g: Builder, grow: Grow) -> None:
 def while_loop(g: Builder, grow: Grow) -> None:
     """Not differentiated: its body is closed, and its operands are constants."""
     inits = carried(g)
-    times = g.int(0, 0)
+    n = len(inits)
     carry = [loose(g.facts[v]) for v in inits]
+    stopped = ", ".join(f"lax.stop_gradient(${i})" for i in range(n))
+    op = g.choice(["while_loop", "while_loop of its state", "fori_loop of unknown bounds"])
+    if op == "while_loop":
+        more, results = [g.int(0, 0)], carry
+        text = f"while_loop($f0, ${n} % 4, {stopped})"
+    elif op == "while_loop of its state":
+        more = [g.int(1, 2)]
+        counts = g.facts[more[0]]
+        results = [Facts(type=counts.type, bound=counts.size * 4 + 7), *carry]
+        text = f"while_below($f0, {g.choice([2, 4]) * counts.size}, ${n} % 7, {stopped})"
+    else:
+        more, results = [g.int(0, 0), g.int(0, 0)], carry
+        text = f"fori_between($f0, ${n} % 3 - 1, ${n + 1} % 4, {stopped})"
     block = body(g, grow, carry, carry, closed=True)
-    stopped = ", ".join(f"lax.stop_gradient(${i})" for i in range(len(inits)))
-    text = f"while_loop($f0, ${len(inits)} % 4, {stopped})"
-    with_bodies(g, "while_loop", text, [*inits, times], carry, [block])
+    with_bodies(g, op, text, [*inits, *more], results, [block])
 
 
 def fori_loop(g: Builder, grow: Grow) -> None:
     inits = carried(g)
     carry = [loose(g.facts[v]) for v in inits]
+    times, static = str(g.choice([1, 2, 3])), []
+    if g.chance(0.3):
+        static = [static_argument(g)]
+        times = f"${len(inits)}"
     block = body(g, grow, carry, carry)
-    with_bodies(g, "fori_loop", f"fori_loop($f0, {g.choice([1, 2, 3])}, {names(inits)})", inits, carry, [block])
+    with_bodies(g, "fori_loop", f"fori_loop($f0, {times}, {names(inits)})", [*inits, *static], carry, [block])
+
+
+def static_argument(g: Builder) -> int:
+    """An integer of 1 to 3 that is known when the program is traced."""
+    return g.pick(lambda f: True, lambda: Type(shape=(), dtype="int32", place="static"), place="static")
+
+
+def static_factor(g: Builder, grow: Grow) -> None:
+    del grow
+    x = g.float()
+    f = g.facts[x]
+    g.emit("static factor", "$0 * $1", [x, static_argument(g)], bound=3 * f.bound, grid=f.grid)
 
 
 def cond(g: Builder, grow: Grow) -> None:
@@ -148,6 +190,7 @@ def cond(g: Builder, grow: Grow) -> None:
 CALLS = {
     "checkpoint": "jax.checkpoint($f0)({})",
     "checkpoint by policy": "jax.checkpoint($f0, policy=jax.checkpoint_policies.dots_saveable)({})",
+    "checkpoint with offloading": "offloaded($f0, {})",
     "nested jit": "jax.jit($f0)({})",
     "nested jit, called twice": "twice($f0, {})",
     "nested sharding.jit": "jit($f0)({})",
@@ -160,7 +203,8 @@ def call(g: Builder, grow: Grow) -> None:
     op = g.choice(list(CALLS))
     operands = [g.float(1, 4, wanted=lambda f: f.type.dtype == "F") for _ in range(g.choice([1, 2]))]
     params = [inexact(g.facts[v]) for v in operands]
-    block, results = free_body(g, grow, params, closed=op.startswith("custom"))
+    pure = "jit" not in op or "twice" in op
+    block, results = free_body(g, grow, params, closed=op.startswith("custom"), pure=pure)
     if op == "custom_jvp":
         _refuse_backward_rules(block)
     with_bodies(g, op, CALLS[op].format(names(operands)), operands, list(map(inexact, results)), [block])
@@ -177,7 +221,7 @@ def derivative(g: Builder, grow: Grow) -> None:
     op = g.choice(["gradient", "tangent"])
     operands = [g.float(1, 3, wanted=lambda f: f.type.dtype == "F") for _ in range(g.choice([1, 2]))]
     params = [inexact(g.facts[v]) for v in operands]
-    block, results = free_body(g, grow, params)
+    block, results = free_body(g, grow, params, pure=True)
     if op == "tangent":
         _refuse_backward_rules(block)
     shapes = params if op == "gradient" else results
@@ -198,7 +242,7 @@ def vmap(g: Builder, grow: Grow) -> None:
         operands.append(other)
         at.append(g.choice(places) if places and g.chance(0.7) else None)
     params = [_without(inexact(g.facts[v]), k) for v, k in zip(operands, at, strict=True)]
-    block, results = free_body(g, grow, params)
+    block, results = free_body(g, grow, params, pure=True)
     outs = [g.rng.randint(0, f.ndim) for f in results]
     facts = [
         Facts(type=Type(shape=(*f.shape[:k], n, *f.shape[k:]), dtype="F"), bound=f.bound)
@@ -247,7 +291,8 @@ def reduce_alike(g: Builder, grow: Grow) -> None:
 
 OPS = {
     scan: 5,
-    while_loop: 2,
+    while_loop: 4,
+    static_factor: 1,
     fori_loop: 2,
     cond: 4,
     call: 6,

@@ -157,6 +157,27 @@ def in_batches(g: Builder) -> None:
     g.emit("gather in batches", text, [x, i], bound=2 * f.bound + 1, grid=grid)
 
 
+def search(g: Builder) -> None:
+    """Ops that JAX builds of sorts, cumulative sums and gathers, with results of a given size."""
+    x = g.exact(1, 3)
+    f, size = g.facts[x], g.size()
+    op, text, bound, grid = g.choice(
+        [
+            ("nonzero", f"jnp.nonzero($0 > 1, size={size}, fill_value=-1)[0].astype(jnp.int32)", 8, None),
+            ("where", f"jnp.where($0.ravel() > 0, size={size}, fill_value=0)[0].astype(jnp.int32)", f.size, None),
+            ("unique", f"jnp.unique($0, size={size}, fill_value=0)", f.bound, f.grid),
+            ("unique counts", f"jnp.unique($0, size={size}, return_counts=True)[1].astype(jnp.int32)", f.size, None),
+            ("histogram", "jnp.histogram($0, bins=4, range=(-2, 2))[0].astype(jnp.int32)", f.size, None),
+            ("bincount", "jnp.bincount(jnp.abs($0).ravel().astype(jnp.int32) % 5, length=5)", f.size, None),
+            ("searchsorted", "jnp.searchsorted(jnp.sort($0.ravel()), $0).astype(jnp.int32)", f.size, None),
+            ("digitize", "jnp.digitize($0, jnp.array([-1, 0, 1], $0.dtype)).astype(jnp.int32)", 3, None),
+        ]
+    )
+    if f.type.dtype == "H" or (op == "bincount" and f.type.dtype != "int32"):
+        raise SkipOp
+    g.emit(op, text if op != "bincount" else f"{text}.astype(jnp.int32)", [x], bound=bound, grid=grid)
+
+
 OPS = {
     take: 4,
     index: 3,
@@ -167,5 +188,6 @@ OPS = {
     dynamic_update_slice: 3,
     one_hot: 2,
     in_batches: 3,
+    search: 4,
 }
 """Op -> relative frequency."""

@@ -41,7 +41,8 @@ def pruned(case: Case) -> Case:
     kept = [i for i, a in enumerate(case.arguments) if a.value in needed or i in case.by]
     by = tuple(kept.index(i) for i in case.by)
     arguments = tuple(case.arguments[i] for i in kept)
-    return dataclasses.replace(case, records=records, arguments=arguments, by=by)
+    keywords = sum(i >= len(case.arguments) - case.keywords for i in kept)
+    return dataclasses.replace(case, records=records, arguments=arguments, by=by, keywords=keywords)
 
 
 def _needed(records: tuple[Record, ...], needed: set[int]) -> tuple[Record, ...]:
@@ -74,13 +75,16 @@ def _fewer_results(case: Case) -> Iterator[Case]:
 def _without_gradients(case: Case) -> Case:
     n = len(case.results)
     outs = case.out_specs[:n] if case.out_specs is not None else None
-    return dataclasses.replace(case, by=(), counted=(), exact=case.exact[:n], out_specs=outs)
+    kinds = case.out_kinds[:n]
+    return dataclasses.replace(case, by=(), counted=(), exact=case.exact[:n], out_specs=outs, out_kinds=kinds)
 
 
 def _with_gradient(case: Case, k: int) -> Case:
     n = len(case.results)
     outs = (*case.out_specs[:n], case.out_specs[n + k]) if case.out_specs is not None else None
-    return dataclasses.replace(case, by=(case.by[k],), exact=(*case.exact[:n], False), out_specs=outs)
+    kinds = (*case.out_kinds[:n], case.out_kinds[n + k]) if case.out_kinds else ()
+    exact = (*case.exact[:n], False)
+    return dataclasses.replace(case, by=(case.by[k],), exact=exact, out_specs=outs, out_kinds=kinds)
 
 
 def _with_results(case: Case, kept: list[int]) -> Case:
@@ -96,6 +100,7 @@ def _with_results(case: Case, kept: list[int]) -> Case:
         exact=tuple(case.exact[i] for i in places),
         counted=counted,
         out_specs=outs,
+        out_kinds=tuple(case.out_kinds[i] for i in places) if case.out_kinds else (),
     )
 
 
@@ -137,7 +142,7 @@ def _replaced(case: Case, gone, paths) -> Case:
         records = _edited(case.records, paths[0], lambda _: None)
     else:
         records = tuple(r for r in case.records if r not in gone)
-    return dataclasses.replace(case, records=records, arguments=(*case.arguments, *made))
+    return dataclasses.replace(case, records=records, arguments=(*case.arguments, *made), keywords=0)
 
 
 def _passed_on(case: Case) -> Iterator[Case]:
@@ -166,6 +171,14 @@ def _renamed(case: Case, old: int, new: int) -> Case:
 
 
 def _simpler_calls(case: Case) -> Iterator[Case]:
+    for plain in (
+        {"keywords": 0},
+        {"engine": "sharding"},
+        {"policy": "storage"},
+        {"explicit": False},
+        {"out_kinds": ()},
+    ):
+        yield dataclasses.replace(case, **plain)
     if case.out_specs is not None:
         yield dataclasses.replace(case, out_specs=None)
         for i, spec in enumerate(case.out_specs):

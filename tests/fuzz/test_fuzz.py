@@ -63,6 +63,29 @@ def test_as_they_are_called():
         check(case)
 
 
+KINDS = {
+    "host memory": lambda c: any(r.op == "fetch from host memory" for r in walk(c.records)) and bool(c.out_kinds),
+    "Explicit mesh": lambda c: c.explicit and any(a.placed for a in c.arguments),
+    "ref": lambda c: any(r.op in ("write ref", "write ref in a loop") for r in walk(c.records)),
+    "callback": lambda c: any(r.op in ("io_callback", "callback, noted") for r in walk(c.records)),
+    "ordered callback": lambda c: any(r.op == "callback, noted_in_order" for r in walk(c.records)),
+    "own primitive": lambda c: any(r.op == "own primitive" for r in walk(c.records)),
+    "custom_partitioning": lambda c: any(r.op == "custom_partitioning" for r in walk(c.records)),
+    "ffi_call": lambda c: any(r.op == "ffi_call" for r in walk(c.records)),
+    "search": lambda c: any(r.op in ("nonzero", "unique", "where") for r in walk(c.records)),
+    "unknown bounds": lambda c: any(r.op == "fori_loop of unknown bounds" for r in walk(c.records)),
+    "stored weights": lambda c: any(r.op == "scan with checkpoint" for r in c.records),
+    "keywords": lambda c: c.keywords > 0 and any(a.type.place == "static" for a in c.arguments),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_program_of_each_kind(kind):
+    """The smallest of the first ones."""
+    found = [case for n in range(150) if KINDS[kind](case := numbered("kinds", n))]
+    check(min(found, key=lambda case: len(list(walk(case.records)))), options=quick_compile.OPTIONS)
+
+
 @pytest.mark.parametrize(
     ("first", "count", "exact"), [(0, 10, 9), pytest.param(10, 90, 82, marks=pytest.mark.slow)], ids=["quick", "slow"]
 )
@@ -99,6 +122,7 @@ def test_covers_the_ops():
     seen = {op for number in range(200) for op in ops_of(numbered("cover", number))}
     assert len(FLAT) + len(DEEP) > 50
     assert len(seen) > 120
+    assert {"new_ref", "swap ref", "pure_callback", "ffi_call", "scan with offloading", "store in host memory"} <= seen
     assert {"scan", "while_loop", "cond", "custom_vjp", "checkpoint", "conv_general_dilated", "fft", "top_k"} <= seen
 
 

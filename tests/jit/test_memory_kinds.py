@@ -92,6 +92,25 @@ def test_a_device_put_inside_is_an_annotation(mesh):
     np.testing.assert_allclose(sharding.jit(f)(X), np.sin(X), rtol=1e-5)
 
 
+@pytest.mark.parametrize("engine", ["sharding", "shardy"])
+def test_a_device_put_inside_is_met(mesh, engine):
+    def f(x):
+        return jax.device_put(x, NamedSharding(mesh, P(None, None), memory_kind="device"))
+
+    step = sharding.jit(f, in_shardings=on_host(mesh, P("data")), out_shardings=P("data"), engine=engine)
+    a = step.complete(X).assignment
+    assert {str(a.specs[v]) for v, it in a.graph.annotations.items() if "device_put" in it.origin} == {"[-, -]"}
+    np.testing.assert_array_equal(step(X), X)
+
+
+def test_an_array_of_the_host_under_explicit_axes():
+    with jax.set_mesh(jax.make_mesh((8,), ("data",))) as _:
+        x = jax.device_put(X, on_host(jax.sharding.get_mesh(), P("data")))
+        y = sharding.jit(lambda x: jax.device_put(x * 2, DEVICE) + 1)(x)
+        assert kinds(y) == ["device"]
+        np.testing.assert_array_equal(y, X * 2 + 1)
+
+
 def test_an_offloaded_state_stays_on_the_host_and_off_the_device(mesh):
     w = np.ones((8, 8), np.float32)
     state = (w, jax.device_put(np.zeros_like(w), on_host(mesh, P("data"))))

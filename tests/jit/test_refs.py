@@ -34,6 +34,27 @@ def test_ref_inside():
     assert step(X).sharding.spec == P("tensor")
 
 
+@pytest.mark.parametrize("rule", ["jvp", "vjp"])
+def test_ref_in_a_function_with_a_derivative_rule_of_its_own(rule):
+    @(jax.custom_jvp if rule == "jvp" else jax.custom_vjp)
+    def doubled(x):
+        ref = jax.new_ref(x)
+        ref[0] = x[1]
+        return ref[...] * 2
+
+    if rule == "jvp":
+        doubled.defjvp(lambda xs, ts: (doubled(*xs), 2 * ts[0]))
+    else:
+        doubled.defvjp(lambda x: (doubled(x), None), lambda _, ct: (2 * ct,))
+
+    def step(x):
+        return jax.lax.scan(lambda c, row: (c + doubled(row), None), x[0], x)[0]
+
+    rows = np.concatenate([X[:, 1:2], X[:, 1:]], axis=1)
+    y = sharding.jit(step, in_shardings=P("data", "tensor"))(X)
+    np.testing.assert_allclose(y, X[0] + 2 * rows.sum(axis=0), rtol=1e-5, atol=1e-5)
+
+
 def test_ref_as_argument():
     def step(state, x):
         state["total"][...] += x.sum(axis=0)
@@ -45,6 +66,15 @@ def test_ref_as_argument():
     np.testing.assert_allclose(state["total"][...], X.sum(axis=0) * 2, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(y, X * X.sum(axis=0) * 2, rtol=1e-5, atol=1e-5)
     np.testing.assert_array_equal(state["unused"][...], np.ones(3))
+
+
+def test_the_shardings_of_the_result_are_those_without_refs():
+    def step(total, x):
+        total[...] += x.sum(axis=0)
+        return {"y": x * 2}
+
+    completion = sharding.jit(step, in_shardings=(None, P("data"))).complete(jax.new_ref(jnp.zeros(8)), X)
+    assert completion.out_shardings == {"y": P("data")}
 
 
 def test_ref_of_an_enclosing_trace():
