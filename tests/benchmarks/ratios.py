@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -46,10 +46,17 @@ class Ratio:
         return asdict(self)
 
     def __str__(self) -> str:
-        """`0.99 (0.95-1.02, worst 1.10)`; what was not recorded is unknown."""
-        quartiles = "quartiles unknown" if self.low is None else f"{self.low:.2f}-{self.high:.2f}"
-        worst = "unknown" if self.worst is None else f"{self.worst:.2f}"
-        return f"{self.median:.2f} ({quartiles}, worst {worst})"
+        """`0.99 (0.95-1.02, worst 1.10)`, without what was not recorded."""
+        quartiles = [] if self.low is None else [f"{self.low:.2f}-{self.high:.2f}"]
+        spread = quartiles + ([] if self.worst is None else [f"worst {self.worst:.2f}"])
+        return f"{self.median:.2f}" + f" ({', '.join(spread)})" * bool(spread)
+
+
+def unknown(ratios: Iterable[Ratio]) -> str:
+    """`; quartiles and worst unknown`, where ratios lack them."""
+    ratios = list(ratios)
+    missing = ["quartiles"] * any(r.low is None for r in ratios) + ["worst"] * any(r.worst is None for r in ratios)
+    return f"; {' and '.join(missing)} unknown" if missing else ""
 
 
 def rounded(seconds: float) -> float:

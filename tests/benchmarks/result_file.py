@@ -31,6 +31,7 @@ class Result:
     command: str | None
     """The command that measured, without its output files."""
     jax: str
+    """Release; several are joined by " and "."""
     python: str | None
     platform: str
     """What ran the programs (cpu, gpu, tpu), or what compiled them ahead of time (h100, v5p)."""
@@ -56,11 +57,18 @@ class Result:
 
     @property
     def where(self) -> str:
-        """JAX, devices, processes and cores in a few words."""
+        """JAX, devices and machine in a few words."""
         is_aot = self.platform not in ("cpu", "gpu", "tpu")
-        devices = f"{_known(self.num_devices)} {self.platform.upper()} devices" + " ahead of time" * is_aot
-        parts = [f"JAX {self.jax}", devices, f"processes: {_known(self.num_processes)}"]
-        return ", ".join([*parts, *([] if is_aot else [f"{_known(self.device)}, {_known(self.cores)} cores"])])
+        parts = [f"JAX {self.jax}", self.platform + " ahead of time" * is_aot]
+        parts += [_count(self.num_devices, "device"), _count(self.num_processes, "process", "processes")]
+        if self.device is None and self.cores is None:
+            return ", ".join([*parts, *([] if is_aot else ["machine unknown"])])
+        return ", ".join([*parts, self.device or "CPU unknown", _count(self.cores, "core")])
+
+    @property
+    def jax_release(self) -> tuple[int, ...]:
+        """The release of JAX to compare, the newest if there are several."""
+        return max(tuple(map(int, text.split("."))) for text in self.jax.split(" and "))
 
     def save(self, path: Path) -> None:
         """Writes the file."""
@@ -134,5 +142,6 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _known(value: object) -> str:
-    return "unknown" if value is None else str(value)
+def _count(number: int | None, one: str, several: str = "") -> str:
+    word = one if number == 1 else several or f"{one}s"
+    return f"{'unknown' if number is None else number} {word}"
