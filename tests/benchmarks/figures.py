@@ -87,7 +87,7 @@ def readme_rows() -> Iterator[str]:
             yield f"|{first} | {module.summary(result)} | {result.where} |"
             if result.options.get("corpus"):
                 errors = prediction.stored_errors()
-                yield f"| | errors of predicted peaks that reports state, other people's programs by platform: {errors} | |"
+                yield f"| | errors of predicted peaks that reports state, of other people's programs: {errors} | |"
 
 
 def readme() -> str:

@@ -204,8 +204,8 @@ class Comparison:
     @classmethod
     def of(cls, mine: Sequence[float], hand: Sequence[float]) -> "Comparison":
         """Of consecutive runs."""
-        medians = (rounded(statistics.median(seconds)) for seconds in (mine, hand))
-        return cls(Ratio.of_pairs(mine, hand), *medians)
+        ours_seconds, by_hand_seconds = (rounded(statistics.median(seconds)) for seconds in (mine, hand))
+        return cls(ratio=Ratio.of_pairs(mine, hand), ours_seconds=ours_seconds, by_hand_seconds=by_hand_seconds)
 
     def as_row(self, name: str) -> Row:
         times = {"ours_seconds": self.ours_seconds, "by_hand_seconds": self.by_hand_seconds}

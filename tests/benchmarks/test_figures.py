@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import command_line, figures, result_file
+from benchmarks import figures, result_file
 from benchmarks.ratios import Ratio, unknown
 from benchmarks.result_file import FOLDER, Result
 
@@ -107,20 +107,3 @@ def test_the_command_has_no_output_file(argv, monkeypatch):
     monkeypatch.setattr("sys.argv", [str(ROOT / "tests/benchmarks/step.py"), *argv])
     monkeypatch.setitem(result_file.sys.modules, "__main__", object())
     assert result_file.command() == "python tests/benchmarks/step.py --steps 3"
-
-
-def test_every_benchmark_has_help_and_a_summary():
-    """Its help is its docstring: the first line says what it measures and is in the README."""
-    for name, module in figures.BENCHMARKS.items():
-        assert callable(module.summary) and figures.about(module), name
-        if name != "fuzz":
-            assert module.main.__annotations__["options"] in ("Options", module.Options), name
-            assert "command_line.run(main, Options, __doc__)" in Path(module.__file__).read_text(), name
-
-
-def test_help_says_what_is_measured(capsys, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["ranking", "--help"])
-    ranking = figures.BENCHMARKS["ranking"]
-    with pytest.raises(SystemExit, match="^0$"):
-        command_line.run(ranking.main, ranking.Options, ranking.__doc__)
-    assert " ".join(figures.about(ranking).split()) in " ".join(capsys.readouterr().out.split())

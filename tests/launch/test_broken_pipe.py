@@ -1,22 +1,13 @@
 """`sharding --help | head -1` ends without a traceback."""
 
 import os
-import subprocess
 import sys
 
 import pytest
+from support.closed_pipe import run_into_a_closed_pipe
 
 from sharding.launch import COMMANDS, broken_pipe
 from sharding.launch.exit_codes import READER_GONE
-
-
-def run_into_a_closed_pipe(*command: str) -> subprocess.CompletedProcess[str]:
-    reader, writer = os.pipe()
-    os.close(reader)
-    try:
-        return subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120)
-    finally:
-        os.close(writer)
 
 
 @pytest.mark.parametrize("name", ["", *COMMANDS])
