@@ -24,7 +24,7 @@ def exits_if_reader_gone() -> Iterator[None]:
             if sys.stdout is not None:  # as it is where the shell closed it
                 sys.stdout.flush()
     except BrokenPipeError:
-        if not _reader_is_gone():
+        if sys.stdout is None or not _reader_is_gone():
             raise
         # Python flushes standard output once more as it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
