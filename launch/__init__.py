@@ -9,6 +9,7 @@ from typing import Any
 from sharding.distributed import processes
 from sharding.errors import ShardingError
 
+from .broken_pipe import exits_if_reader_gone
 from .config.calibrate_config import Calibrate
 from .config.checkpoint_config import Checkpoint
 from .config.explain_config import Explain
@@ -24,7 +25,8 @@ Command = Train | Explain | Checkpoint | Calibrate | Launch
 def main(args: Sequence[str] | None = None) -> None:
     """Run the command of `args`, by default those of the process."""
     try:
-        _run(parse(args))
+        with exits_if_reader_gone():
+            _run(parse(args))
     except ShardingError as error:
         print(f"error: {error}", file=sys.stderr)
         _exit(error)

@@ -5,3 +5,6 @@ USER_ERROR = 2
 
 INTERRUPTED = 130
 """Ctrl-C without a checkpoint; the code that shells use."""
+
+READER_GONE = 141
+"""Standard output is a pipe whose reader is gone; the code that shells use."""

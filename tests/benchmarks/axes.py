@@ -16,28 +16,27 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import tyro
 from flax import nnx
 
 import sharding
 from sharding import tensor
 from sharding.models import gpt, layouts
 
-from . import gpt_workload
+from . import command_line, gpt_workload
 from .contenders import (
     DEVICES,
     Contender,
     Rounds,
+    Times,
     alternate,
-    machine,
-    medians,
-    rounded,
+    ratio_row,
     seconds,
     start,
     updated,
     value_and_grad,
-    write,
 )
+from .ratios import Ratio, unknown
+from .result_file import Result, Row, measured
 
 AXES = ("data", "fsdp", "tensor")
 PARTS = 4
@@ -93,26 +92,52 @@ def ours(options: Options) -> list[Contender]:
     return found
 
 
+def ratio_rows(options: Options, found: dict[str, Times]) -> list[Row]:
+    """Each axis over one device, ours and PyTorch's, and ours over PyTorch's."""
+
+    def best(name: str) -> Times | None:
+        both = [found[each] for each in (name, f"{name}, compiled") if each in found]
+        return min(both, key=lambda times: times.median, default=None)
+
+    rows = []
+    for name in names(options):
+        mine, peer, alone = found[f"ours, {name}"], best(f"PyTorch, {name}"), best("PyTorch, single")
+        rows.append(ratio_row(f"{name}: ours over one device", mine, found["ours, single"]))
+        if name.endswith(IN_PARTS):
+            in_parts = found[f"ours, single{IN_PARTS}"]
+            rows.append(ratio_row(f"{name}: ours over one device, too", mine, in_parts))
+        if peer is not None and alone is not None:
+            rows.append(ratio_row(f"{name}: PyTorch over one device", peer, alone))
+            rows.append(ratio_row(f"{name}: ours over PyTorch", mine, peer))
+    return rows
+
+
+def summary(result: Result) -> str:
+    """Of each axis: its step over one device's, PyTorch's over its own, and ours over PyTorch's."""
+    ratios = {row["name"]: Ratio.of_row(row) for row in result.of_kind("ratio")}
+    texts = {
+        "ours over one device": "{} of one device's step",
+        "ours over one device, too": "{} where both do",
+        "PyTorch over one device": "PyTorch {} of its own",
+        "ours over PyTorch": "{} of PyTorch's",
+    }
+    found: dict[str, list[str]] = {}
+    for name, ratio in ratios.items():
+        axis, _, what = name.partition(": ")
+        found.setdefault(axis, []).append(texts[what].format(ratio))
+    return "; ".join(f"{axis}: {', '.join(parts)}" for axis, parts in found.items()) + unknown(ratios.values())
+
+
 def main(options: Options) -> None:
     """Measures, prints and writes the figures."""
-    middle = medians(seconds(options, lambda: ours(options), "torch_axes.py", parts=(1, PARTS)))
-
-    def best(name: str) -> float | None:
-        return min((middle[each] for each in (name, f"{name}, compiled") if each in middle), default=None)
-
-    ratios = {}
-    for name in names(options):
-        mine, peer, alone = middle[f"ours, {name}"], best(f"PyTorch, {name}"), best("PyTorch, single")
-        ratios[f"{name}: ours over one device"] = mine / middle["ours, single"]
-        if name.endswith(IN_PARTS):
-            ratios[f"{name}: ours over one device, too"] = mine / middle[f"ours, single{IN_PARTS}"]
-        if peer is not None and alone is not None:
-            ratios[f"{name}: PyTorch over one device"] = peer / alone
-            ratios[f"{name}: ours over PyTorch"] = mine / peer
-    write({"machine": machine(), "seconds": rounded(middle, 4), "ratios": rounded(ratios, 3)}, options.json)
+    start()
+    found = seconds(options, lambda: ours(options), "torch_axes.py", parts=(1, PARTS))
+    rows = [*(times.as_row() for times in found.values()), *ratio_rows(options, found)]
+    result = measured("axes", options, rows, num_devices=DEVICES)
+    print("\n".join(map(str, rows)), summary(result), result.where, sep="\n")
+    if options.json is not None:
+        result.save(options.json)
 
 
 if __name__ == "__main__":
-    chosen = tyro.cli(Options)
-    start()
-    main(chosen)
+    command_line.run(main, Options, __doc__)

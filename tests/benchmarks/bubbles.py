@@ -1,6 +1,7 @@
 """Pipeline bubbles: the idle fraction measured by profiling, compared with the simulated one.
 
-    python -m tests.benchmarks.bubbles                # JSON: schedule -> percent executed and simulated
+    python -m tests.benchmarks.bubbles                     # percent executed and simulated, by schedule
+    python -m tests.benchmarks.bubbles --json bubbles.json # `pipeline` has the same rows
 
 The model is that of `pipeline`, with as many stages as cores, up to four: with more, devices wait for a core instead of
 each other. XLA runs each program with one thread, else a device would be faster while others are idle. A program runs
@@ -12,11 +13,11 @@ Reported are the medians over steps of both and of their difference.
 
 from __future__ import annotations
 
-import json
 import statistics
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,9 +26,10 @@ import jax
 import sharding
 from sharding import pipeline
 
-from . import gpt_workload
-from .contenders import DEVICES, num_cores, start
+from . import command_line, gpt_workload, result_file
+from .contenders import DEVICES, start
 from .pipeline import MICROBATCHES, SCHEDULES, piped
+from .result_file import Row, num_cores
 
 STEPS, WARM = 7, 2
 PROGRAMS: dict[str, tuple[pipeline.Kind, ...]] = {
@@ -40,6 +42,14 @@ PROGRAMS: dict[str, tuple[pipeline.Kind, ...]] = {
     "entered": ("backward", "backward-input"),
 }
 """Program -> the kinds of tasks that run it; `enter`, `entered` and `loss` run only at the first or last stage."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """The output file."""
+
+    json: Path | None = None
+    """Output file of the figures."""
 
 
 class Run(NamedTuple):
@@ -149,23 +159,27 @@ def measured(name: str, stages: int) -> list[Bubbles]:
     return found[WARM:]
 
 
-def main(stages: int) -> None:
-    """Prints the medians of each schedule."""
+def main(options: Options) -> None:
+    """Prints the medians of each schedule and writes them."""
+    stages = min(DEVICES, num_cores())
+    start(stages)
     with sharding.mesh(pipe=stages):
-        found = {name: measured(name, stages) for name in SCHEDULES}
-    print(json.dumps({name: _percent(bubbles) for name, bubbles in found.items()}))
+        rows = [_row(name, stages, measured(name, stages)) for name in SCHEDULES]
+    result = result_file.measured("bubbles", options, rows, num_devices=stages)
+    print("\n".join(map(str, rows)), result.where, sep="\n")
+    if options.json is not None:
+        result.save(options.json)
 
 
-def _percent(bubbles: Sequence[Bubbles]) -> dict[str, float]:
+def _row(name: str, stages: int, bubbles: Sequence[Bubbles]) -> Row:
     columns = {
-        "executed": [each.executed for each in bubbles],
-        "simulated": [each.simulated for each in bubbles],
-        "difference": [each.executed - each.simulated for each in bubbles],
+        "executed_percent": [each.executed for each in bubbles],
+        "simulated_percent": [each.simulated for each in bubbles],
+        "difference_percent": [each.executed - each.simulated for each in bubbles],
     }
-    return {name: round(100 * statistics.median(values), 1) for name, values in columns.items()}
+    medians = {column: round(100 * statistics.median(values), 1) for column, values in columns.items()}
+    return {"kind": "idle share", "name": name, "executor": "mpmd", "num_devices": stages, **medians}
 
 
 if __name__ == "__main__":
-    cores = min(DEVICES, num_cores())
-    start(cores)
-    main(cores)
+    command_line.run(main, Options, __doc__)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -24,14 +23,15 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-import tyro
 from flax import nnx
 
 from sharding.launch import train_step
 from sharding.models import gpt
 
-from . import gpt_workload
+from . import command_line, gpt_workload
 from .peers.environment import torch_python
+from .ratios import Ratio, rounded
+from .result_file import Row
 
 DEVICES = 4
 THREADS = "NPROC"
@@ -128,10 +128,33 @@ def alternate(found: Sequence[Contender], tokens: np.ndarray, rounds: int) -> No
             contender.run(part, timed=True)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Times:
+    """The step times of a contender, in seconds."""
+
+    name: str
+    """`ours` or `PyTorch`, then what it runs."""
+    num_devices: int
+    num_processes: int
+    seconds: list[float] = field(default_factory=list)
+
+    @property
+    def median(self) -> float:
+        """The median step time."""
+        return statistics.median(self.seconds)
+
+    def as_row(self) -> Row:
+        """The row of a result file."""
+        low, median, high, worst = (rounded(x) for x in np.quantile(self.seconds, (0.25, 0.5, 0.75, 1)))
+        counts = {"num_devices": self.num_devices, "num_processes": self.num_processes}
+        times = {"median_seconds": median, "low_seconds": low, "high_seconds": high, "worst_seconds": worst}
+        return {"kind": "step time", "name": self.name, **counts, **times}
+
+
 def seconds(
     options: Rounds, ours: Callable[[], Sequence[Contender]], script: str, *, parts: Sequence[int] = (1,)
-) -> dict[str, list[float]]:
-    """Contender -> the time of each of its steps.
+) -> dict[str, Times]:
+    """Contender -> its step times, fastest first.
 
     Args:
         options: the number of rounds and steps, and the peer.
@@ -142,22 +165,35 @@ def seconds(
     python = torch_python(Path(options.peer).expanduser()) if options.peer else None
     devices = [_one_device(options.steps, count) for count in parts]
     peers = [_torch(python, script, options.steps)] if python else []
-    found: dict[str, list[float]] = {}
+    found: dict[str, Times] = {}
     losses: dict[str, list[float]] = {}
+
+    def add(name: str, seconds: Sequence[float], *, num_devices: int, num_processes: int) -> None:
+        times = Times(name=name, num_devices=num_devices, num_processes=num_processes)
+        found.setdefault(name, times).seconds.extend(seconds)
+
     for each in ours():
-        found[f"ours, {each.name}"], losses[f"ours, {each.name}"] = each.seconds, each.losses
+        add(f"ours, {each.name}", each.seconds, num_devices=DEVICES, num_processes=1)
+        losses[f"ours, {each.name}"] = each.losses
     devices += [_one_device(options.steps, count) for _ in range(1, options.rounds) for count in parts]
     peers += [_torch(python, script, options.steps) for _ in range(1, options.rounds)] if python else []
     for each in devices:
-        found.setdefault(f"ours, {each['name']}", []).extend(each["seconds"])
+        add(f"ours, {each['name']}", each["seconds"], num_devices=1, num_processes=1)
     for line in (line for each in peers for line in each):
         name = f"PyTorch, {line['name']}" + (", compiled" if line["compiled"] else "")
-        found.setdefault(name, []).extend(line["step_seconds"][WARM:])
+        count = line["processes"]
+        add(name, line["step_seconds"][WARM:], num_devices=count, num_processes=count)
         losses[name] = line["losses"]
     expected = devices[0]["losses"]
     for name, values in losses.items():
         np.testing.assert_allclose(values[: len(expected)], expected[: len(values)], rtol=TOLERANCE, err_msg=name)
-    return found
+    return {times.name: times for times in sorted(found.values(), key=lambda times: times.median)}
+
+
+def ratio_row(name: str, ours: Times, other: Times) -> Row:
+    """The row of a ratio of step times, each of ours over each of the other's."""
+    ratio = Ratio.of_all(ours.seconds, other.seconds)
+    return {"kind": "ratio", "name": name, "ours": ours.name, "other": other.name, **ratio.as_row()}
 
 
 def _one_device(steps: int, parts: int) -> dict[str, Any]:
@@ -183,30 +219,6 @@ def _torch(python: Path, script: str, steps: int) -> list[dict[str, Any]]:
     return found
 
 
-def medians(steps: dict[str, list[float]]) -> dict[str, float]:
-    """Contender -> median step time in seconds, fastest first."""
-    middle = {name: statistics.median(seconds) for name, seconds in steps.items()}
-    return dict(sorted(middle.items(), key=lambda item: item[1]))
-
-
-def machine() -> str:
-    """The processor, its cores and the JAX release."""
-    return f"{platform.machine()}, {os.cpu_count()} cores, JAX {jax.__version__}"
-
-
-def rounded(values: dict[str, float], digits: int) -> dict[str, float]:
-    """The values rounded to `digits` significant digits."""
-    return {name: float(f"{value:.{digits}g}") for name, value in values.items()}
-
-
-def write(figures: dict[str, Any], path: Path | None) -> None:
-    """Prints figures, and writes them to `path` if given."""
-    text = json.dumps(figures, indent=1)
-    print(text)
-    if path is not None:
-        path.write_text(text + "\n")
-
-
 def start(devices: int = DEVICES) -> None:
     """Configures CPU devices of one thread each; call before any other use of JAX."""
     os.environ[THREADS] = "1"
@@ -214,18 +226,22 @@ def start(devices: int = DEVICES) -> None:
     jax.config.update("jax_num_cpu_devices", devices)
 
 
-def num_cores() -> int:
-    """Cores available to this process."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+@dataclass(frozen=True)
+class Alone:
+    """One device alone."""
+
+    steps: int = 5
+    parts: int = 1
+    """Number of microbatches."""
 
 
-def _alone(steps: int = 5, parts: int = 1) -> None:
+def _alone(options: Alone) -> None:
     """Runs one device and prints its step times and losses."""
     jax.config.update("jax_platforms", "cpu")
-    contender = single(parts)
-    alternate([contender], gpt_workload.tokens(steps=WARM + steps), 1)
+    contender = single(options.parts)
+    alternate([contender], gpt_workload.tokens(steps=WARM + options.steps), 1)
     print(json.dumps({"name": contender.name, "seconds": contender.seconds, "losses": contender.losses}))
 
 
 if __name__ == "__main__":
-    tyro.cli(_alone)
+    command_line.run(_alone, Alone, __doc__)

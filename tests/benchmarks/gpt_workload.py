@@ -12,11 +12,13 @@ from pathlib import Path
 import jax
 import numpy as np
 import optax
-import tyro
 from flax import nnx
+from tyro.conf import Positional
 
 from sharding import paths
 from sharding.models import gpt
+
+from . import command_line
 
 CONFIG = gpt.Config(
     vocab=1024, context=256, layers=8, features=256, heads=8, kv_heads=8, mlp_features=1024, tied=False
@@ -30,7 +32,7 @@ OPTIMIZER = optax.adam(1e-3)
 class Options:
     """The output file and the number of steps."""
 
-    file: tyro.conf.Positional[Path]
+    file: Positional[Path]
     steps: int = 12
 
 
@@ -76,6 +78,10 @@ def losses(config: gpt.Config = CONFIG, *, steps: int, batch: int = BATCH, seed:
     return found
 
 
-if __name__ == "__main__":
-    options = tyro.cli(Options, description=__doc__)
+def main(options: Options) -> None:
+    """Writes the file."""
     export(options.file, steps=options.steps)
+
+
+if __name__ == "__main__":
+    command_line.run(main, Options, __doc__)

@@ -10,9 +10,9 @@ device has one thread in both libraries; one device alone has as many threads as
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,28 +21,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import tyro
 
 import sharding
 from sharding import P, pipeline
 from sharding.models import gpt
 from sharding.pipeline import schedules
 
-from . import gpt_workload
-from .contenders import (
-    DEVICES,
-    Contender,
-    Rounds,
-    alternate,
-    machine,
-    medians,
-    num_cores,
-    rounded,
-    seconds,
-    start,
-    updated,
-    write,
-)
+from . import command_line, gpt_workload, result_file
+from .contenders import DEVICES, Contender, Rounds, Times, alternate, ratio_row, seconds, start, updated
+from .ratios import Ratio, unknown
+from .result_file import Result, Row, measured
 
 MICROBATCHES = 8
 
@@ -111,9 +99,9 @@ def ours(options: Options) -> list[Contender]:
     return found
 
 
-def program_sizes(name: str = "1f1b") -> dict[str, dict[str, float]]:
-    """Microbatches -> compile time in CPU seconds and instruction count of a schedule's single program."""
-    found = {}
+def program_sizes(name: str = "1f1b") -> list[Row]:
+    """Compile time in CPU seconds and instruction count of a schedule's single program, by number of microbatches."""
+    rows = []
     for microbatches in (8, 64):
         both, params = gradient(SCHEDULES[name](stages=DEVICES, microbatches=microbatches), "spmd")
         words = jax.ShapeDtypeStruct((microbatches, *MICROBATCH.shape), MICROBATCH.dtype)
@@ -121,48 +109,62 @@ def program_sizes(name: str = "1f1b") -> dict[str, dict[str, float]]:
             lowered = jax.jit(both).lower(params, words, words)
             begin = time.process_time()
             text = lowered.compile().as_text()
-        seconds = time.process_time() - begin
-        found[str(microbatches)] = {"seconds": round(seconds, 2), "instructions": text.count(" = ")}
-    return found
+        figures = {"compile_seconds": round(time.process_time() - begin, 2), "instructions": text.count(" = ")}
+        rows.append({"kind": "one program", "name": name, "microbatches": microbatches, **figures})
+    return rows
 
 
-def bubbles() -> dict[str, dict[str, float]]:
-    """Schedule -> percent of device time that is idle, executed and simulated, with as many devices as cores."""
-    command = [sys.executable, "-m", "tests.benchmarks.bubbles"]
-    ran = subprocess.run(command, check=True, capture_output=True, text=True)
-    return json.loads(ran.stdout.splitlines()[-1])
+def bubbles() -> list[Row]:
+    """The idle share of device time of each schedule, executed and simulated, with as many devices as cores."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "bubbles.json"
+        command = [sys.executable, "-m", "tests.benchmarks.bubbles", "--json", str(file)]
+        subprocess.run(command, check=True, capture_output=True, text=True)
+        return list(result_file.load(file).rows)
+
+
+def ratio_rows(found: dict[str, Times]) -> list[Row]:
+    """Our best over PyTorch's best, and each over one device."""
+
+    def best(whose: str) -> Times | None:
+        return next((times for name, times in found.items() if name.startswith(whose) and "single" not in name), None)
+
+    mine, peer = best("ours"), best("PyTorch")
+    assert mine is not None
+    rows = [ratio_row("ours over one device", mine, found["ours, single"])]
+    if peer is not None:
+        alone = next(times for name, times in found.items() if name.startswith("PyTorch, single"))
+        rows += [ratio_row("PyTorch over one device", peer, alone), ratio_row("ours over PyTorch", mine, peer)]
+    return rows
+
+
+def summary(result: Result) -> str:
+    """The best step of each library, and how well idle time is simulated."""
+    rows = result.of_kind("ratio")
+    ratios = [Ratio.of_row(row) for row in rows]
+    best = [f"{_quoted(row['ours'])} over {_quoted(row['other'])} {r}" for row, r in zip(rows, ratios, strict=True)]
+    idle = result.of_kind("idle share")
+    off = max(abs(row["difference_percent"]) for row in idle)
+    schedules = f"{len(idle)} schedules on {idle[0]['num_devices']} devices"
+    text = f"best steps: {', '.join(best)}; idle share as simulated within {off:.1f} points for {schedules}"
+    return text + unknown(ratios)
+
+
+def _quoted(name: str) -> str:
+    library, _, variant = name.partition(", ")
+    return f"{library} ({variant})"
 
 
 def main(options: Options) -> None:
     """Measures, prints and writes the figures."""
-    figures = _figures(medians(seconds(options, lambda: ours(options), "torch_pipeline.py")))
-    figures |= {"1f1b in one program, by microbatches": program_sizes()}
-    figures |= {f"idle percent, {min(DEVICES, num_cores())} devices": bubbles()}
-    write(figures, options.json)
-
-
-def _figures(middle: dict[str, float]) -> dict[str, Any]:
-    """Medians, and the ratios of our best to PyTorch's best and of each best to its single device."""
-
-    def best(whose: str) -> str | None:
-        return next((name for name in middle if name.startswith(whose) and "single" not in name), None)
-
-    mine, peer = best("ours"), best("PyTorch")
-    assert mine is not None
-    ratios = {"ours over one device": middle[mine] / middle["ours, single"]}
-    if peer is not None:
-        ratios["ours over PyTorch"] = middle[mine] / middle[peer]
-        alone = [middle[name] for name in middle if name.startswith("PyTorch, single")]
-        ratios["PyTorch over one device"] = middle[peer] / min(alone)
-    return {
-        "machine": machine(),
-        "seconds": rounded(middle, 4),
-        "best": [mine, *([peer] if peer else [])],
-        "ratios": rounded(ratios, 3),
-    }
+    start()
+    found = seconds(options, lambda: ours(options), "torch_pipeline.py")
+    rows = [*(times.as_row() for times in found.values()), *ratio_rows(found), *program_sizes(), *bubbles()]
+    result = measured("pipeline", options, rows, num_devices=DEVICES)
+    print("\n".join(map(str, rows)), summary(result), result.where, sep="\n")
+    if options.json is not None:
+        result.save(options.json)
 
 
 if __name__ == "__main__":
-    chosen = tyro.cli(Options)
-    start()
-    main(chosen)
+    command_line.run(main, Options, __doc__)

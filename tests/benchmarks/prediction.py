@@ -1,25 +1,24 @@
 """Predicted collectives and peak memory of programs compared with what three compilers compile.
 
-    python -m tests.benchmarks.prediction                                # all steps, meshes and styles: some 20 minutes
+    python -m tests.benchmarks.prediction                                # all steps, meshes and styles: some 10 minutes
     python -m tests.benchmarks.prediction --steps gpt lstm --meshes 0 3  # some of them
     python -m tests.benchmarks.prediction --compiler v5p                 # or h100: ahead of time, no chip is needed
     python tests/benchmarks/prediction.py --corpus --compiler h100       # other people's programs, some of whose
                                                                          # packages bring a module `tests`
-    python -m tests.benchmarks.prediction --table prediction.md --json prediction.json
-    python tests/benchmarks/prediction.py --corpus --compiler h100 --no-left --fit   # store the error with the record
+    python -m tests.benchmarks.prediction --json prediction.json
+    python tests/benchmarks/prediction.py --corpus --compiler h100 --fit # store the error with the record
 
-Per program: collectives by kind (count and bytes), compiled and predicted by the ledger; peak memory of one device,
-argument + temp + output - alias bytes of `memory_analysis()`, and the predicted one; and the bytes that a device sends
-(`cost.wire_bytes`) relative to the same step with `engine="xla"`, where XLA's partitioner chooses the reshards. The
-project's own steps run on XLA:CPU, both in alternation: the ratio of their median times is the last figure. All figures
-except the last depend on the releases of JAX and of the compiler, not on the machine.
+Per program: collectives by kind (count and bytes), compiled and predicted by the ledger; and peak memory of one device,
+argument + temp + output - alias bytes of `memory_analysis()`, and the predicted one. Without `--corpus`, programs are
+the project's own train steps: models and variants, each on several meshes, with few and with many annotations. The
+figures depend on the releases of JAX and of the compiler, not on the machine. `reshards` compares the same steps with
+XLA's reshards.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import statistics
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -29,8 +28,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
-import tyro
 
 import sharding
 from sharding import cost
@@ -45,6 +42,9 @@ import corpus
 from support.train_steps import hand_written, known_misses, small_models
 from support.train_steps.step import MESHES, STYLES, Sizes, Step
 
+from benchmarks import command_line
+from benchmarks.result_file import Result, Row, measured
+
 STEPS = small_models.STEPS | hand_written.STEPS
 HALF = {
     f"{name}, 16 bits": small_models.gpt_step(dtype="bfloat16", **options)
@@ -58,7 +58,7 @@ CLOSE = 0.05
 """Relative tolerance of the bytes of a kind."""
 NEAR = 0.10
 """Relative tolerance of the peak."""
-IS_NEWEST = jax.__version_info__ >= (0, 12)
+NEWEST = (0, 12)
 OLDER = "XLA of JAX 0.10.2 partitions, schedules and fuses differently, and undoes remat"
 
 CompilerName = Literal["cpu", "v5p", "h100"]
@@ -86,14 +86,8 @@ class Options:
     """Indices of the meshes. Default: all."""
     styles: tuple[str, ...] = STYLES
     """Annotations of the own steps: the batch alone, or the weights too."""
-    left: bool = True
-    """Also compile each program with XLA's own reshards, to compare the bytes sent."""
-    repeats: int = 7
-    """Timed runs of each own step on XLA:CPU, with our reshards and with XLA's."""
     json: Path | None = None
     """Output file of the figures."""
-    table: Path | None = None
-    """Output file of a Markdown table."""
     fit: bool = False
     """Store the error of the predicted peaks with the platform's record, for reports and `fits`."""
 
@@ -110,22 +104,18 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """The figures of one program; collectives are kind -> (count, bytes)."""
+    """The figures of one program; collectives are kind -> (count, bytes). None: not recorded."""
 
     name: str
     mesh: str
     style: str
     predicted: dict[str, tuple[int, int]]
     compiled: dict[str, tuple[int, int]]
-    predicted_peak: int
-    compiled_peak: int
-    sent_bytes: int
-    """Bytes that a device sends in all compiled collectives."""
-    left_bytes: int | None
-    """Bytes that it sends with the reshards of XLA's partitioner, if compared."""
-    time_ratio: float
-    """Ratio of the median step time to that with the reshards of XLA's partitioner; 0 if not measured."""
-    compile_seconds: float
+    predicted_peak: int | None
+    compiled_peak: int | None
+    peak_ratio: float
+    """Predicted over compiled peak."""
+    compile_seconds: float | None
 
     @property
     def counts_agree(self) -> bool:
@@ -138,16 +128,6 @@ class Program:
         kinds = self.predicted.keys() | self.compiled.keys()
         pairs = [(self.predicted.get(k, (0, 0))[1], self.compiled.get(k, (0, 0))[1]) for k in kinds]
         return all(abs(a - b) <= CLOSE * b for a, b in pairs)
-
-    @property
-    def peak_ratio(self) -> float:
-        """Predicted over compiled peak."""
-        return self.predicted_peak / self.compiled_peak
-
-    @property
-    def sent_ratio(self) -> float | None:
-        """Bytes sent, relative to XLA's reshards, if compared; 1 where neither sends any."""
-        return None if self.left_bytes is None else (self.sent_bytes + 1) / (self.left_bytes + 1)
 
 
 def cases(options: Options) -> Iterator[Case]:
@@ -178,80 +158,70 @@ def at(indices: Sequence[int], meshes: Sequence[Sizes]) -> Sequence[Sizes]:
     return [meshes[k] for k in indices] if indices else meshes
 
 
-def program(case: Case, compiler: CompilerName, *, left: bool = True, repeats: int = 0) -> Program:
+def devices_of(sizes: dict[str, int], compiler: CompilerName) -> Sequence[Any]:
+    """The devices of a mesh, real or to compile for."""
+    num_devices = math.prod(sizes.values())
+    return jax.devices("cpu")[:num_devices] if compiler == "cpu" else cost.compile_only(DEVICES[compiler, num_devices])
+
+
+def program(case: Case, compiler: CompilerName) -> Program:
     """The figures of a program with its first argument donated."""
     sizes, platform = dict(case.mesh), PLATFORMS[compiler]
-    num_devices = math.prod(sizes.values())
-    is_cpu = compiler == "cpu"
-    devices = jax.devices("cpu")[:num_devices] if is_cpu else cost.compile_only(DEVICES[compiler, num_devices])
-    with sharding.mesh(sizes, devices=devices):
+    with sharding.mesh(sizes, devices=devices_of(sizes, compiler)):
         with tracing_context():
             step = case.make()
-        jitted = partial(sharding.jit, step.run, in_shardings=step.specs, donate_argnums=0)
-        ours = jitted()
-        completion = ours.complete(*step.args)
+        jitted = sharding.jit(step.run, in_shardings=step.specs, donate_argnums=0)
+        completion = jitted.complete(*step.args)
         started = time.perf_counter()
-        compiled = ours.lower(*step.args).compile()
+        compiled = jitted.lower(*step.args).compile()
         seconds = time.perf_counter() - started
-        by_xla = jitted(engine="xla").lower(*step.args).compile() if left else compiled
-        facts = cost.read_compiled(compiled)
+        facts, predicted_peak = cost.read_compiled(compiled), completion.memory(platform=platform).peak_bytes
         found = Program(
             name=case.name,
             mesh=sizes_text(sizes),
             style=case.style,
             predicted={str(k): v for k, v in completion.communication().lowered(platform).by_kind().items()},
             compiled={str(k): v for k, v in facts.by_kind().items()},
-            predicted_peak=completion.memory(platform=platform).peak_bytes,
+            predicted_peak=predicted_peak,
             compiled_peak=facts.peak_bytes,
-            sent_bytes=facts.sent_bytes,
-            left_bytes=cost.read_compiled(by_xla).sent_bytes if left else None,
-            time_ratio=ratio(compiled, by_xla, step.args, repeats),
+            peak_ratio=round(predicted_peak / facts.peak_bytes, 4),
             compile_seconds=round(seconds, 1),
         )
     jax.clear_caches()
     return found
 
 
-def ratio(one: Any, other: Any, args: Sequence[Any], repeats: int) -> float:
-    """The ratio of the median times of two compiled programs in `repeats` alternating runs."""
-    if not repeats:
-        return 0.0
-    seconds: tuple[list[float], list[float]] = ([], [])
-    for k in range(repeats + 1):
-        for found, compiled in zip(seconds, (one, other), strict=True):
-            given = jax.block_until_ready(jax.tree.map(zeros, tuple(args), compiled.input_shardings[0]))
-            start = time.perf_counter()
-            jax.block_until_ready(compiled(*given))
-            if k:  # the first run is warm-up
-                found.append(time.perf_counter() - start)
-    return statistics.median(seconds[0]) / statistics.median(seconds[1])
+def programs_of(result: Result) -> list[Program]:
+    """The programs of a result that compiled."""
+    rows = [row for row in result.rows if "error" not in row]
+    names = ("predicted", "compiled")
+    return [Program(**row | {name: {k: tuple(v) for k, v in row[name].items()} for name in names}) for row in rows]
 
 
-def zeros(shape: jax.ShapeDtypeStruct, sharding: Any) -> jax.Array:
-    """An array of zeros; PRNG keys all of one seed."""
-    if jnp.issubdtype(shape.dtype, jax.dtypes.prng_key):
-        return jax.device_put(jnp.broadcast_to(jax.random.key(0), shape.shape), sharding)
-    return jax.device_put(jnp.zeros(shape.shape, shape.dtype), sharding)
-
-
-def summary(programs: Sequence[Program]) -> list[str]:
+def summary(result: Result) -> str:
     """How many programs agree, by criterion."""
-    n, sent = len(programs), sorted(p.sent_ratio for p in programs if p.sent_ratio is not None)
-    lines = [
-        f"{sum(p.counts_agree for p in programs)} of {n}: kinds and counts of collectives as predicted",
-        f"{sum(p.bytes_agree for p in programs)} of {n}: bytes of each kind within {CLOSE:.0%}",
-        f"{sum(abs(p.peak_ratio - 1) <= NEAR for p in programs)} of {n}: peak memory within {NEAR:.0%}; within "
-        f"{error(programs, 0.5):.0%} in half of the programs, within {error(programs, 0.9):.0%} in nine of ten",
-    ]
-    if sent:
-        lines.append(
-            f"{sum(ratio <= 1 for ratio in sent)} of {n}: no more bytes sent than with XLA's reshards; ratio "
-            f"{sent[-1]:.2f} at worst, median {statistics.median(sent):.2f}, best {sent[0]:.2f}"
-        )
-    if any(p.time_ratio for p in programs):
-        median = statistics.median(p.time_ratio for p in programs)
-        lines.append(f"median step-time ratio to XLA's reshards: {median:.2f}")
-    return lines
+    programs = programs_of(result)
+    n, failed = len(programs), len(result.rows) - len(programs)
+    names, meshes, styles = (len({getattr(p, name) for p in programs}) for name in ("name", "mesh", "style"))
+    if result.options["corpus"]:
+        what = f"{n} train and inference steps of other people"
+    else:
+        what = f"{n} train steps ({names} models and variants, {meshes} meshes, {styles} styles of annotations)"
+    near = sum(abs(p.peak_ratio - 1) <= NEAR for p in programs)
+    return (
+        f"{what}{f', {failed} not compiled' * bool(failed)}: counts of collectives exact in "
+        f"{sum(p.counts_agree for p in programs)}, bytes within {CLOSE:.0%} in {sum(p.bytes_agree for p in programs)}, "
+        f"peak memory within {NEAR:.0%} in {near}, within {error(programs, 0.5):.0%} in half, within "
+        f"{error(programs, 0.9):.0%} in nine of ten"
+    )
+
+
+def stored_errors() -> str:
+    """The errors of predicted peaks that reports state, of other people's programs on each platform."""
+    return "; ".join(
+        f"{platform}: within {known.median:.0%} in half and {known.large:.0%} in nine of ten of {known.num_programs}"
+        for platform, known in PEAK_ERRORS.items()
+    )
 
 
 def error(programs: Sequence[Program], share: float) -> float:
@@ -275,58 +245,38 @@ def store(found: PeakError, compiler: CompilerName) -> None:
     PEAK_ERRORS_FILE.write_text(text + "\n")
 
 
-def table(programs: Sequence[Program], failed: Sequence[str], options: Options) -> str:
-    """All figures as a Markdown table."""
-    compiled_for = "eight virtual CPU devices" if options.compiler == "cpu" else f"{options.compiler} ahead of time"
-    arguments = " --corpus" * options.corpus + f" --compiler {options.compiler}" * (options.compiler != "cpu")
-    arguments += " --no-left" * (not options.left)
-    script = "tests/benchmarks/prediction.py" if options.corpus else "-m tests.benchmarks.prediction"
-    head = [
-        "# Predicted and compiled",
-        "",
-        f"JAX {jax.__version__}, {compiled_for}; `python {script}{arguments}` writes this.",
-        "Peak is predicted over compiled; sent (bytes) and time are relative to the reshards of XLA's partitioner.",
-        "",
-        *(f"- {line}" for line in summary(programs)),
-        "",
-        "| program | mesh | annotated | predicted | compiled | peak | sent | time |",
-        "|---|---|---|---|---|---|---|---|",
+def table(result: Result) -> list[str]:
+    """All figures as a Markdown table, then what failed or was mispredicted."""
+    failed = [f"{row['name']}; {row['mesh']}; {row['style']}: {row['error']}" for row in result.rows if "error" in row]
+    return [
+        "| program | mesh | annotated | predicted | compiled | peak, predicted over compiled |",
+        "|---|---|---|---|---|---|",
+        *map(_row, programs_of(result)),
+        *([""] if failed else []),
+        *(f"- not compiled: {line}" for line in failed),
+        *misses(result),
     ]
-    ends = ["", *(f"- not compiled: {line}" for line in failed), *misses(programs, options)]
-    return "\n".join([*head, *map(_row, programs), *ends]) + "\n"
 
 
-def misses(programs: Sequence[Program], options: Options) -> list[str]:
+def misses(result: Result) -> list[str]:
     """Every misprediction of the own steps on XLA:CPU with its cause."""
-    if options.corpus or options.compiler != "cpu":
+    if result.options["corpus"] or result.platform != "cpu":
         return []
-    found = ["Mispredictions and their causes:", ""]
+    found = ["", "Mispredictions and their causes:", ""]
     meshes = {sizes_text(dict(sizes)): number for number, sizes in enumerate(MESHES)}
-    for p in programs:
+    is_newest = tuple(map(int, result.jax.split(".")[:2])) >= NEWEST
+    for p in programs_of(result):
         key = (p.name, meshes[p.mesh], p.style)
         collectives, peak = not (p.counts_agree and p.bytes_agree), abs(p.peak_ratio - 1) > NEAR
-        cause = known_misses.PEAKS.get(key, (0, "unknown"))[1] if IS_NEWEST else OLDER
-        what = [
-            text
-            for text, is_missed in (
-                ("collectives", collectives),
-                (f"peak, {p.peak_ratio:.2f}: {cause}", peak),
-                (f"sent, {_ratio(p.sent_ratio)}", (p.sent_ratio or 0) > 1),
-            )
-            if is_missed
-        ]
-        found += [f"- {p.name}; {p.mesh}; {p.style}: {'; '.join(what)}"] if what else []
+        cause = known_misses.PEAKS.get(key, (0, "unknown"))[1] if is_newest else OLDER
+        texts = ["collectives"] * collectives + [f"peak, {p.peak_ratio:.2f}: {cause}"] * peak
+        found += [f"- {p.name}; {p.mesh}; {p.style}: {'; '.join(texts)}"] if texts else []
     return found
 
 
 def _row(p: Program) -> str:
     found = "the same" if p.predicted == p.compiled else _text(p.compiled)
-    ratios = " | ".join(map(_ratio, (p.peak_ratio, p.sent_ratio, p.time_ratio)))
-    return f"| {p.name} | {p.mesh} | {p.style} | {_text(p.predicted)} | {found} | {ratios} |"
-
-
-def _ratio(ratio: float | None) -> str:
-    return f"{ratio:.2f}" if ratio else "-"
+    return f"| {p.name} | {p.mesh} | {p.style} | {_text(p.predicted)} | {found} | {p.peak_ratio:.2f} |"
 
 
 def _text(found: dict[str, tuple[int, int]]) -> str:
@@ -338,30 +288,31 @@ def main(options: Options) -> None:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 64 if options.corpus else 8)
     found: list[Program] = []
-    failed: list[str] = []
-    repeats = options.repeats if options.left and options.compiler == "cpu" and not options.corpus else 0
-    for case in cases(options):
-        label = f"{case.name}; {sizes_text(dict(case.mesh))}" + f"; {case.style}" * bool(case.style)
+    failed: list[Row] = []
+    compared = list(cases(options))
+    for case in compared:
+        mesh = sizes_text(dict(case.mesh))
+        label = f"{case.name}; {mesh}" + f"; {case.style}" * bool(case.style)
         try:
-            p = program(case, options.compiler, left=options.left, repeats=repeats)
+            p = program(case, options.compiler)
         except Exception as error:  # of the package, the library or the compiler: the others go on
-            failed.append(f"{label}: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
-            print(f"{label:60} failed: {failed[-1]}", flush=True)
+            text = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            failed.append({"name": case.name, "mesh": mesh, "style": case.style, "error": text})
+            print(f"{label:60} failed: {text}", flush=True)
             continue
         found.append(p)
         agree = "as predicted" if p.counts_agree and p.bytes_agree else "mispredicted"
-        times = f"time {p.time_ratio:5.2f}" if repeats else f"compiled in {p.compile_seconds:.0f} s"
-        print(f"{label:60} {agree:14} peak {p.peak_ratio:5.2f}  sent {_ratio(p.sent_ratio):>5}  {times}", flush=True)
-    print("\n".join(summary(found) if found else ["no program"]))
+        print(f"{label:60} {agree:14} peak {p.peak_ratio:5.2f}  compiled in {p.compile_seconds:.0f} s", flush=True)
+    name = None if options.compiler == "cpu" else options.compiler
+    num_devices = max(math.prod(dict(case.mesh).values()) for case in compared)
+    result = measured("prediction", options, [*found, *failed], num_devices=num_devices, platform_name=name)
+    print(summary(result) if found else "no program", result.where, sep="\n")
     if options.fit and found:
         store(fitted(found), options.compiler)
         print(f"{fitted(found)} written to {PEAK_ERRORS_FILE}")
-    if options.table is not None:
-        options.table.write_text(table(found, failed, options))
     if options.json is not None:
-        document = {"jax": jax.__version__, "compiler": options.compiler, "summary": summary(found), "failed": failed}
-        options.json.write_text(json.dumps({**document, "programs": [asdict(p) for p in found]}, indent=1) + "\n")
+        result.save(options.json)
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options, description=__doc__))
+    command_line.run(main, Options, __doc__)

@@ -17,7 +17,6 @@ completes once, including Python and JAX.
 """
 
 import gc
-import json
 import multiprocessing
 import resource
 import statistics
@@ -25,14 +24,13 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import optax
-import tyro
 from flax import nnx
 from jaxlib.mlir import ir, passmanager
 
@@ -46,10 +44,12 @@ from sharding.models import gpt, layouts
 from sharding.rewrite.reshard_placement import placed
 from sharding.spec import Dim, Spec, open_spec
 
-from .step import alternate, facts_of, machine, ratio
+from . import command_line
+from .ratios import Ratio, rounded, unknown
+from .result_file import Result, Row, measured
+from .step import alternate, facts_of
 
 BATCH = 1536
-FIGURES = ("ratio", "ours_seconds", "shardy_seconds")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,7 +230,7 @@ def _high_water_mb() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit // 10**6
 
 
-def against_shardy(options: Options, layers: int, *, scan: bool) -> dict[str, Any]:
+def against_shardy(name: str, options: Options, layers: int, *, scan: bool) -> Row:
     """The figures of one model."""
     step = Step(config=options.model(layers, scan=scan), axes=options.axes)
     with sharding.mesh(options.axes, devices=_num_devices(options.axes)) as mesh:
@@ -238,19 +238,23 @@ def against_shardy(options: Options, layers: int, *, scan: bool) -> dict[str, An
         assignment = traced.complete()
         change = change_seconds(assignment, next(iter(options.axes)), options.rounds)
         shardy = Shardy(step)
-    found = ratio(*alternate(lambda: seconds(traced.complete), shardy.seconds, options.rounds))
+    ours, other = alternate(lambda: seconds(traced.complete), shardy.seconds, options.rounds)
+    ours_seconds = statistics.median(ours)
     return {
+        "kind": "propagation",
+        "name": name,
         "equations": traced.num_equations,
         "values": len(assignment.specs),
-        **dict(zip(FIGURES, (found.median, found.ours_seconds, found.by_hand_seconds), strict=True)),
-        "quartiles": (found.low, found.high),
-        "microseconds_per_equation": 1e6 * found.ours_seconds / traced.num_equations,
-        "change_seconds": change,
+        **Ratio.of_pairs(ours, other).as_row(),
+        "ours_seconds": rounded(ours_seconds),
+        "shardy_seconds": rounded(statistics.median(other)),
+        "microseconds_per_equation": rounded(1e6 * ours_seconds / traced.num_equations),
+        "change_seconds": rounded(change),
         "peak_mb": peak_mb(step),
     }
 
 
-def compiling(options: Options) -> dict[str, Any]:
+def compiling(options: Options) -> Row:
     """Compile times of a small step with and without the inferred constraints, and facts about both programs."""
     config = gpt.PRESETS["gpt-tiny"]
     axes = dict.fromkeys(options.axes, 2)
@@ -268,12 +272,16 @@ def compiling(options: Options) -> dict[str, Any]:
         facts = {
             engine: facts_of(step.jitted(engine).lower(*step.arguments()).compile()) for engine in ("sharding", "xla")
         }
-    found = ratio(*both)
     return {
-        "ratio": found.median, "quartiles": (found.low, found.high), "completed_seconds": statistics.median(both[0]),
-        "left_out_seconds": statistics.median(both[1]), "completed": facts["sharding"], "left_out": facts["xla"],
-        "values_split_otherwise_than_by_shardy": len(sharding.compare(ours, shardy)),
-    }  # fmt: skip
+        "kind": "compile time",
+        "name": "gpt-tiny, with over without constraints",
+        **Ratio.of_pairs(*both).as_row(),
+        "completed_seconds": rounded(statistics.median(both[0])),
+        "left_out_seconds": rounded(statistics.median(both[1])),
+        "completed": facts["sharding"],
+        "left_out": facts["xla"],
+        "values_sharded_differently_than_by_shardy": len(sharding.compare(ours, shardy)),
+    }
 
 
 def _num_devices(axes: dict[str, int]) -> int:
@@ -283,36 +291,48 @@ def _num_devices(axes: dict[str, int]) -> int:
     return count
 
 
+def summary(result: Result) -> str:
+    """The deepest model, unrolled and scanned, and the compile time."""
+    *_, unrolled, scanned = result.of_kind("propagation")
+    (compiled,) = result.of_kind("compile time")
+    models = [
+        f"{row['name']} ({row['equations']:,} equations): {row['ours_seconds']:.2g} s, "
+        f"{Ratio.of_row(row)} of Shardy's time"
+        for row in (unrolled, scanned)
+    ]
+    compile_time = f"compile time of a small step {Ratio.of_row(compiled)} of that without constraints"
+    spread = unknown(Ratio.of_row(row) for row in (unrolled, scanned, compiled))
+    return "; ".join([*models, compile_time]) + spread
+
+
 def main(options: Options) -> None:
     """Measures, prints the ratios, and writes them to the file of `--json`."""
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
     deepest = max(options.layers)
     models = {f"{n} layers": (n, False) for n in sorted(options.layers)} | {f"{deepest} scanned": (deepest, True)}
-    figures = {}
-    heads = f"{'ours / Shardy':>15}{'quartiles':>18}{'ours':>12}{'Shardy':>12}{'us / eqn':>10}{'change':>12}{'MB':>6}"
-    print(f"{'':<14}{'equations':>10}{heads}")
+    rows: list[Row] = []
+    heads = f"{'ours / Shardy':<36}{'ours':>12}{'Shardy':>12}{'us / eqn':>10}{'change':>12}{'MB':>6}"
+    print(f"{'':<14}{'equations':>10}  {heads}")
     for name, (layers, scan) in models.items():
-        found = figures[name] = against_shardy(options, layers, scan=scan)
-        quartiles = f"{found['quartiles'][0]:.3f} to {found['quartiles'][1]:.3f}"
-        times = "".join(f"{1e3 * found[key]:>9.1f} ms" for key in FIGURES[1:])
-        per, mb = found["microseconds_per_equation"], found["peak_mb"]
-        change = f"{1e3 * found['change_seconds']:.1f} ms"
+        row = against_shardy(name, options, layers, scan=scan)
+        rows.append(row)
+        times = "".join(f"{1e3 * row[key]:>9.1f} ms" for key in ("ours_seconds", "shardy_seconds"))
+        change = f"{1e3 * row['change_seconds']:.1f} ms"
         print(
-            f"{name:<14}{found['equations']:>10}{found['ratio']:>15.3f}{quartiles:>18}{times}{per:>10.1f}{change:>12}{mb:>6}"
+            f"{name:<14}{row['equations']:>10}  {Ratio.of_row(row)!s:<36}{times}"
+            f"{row['microseconds_per_equation']:>10.1f}{change:>12}{row['peak_mb']:>6}"
         )
     compiled = compiling(options)
-    low, high = compiled["quartiles"]
-    print(f"compile time, with / without constraints: {compiled['ratio']:.2f}, quartiles {low:.2f} to {high:.2f}")
-    print(f"values sharded differently from Shardy: {compiled['values_split_otherwise_than_by_shardy']}")
+    print(f"compile time, with / without constraints: {Ratio.of_row(compiled)}")
+    print(f"values sharded differently from Shardy: {compiled['values_sharded_differently_than_by_shardy']}")
     print(f"compiled with constraints:    {compiled['completed']}")
     print(f"compiled without constraints: {compiled['left_out']}")
-    print(f"machine: {machine()}")
+    result = measured("propagation", options, [*rows, compiled], num_devices=_num_devices(options.axes))
+    print(result.where)
     if options.json is not None:
-        chosen = {name: value for name, value in asdict(options).items() if name != "json"}
-        text = {"machine": machine(), "options": chosen, "models": figures, "compiling": compiled}
-        options.json.write_text(json.dumps(text, indent=2, default=float) + "\n")
+        result.save(options.json)
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options, description=__doc__))
+    command_line.run(main, Options, __doc__)

@@ -2,7 +2,7 @@
 
     python -m tests.benchmarks.ranking                                          # an idle machine: some 10 minutes
     python -m tests.benchmarks.ranking --repeats 2 --quick                      # a quick look
-    python -m tests.benchmarks.ranking --json ranking.json --table ranking.md
+    python -m tests.benchmarks.ranking --json ranking.json
 
 The step of a small GPT (AdamW, gradient clipping) on eight virtual CPU devices is annotated in many ways, from standard
 to bad. For each, `completion.estimate` predicts the step time from rates that `cost.calibrate` measured in the same
@@ -15,18 +15,16 @@ machine affects all of them.
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import scipy.stats
-import tyro
 from jax.experimental import roofline
 
 import sharding
@@ -38,12 +36,13 @@ from sharding.models import gpt, layouts
 from sharding.models.layouts import Layout, Rule, U, rule
 from sharding.spec import sizes_text
 
-from .step import machine
+from . import command_line
+from .result_file import Result, measured
 
 
 @dataclass(frozen=True)
 class Options:
-    """The model, the number of runs and the output files."""
+    """The model, the number of runs and the output file."""
 
     batch: int = 32
     context: int = 64
@@ -55,8 +54,6 @@ class Options:
     """Calibrate in seconds."""
     json: Path | None = None
     """Output file of the figures."""
-    table: Path | None = None
-    """Output file of a Markdown table."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +89,7 @@ def only(*patterns: str) -> Layout:
     return sharding.layout(rule for rule in MEGATRON.rules if any(part in rule.pattern for part in patterns))
 
 
-def table(*rules: Rule) -> Layout:
+def layout_of(*rules: Rule) -> Layout:
     return sharding.layout(rules)
 
 
@@ -109,15 +106,15 @@ VARIANTS: dict[str, Variant] = {
     "only attention": Variant(sizes=TWO, batch=ROWS, layout=only("attention")),
     "only the MLPs": Variant(sizes=TWO, batch=ROWS, layout=only("mlp")),
     "only the table, by rows": Variant(sizes=TWO, batch=ROWS, layout=only("table")),
-    "only the table, by columns": Variant(sizes=TWO, batch=ROWS, layout=table(rule("*/table", P(U, "tensor")))),
-    "residual stream over features": Variant(sizes=TWO, batch=ROWS, layout=table(rule("*/scale", P("tensor")))),
+    "only the table, by columns": Variant(sizes=TWO, batch=ROWS, layout=layout_of(rule("*/table", P(U, "tensor")))),
+    "residual stream over features": Variant(sizes=TWO, batch=ROWS, layout=layout_of(rule("*/scale", P("tensor")))),
     "contracted dims of the MLPs": Variant(
         sizes=TWO,
         batch=ROWS,
-        layout=table(rule("*/mlp/w1", P("tensor", None)), rule("*/mlp/w2", P(None, "tensor"))),
+        layout=layout_of(rule("*/mlp/w1", P("tensor", None)), rule("*/mlp/w2", P(None, "tensor"))),
     ),
     "head features": Variant(
-        sizes=TWO, batch=ROWS, layout=table(rule("*/attention/qkv", P(None, None, None, "tensor")))
+        sizes=TWO, batch=ROWS, layout=layout_of(rule("*/attention/qkv", P(None, None, None, "tensor")))
     ),
     "Megatron, batch over all": Variant(sizes=TWO, batch=P(("data", "tensor")), layout=MEGATRON),
 }
@@ -179,7 +176,7 @@ def roofline_seconds(options: Options, chip: Chip, *, num_devices: int) -> float
     return max(compute_seconds, found.hbm_bytes / chip.memory_bytes_per_second) / num_devices
 
 
-def measured(options: Options) -> list[Row]:
+def measured_rows(options: Options) -> list[Row]:
     """The figures of all variants, fastest first."""
     effort = cost.QUICK if options.quick else None
     with sharding.mesh(TWO) as mesh:
@@ -225,45 +222,44 @@ def regret(rows: Sequence[Row]) -> float:
     return best(rows)[0].measured_seconds / min(row.measured_seconds for row in rows) - 1
 
 
-def table(rows: Sequence[Row], options: Options) -> str:
+def rows_of(result: Result) -> list[Row]:
+    """The rows of a result file."""
+    return [Row(**row) for row in result.rows]
+
+
+def summary(result: Result) -> str:
+    """The two correlations and the regret."""
+    rows = rows_of(result)
+    return (
+        f"Spearman's correlation {spearman(rows):.2f} of {len(rows)} layouts, {spearman(best(rows)):.2f} of the {BEST} "
+        f"estimated fastest; the first takes {regret(rows):.0%} longer than the fastest"
+    )
+
+
+def table(result: Result) -> list[str]:
     """All figures as a Markdown table."""
-    where = machine()
+    rows = rows_of(result)
     order = {r.name: k for k, r in enumerate(sorted(rows, key=lambda row: row.estimated_seconds), 1)}
-    head = [
-        "# Estimated and measured step times",
-        "",
-        f"{where['processor']}, {where['cores']} cores, JAX {where['jax']}; eight virtual CPU devices; a GPT of "
-        f"{options.layers} layers, {options.features} features, batch {options.batch} x {options.context}. "
-        "`python -m tests.benchmarks.ranking` writes this.",
-        "",
-        f"Spearman's rank correlation of {len(rows)} variants: {spearman(rows):.3f}; of the {BEST} estimated fastest: "
-        f"{spearman(best(rows)):.3f}. The variant estimated fastest takes {regret(rows):.0%} longer than the fastest.",
-        "",
+    return [
         "| annotated | mesh | measured, ms | estimated, ms | JAX's roofline, ms | measured rank | estimated rank |",
         "|---|---|---|---|---|---|---|",
+        *(
+            f"| {r.name} | {r.mesh} | {1e3 * r.measured_seconds:.1f} | {1e3 * r.estimated_seconds:.1f} | "
+            f"{1e3 * r.roofline_seconds:.1f} | {k} | {order[r.name]} |"
+            for k, r in enumerate(rows, 1)
+        ),
     ]
-    body = [
-        f"| {r.name} | {r.mesh} | {1e3 * r.measured_seconds:.1f} | {1e3 * r.estimated_seconds:.1f} | "
-        f"{1e3 * r.roofline_seconds:.1f} | {k} | {order[r.name]} |"
-        for k, r in enumerate(rows, 1)
-    ]
-    return "\n".join([*head, *body]) + "\n"
 
 
 def main(options: Options) -> None:
-    """Measures, prints the table and writes the output files."""
+    """Measures, prints the table and writes the output file."""
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
-    rows = measured(options)
-    text = table(rows, options)
-    print(text)
-    if options.table is not None:
-        options.table.write_text(text)
+    result = measured("ranking", options, measured_rows(options))
+    print(*table(result), summary(result), result.where, sep="\n")
     if options.json is not None:
-        figures = {"spearman": spearman(rows), "spearman_of_best": spearman(best(rows)), "regret": regret(rows)}
-        document = {"machine": machine(), **figures, "rows": [asdict(row) for row in rows]}
-        options.json.write_text(json.dumps(document, indent=1) + "\n")
+        result.save(options.json)
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options, description=__doc__))
+    command_line.run(main, Options, __doc__)

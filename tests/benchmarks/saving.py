@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import jax
-import tyro
 
 import sharding
 from sharding import checkpoint
@@ -23,7 +22,9 @@ from sharding.launch import device_setup, jitted_workload, workloads
 from sharding.launch.config.mesh_config import parse_mesh
 from sharding.launch.config.train_config import Train
 
-from .contenders import machine, write
+from . import command_line
+from .ratios import Ratio, rounded, unknown
+from .result_file import Result, measured
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,18 +69,27 @@ def main(options: Options) -> None:
             seconds_of_a_round(saves=True)  # compiles
             pairs = [(seconds_of_a_round(saves=True), seconds_of_a_round(saves=False)) for _ in range(options.pairs)]
         num_bytes = checkpoint.describe(folder).num_bytes
-    ratios = [with_saving / without for with_saving, without in pairs]
-    low, middle, high = statistics.quantiles(ratios, n=4)
-    found = {
-        "machine": machine(),
+    seconds = statistics.median(without for _, without in pairs) / options.every
+    row = {
+        "name": f"a checkpoint every {options.every} steps over none",
         "model": workload.name,
         "mesh": device_setup.format_axes(axes),
-        "checkpoint megabytes": round(num_bytes / 1e6, 1),
-        "seconds a step": round(statistics.median(without for _, without in pairs) / options.every, 4),
-        f"a save per {options.every} steps over none": [round(each, 4) for each in (low, middle, high)],
+        "checkpoint_bytes": num_bytes,
+        "step_seconds": rounded(seconds),
+        **Ratio.of_pairs(*zip(*pairs, strict=True)).as_row(),
     }
-    write(found, options.json)
+    result = measured("saving", options, [row], num_devices=mesh.size)
+    print(row, result.where, sep="\n")
+    if options.json is not None:
+        result.save(options.json)
+
+
+def summary(result: Result) -> str:
+    """The ratio of step times."""
+    (row,) = result.rows
+    ratio = Ratio.of_row(row)
+    return f"{row['name']} {ratio}; {row['model']}, {row['checkpoint_bytes'] / 1e6:.1f} MB{unknown([ratio])}"
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options))
+    command_line.run(main, Options, __doc__)

@@ -12,19 +12,17 @@ the first time in the process. Layers are scanned, so that the figures don't gro
 
 from __future__ import annotations
 
-import json
 import math
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import optax
-import tyro
 from jax import lax
 
 import sharding
@@ -34,7 +32,11 @@ from sharding.launch.config.model_config import ModelOptions
 from sharding.launch.config.optimizer_config import Optimization
 from sharding.models import layouts
 
+from . import command_line
+from .result_file import Result, measured
+
 DEVICES = "v5p:8x8x8"
+NUM_DEVICES = 512
 SLOW = 10.0
 """The target in seconds for completion, ledger and memory report together."""
 
@@ -242,10 +244,23 @@ def main(options: Options) -> None:
         if one.compiled_peak_bytes is not None:
             peak = one.compiled_peak_bytes / 1e9
             print(f"  compiled in {one.compile_seconds:.0f} s: peak memory {peak:.1f} GB per device", flush=True)
+    result = measured("scale", options, found, num_devices=NUM_DEVICES, platform_name="v5p")
+    print(result.where)
     if options.json is not None:
-        document = {"jax": jax.__version__, "devices": DEVICES, "programs": [asdict(one) for one in found]}
-        options.json.write_text(json.dumps(document, indent=1) + "\n")
+        result.save(options.json)
+
+
+def summary(result: Result) -> str:
+    """Of each program, the time to predict, the predicted peak, and the compiler's time and peak if it ran."""
+
+    def of(one: Analysis) -> str:
+        text = f"{one.name} predicted in {one.seconds:.1f} s: {one.peak_bytes / 1e9:.1f} GB per device"
+        if one.compiled_peak_bytes is None or one.compile_seconds is None:
+            return text
+        return f"{text}, compiled in {one.compile_seconds / 60:.0f} min: {one.compiled_peak_bytes / 1e9:.1f} GB"
+
+    return "; ".join(of(Analysis(**row)) for row in result.rows)
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options, description=__doc__))
+    command_line.run(main, Options, __doc__)

@@ -14,16 +14,14 @@ give equal losses, or the run fails. A ratio is the median over pairs of consecu
 down equally, with the quartiles of the pairs. Times depend on the named machine; across machines compare only ratios.
 """
 
-import json
 import os
-import platform
 import re
 import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +29,6 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-import tyro
 from flax import nnx
 from jax.sharding import NamedSharding
 
@@ -39,7 +36,9 @@ import sharding
 from sharding import P, paths
 from sharding.models import gpt, layouts
 
-from . import calls
+from . import calls, command_line
+from .ratios import Ratio, rounded, unknown
+from .result_file import Result, Row, measured
 
 Kind = Callable[[calls.Arrays], tuple[calls.Timed, calls.Timed]]
 Step = Callable[[Any, jax.Array], tuple[Any, jax.Array]]
@@ -96,23 +95,6 @@ class Options:
             vocab=self.vocab, context=self.context, layers=self.layers, features=self.features, heads=self.heads,
             kv_heads=self.heads, mlp_features=4 * self.features, scan=self.scan,
         )  # fmt: skip
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ratio:
-    """Ratio of our time to the hand-sharded one over pairs of runs, and the median times in seconds."""
-
-    median: float
-    low: float
-    """First quartile."""
-    high: float
-    """Third quartile."""
-    ours_seconds: float
-    by_hand_seconds: float
-
-    def as_json(self) -> dict[str, float]:
-        found = {name: float(f"{value:.4g}") for name, value in asdict(self).items()}
-        return {"middle": found.pop("median"), **found}
 
 
 # The two programs.
@@ -214,12 +196,23 @@ def alternate(
     return of_a, of_b
 
 
-def ratio(mine: Sequence[float], hand: Sequence[float]) -> Ratio:
-    """The quartiles of the pairwise ratios."""
-    low, median, high = np.quantile(np.divide(mine, hand), (0.25, 0.5, 0.75))
-    return Ratio(
-        median=median, low=low, high=high, ours_seconds=statistics.median(mine), by_hand_seconds=statistics.median(hand)
-    )
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Our time over the hand-sharded one, and the median times in seconds."""
+
+    ratio: Ratio
+    ours_seconds: float
+    by_hand_seconds: float
+
+    @classmethod
+    def of(cls, mine: Sequence[float], hand: Sequence[float]) -> "Comparison":
+        """Of consecutive runs."""
+        ours_seconds, by_hand_seconds = (rounded(statistics.median(seconds)) for seconds in (mine, hand))
+        return cls(ratio=Ratio.of_pairs(mine, hand), ours_seconds=ours_seconds, by_hand_seconds=by_hand_seconds)
+
+    def as_row(self, name: str) -> Row:
+        times = {"ours_seconds": self.ours_seconds, "by_hand_seconds": self.by_hand_seconds}
+        return {"kind": "ratio", "name": name, **self.ratio.as_row(), **times}
 
 
 class _Run:
@@ -248,7 +241,7 @@ def _started(step: Any, shardings: Any, options: Options, mesh: Any) -> _Run:
     return _Run(step, jax.jit(partial(_initial, options.model), out_shardings=shardings)(jax.random.key(0)), tokens)
 
 
-def step_time(options: Options, mesh: Any) -> tuple[Ratio, dict[str, Any]]:
+def step_time(options: Options, mesh: Any) -> tuple[Comparison, dict[str, Any]]:
     """The ratio of step times, and facts about the two programs."""
     config, axes = options.model, options.axes
     mine, hand = ours(config, axes), by_hand(config, axes, mesh)
@@ -262,11 +255,11 @@ def step_time(options: Options, mesh: Any) -> tuple[Ratio, dict[str, Any]]:
     pairs = zip(jax.tree.leaves(completion.in_shardings[0]), jax.tree.leaves(shardings), strict=True)
     facts = {
         "last_loss": {"ours": runs[0].losses[-1], "by_hand": runs[1].losses[-1]},
-        "state_arrays_split_otherwise": sum(not _same(mesh, a, b) for a, b in pairs),
+        "state_arrays_sharded_differently": sum(not _same(mesh, a, b) for a, b in pairs),
         "ours": facts_of(mine.lower(runs[0].state, runs[0].tokens).compile()),
         "by_hand": facts_of(hand.lower(runs[1].state, runs[1].tokens).compile()),
     }
-    return ratio(*times), facts
+    return Comparison.of(*times), facts
 
 
 def _same(mesh: Any, spec: P, other: NamedSharding) -> bool:
@@ -284,7 +277,7 @@ def facts_of(compiled: Any) -> dict[str, Any]:
     }
 
 
-def first_step(options: Options, mesh: Any) -> Ratio:
+def first_step(options: Options, mesh: Any) -> Comparison:
     """The ratio of times from tracing to the first loss, without the first round of each."""
     config, axes = options.model, options.axes
     shardings = hand_shardings(config, axes, mesh)
@@ -300,10 +293,10 @@ def first_step(options: Options, mesh: Any) -> Ratio:
         lambda: fresh(lambda: by_hand(config, axes, mesh)),
         options.first_steps + 1,
     )
-    return ratio(mine[1:], hand[1:])
+    return Comparison.of(mine[1:], hand[1:])
 
 
-def dispatch(options: Options, mesh: Any, num_leaves: int, kind: Kind = calls.donated_state) -> Ratio:
+def dispatch(options: Options, mesh: Any, num_leaves: int, kind: Kind = calls.donated_state) -> Comparison:
     """The ratio of dispatch times of a kind of call with `num_leaves` small arrays, each scaled and shifted.
 
     In stretches of ten calls, as a training loop calls its step: another program in between evicts the CPU caches.
@@ -311,31 +304,28 @@ def dispatch(options: Options, mesh: Any, num_leaves: int, kind: Kind = calls.do
     mine, hand = kind(calls.Arrays(number=num_leaves, spec=P(next(iter(options.axes)), None), mesh=mesh))
     for _ in range(3):
         mine(), hand()
-    return ratio(*alternate(mine, hand, options.calls, stretch=10))
+    return Comparison.of(*alternate(mine, hand, options.calls, stretch=10))
 
 
 # Output.
 
 
-def machine() -> dict[str, Any]:
-    """The machine's platform, processor and software releases, without its host name."""
-    return {
-        "platform": jax.default_backend(),
-        "devices": f"{len(jax.devices())} x {jax.devices()[0].device_kind}",
-        "processor": platform.machine(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "jax": jax.__version__,
-        "python": platform.python_version(),
-    }
-
-
-def table(ratios: dict[str, Ratio]) -> Iterator[str]:
+def printed(found: dict[str, Comparison]) -> Iterator[str]:
     """The printed lines."""
-    yield f"{'':<42}{'ratio':>8}{'quartiles':>18}{'ours':>14}{'by hand':>14}"
-    for name, found in ratios.items():
-        quartiles = f"{found.low:.3f} to {found.high:.3f}"
-        times = "".join(f"{1e3 * seconds:>11.2f} ms" for seconds in (found.ours_seconds, found.by_hand_seconds))
-        yield f"{name:<42}{found.median:>8.3f}{quartiles:>18}{times}"
+    yield f"{'':<42}{'ratio':<36}{'ours':>14}{'by hand':>14}"
+    for name, each in found.items():
+        times = "".join(f"{1e3 * seconds:>11.2f} ms" for seconds in (each.ours_seconds, each.by_hand_seconds))
+        yield f"{name:<42}{each.ratio!s:<36}{times}"
+
+
+def summary(result: Result) -> str:
+    """The ratios, and whether the two programs are the same."""
+    programs = result.named("programs", "programs")
+    ratios = {row["name"]: Ratio.of_row(row) for row in result.of_kind("ratio")}
+    texts = [f"{name}: {ratio}" for name, ratio in ratios.items()]
+    same = [name for name in ("collectives", "fusions") if programs["ours"][name] == programs["by_hand"][name]]
+    facts = f"same {' and '.join(same)}" if same else "other collectives and fusions"
+    return f"{'; '.join(texts)}; {facts}{unknown(ratios.values())}"
 
 
 @contextmanager
@@ -350,24 +340,23 @@ def _mesh(axes: dict[str, int]) -> Iterator[Any]:
 def main(options: Options) -> None:
     """Measures, prints the ratios, and writes them to the file of `--json`."""
     with _mesh(options.axes) as mesh:
-        ratios: dict[str, Ratio] = {}
-        ratios["step"], facts = step_time(options, mesh)
+        found: dict[str, Comparison] = {}
+        found["step"], facts = step_time(options, mesh)
         for count in options.leaves:
-            ratios[f"dispatch, {count} arrays"] = dispatch(options, mesh, count)
+            found[f"dispatch, {count} arrays"] = dispatch(options, mesh, count)
         for name, kind in calls.KINDS.items():
-            ratios[f"dispatch, {KIND_LEAVES} arrays, {name}"] = dispatch(options, mesh, KIND_LEAVES, kind)
-        ratios["first step"] = first_step(options, mesh)
-    print("\n".join(table(ratios)))
-    print(f"losses {facts['last_loss']}, arrays sharded differently: {facts['state_arrays_split_otherwise']}")
+            found[f"dispatch, {KIND_LEAVES} arrays, {name}"] = dispatch(options, mesh, KIND_LEAVES, kind)
+        found["first step"] = first_step(options, mesh)
+        rows = [*(each.as_row(name) for name, each in found.items()), {"kind": "programs", "name": "programs", **facts}]
+        result = measured("step", options, rows, num_devices=mesh.size)
+    print("\n".join(printed(found)))
+    print(f"losses {facts['last_loss']}, arrays sharded differently: {facts['state_arrays_sharded_differently']}")
     print(f"compiled, ours:    {facts['ours']}")
     print(f"compiled, by hand: {facts['by_hand']}")
-    print(f"machine: {machine()}")
+    print(result.where)
     if options.json is not None:
-        chosen = {name: value for name, value in asdict(options).items() if name != "json"}
-        figures = {name: found.as_json() for name, found in ratios.items()}
-        text = json.dumps({"machine": machine(), "options": chosen, "ratios": figures, "programs": facts}, indent=2)
-        options.json.write_text(text + "\n")
+        result.save(options.json)
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options, description=__doc__))
+    command_line.run(main, Options, __doc__)

@@ -3,8 +3,8 @@
 import itertools
 
 import pytest
-from benchmarks.bubbles import Run, executed_fraction, simulated_fraction
 
+from benchmarks.bubbles import Run, executed_fraction, simulated_fraction
 from sharding.pipeline import schedules
 
 PROGRAM = {kind: kind.replace("-", "_") for kind in ("forward", "backward", "backward-input", "backward-weight")}

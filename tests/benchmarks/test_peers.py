@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from benchmarks import gpt_workload
-from benchmarks.peers import environment
 from flax import nnx
 
+from benchmarks import gpt_workload
+from benchmarks.peers import environment
 from sharding.models import gpt
 
 ROOT = Path(__file__).parent.parent.parent

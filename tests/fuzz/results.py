@@ -1,16 +1,24 @@
-"""Statistics of fuzzing runs in one JSON file: each run, and totals."""
+"""Random programs on random meshes compared with one device.
+
+The statistics of all runs are in one result file.
+"""
 
 from __future__ import annotations
 
-import json
 import subprocess
+import sys
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent.parent))  # as under pytest: `benchmarks` is top-level
+
+from benchmarks.result_file import Result, load
+
 SUMMED = ("programs", "values", "conflicts", "with_gradients", "by_float64", "failures")
 COUNTED = ("ops", "meshes", "rejected_by_jax")
+NUM_DEVICES = 8
 
 
 def add(path: Path, run: Mapping[str, Any]) -> None:
@@ -20,13 +28,47 @@ def add(path: Path, run: Mapping[str, Any]) -> None:
         path: JSON file.
         run: `seed`, `first` and `jax`, and the counts.
     """
-    kept = json.loads(path.read_text()) if path.exists() else {"runs": []}
+    kept = load(path).rows if path.exists() else []
     which = [run[key] for key in ("seed", "first", "jax")]
-    runs = [r for r in kept["runs"] if [r[key] for key in ("seed", "first", "jax")] != which]
-    runs = sorted([*runs, dict(run)], key=lambda r: (r["seed"], r["first"], r["jax"]))
-    total = {key: sum(r.get(key, 0) for r in runs) for key in SUMMED}
-    counted = {key: dict(sorted(sum((Counter(r[key]) for r in runs), Counter()).items())) for key in COUNTED}
-    path.write_text(json.dumps({**total, **counted, "runs": runs}, indent=1) + "\n")
+    runs = [r for r in kept if [r[key] for key in ("seed", "first", "jax")] != which]
+    save(path, sorted([*runs, dict(run)], key=lambda r: (r["seed"], r["first"], r["jax"])))
+
+
+def save(path: Path, runs: list[dict[str, Any]]) -> None:
+    """Writes the result file of runs, which may be of several machines and JAX versions."""
+    ends = {
+        seed: max(r["first"] + r["programs"] for r in runs if r["seed"] == seed) for seed in (r["seed"] for r in runs)
+    }
+    Result(
+        benchmark="fuzz",
+        command="; ".join(f"python -m tests.fuzz --seed {seed} --budget {end}" for seed, end in ends.items()),
+        jax=" and ".join(sorted({run["jax"] for run in runs})),
+        python=None,
+        platform=runs[0].get("compiler", "cpu"),
+        device=None,
+        num_devices=NUM_DEVICES,
+        num_processes=1,
+        cores=None,
+        rows=runs,
+    ).save(path)
+
+
+def totals(result: Result) -> dict[str, Any]:
+    """The sums of all runs."""
+    counted = {key: sum((Counter(run[key]) for run in result.rows), Counter()) for key in COUNTED}
+    return {
+        **{key: sum(run.get(key, 0) for run in result.rows) for key in SUMMED},
+        **{key: dict(sorted(counts.items())) for key, counts in counted.items()},
+    }
+
+
+def summary(result: Result) -> str:
+    """How many programs gave other numbers than one device."""
+    found = totals(result)
+    return (
+        f"{found['programs']:,} programs, {found['with_gradients']:,} with gradients, {len(found['ops'])} kinds of "
+        f"ops, {len(found['meshes'])} meshes: {found['failures']} differ from one device"
+    )
 
 
 def revision() -> str:

@@ -1,12 +1,12 @@
 """Random programs on random meshes equal one device, and the fuzzer detects injected bugs."""
 
 import dataclasses
-import json
 import random
 
 import jax
 import numpy as np
 import pytest
+from benchmarks import result_file
 from hypothesis import HealthCheck, Phase, given, settings
 from support import quick_compile
 
@@ -228,6 +228,8 @@ def test_counts_of_runs_add_up(tmp_path):
     run = {"seed": "0", "first": 0, "jax": "1", "programs": 2, "ops": {"add": 1}, "meshes": {}, "rejected_by_jax": {}}
     for one in (run, run | {"first": 2, "programs": 3, "ops": {"add": 2, "mul": 1}}, run | {"failures": 1}):
         results.add(tmp_path / "found.json", one)
-    found = json.loads((tmp_path / "found.json").read_text())
+    stored = result_file.load(tmp_path / "found.json")
+    found = results.totals(stored)
     assert (found["programs"], found["failures"], found["ops"]) == (5, 1, {"add": 3, "mul": 1})
-    assert [r["first"] for r in found["runs"]] == [0, 2]
+    assert [r["first"] for r in stored.rows] == [0, 2]
+    assert results.summary(stored).endswith("1 differ from one device")
