@@ -20,7 +20,7 @@ from ..errors import ShardingError
 from ..mesh import abstract, with_auto_axes
 from ..rewrite.constrain import constrain
 from ..spec import limited_to
-from . import nonfinite, tracing
+from . import nonfinite, static_attributes, tracing
 from .argument_shardings import committed_sharding
 from .arguments import Arguments
 from .cache_key import leaf_key
@@ -138,11 +138,13 @@ class Executable:
         return FloatingPointError(f"{self.function}: {found[-1]}") if found else error
 
     def result(self, results: list[Any], args: Sequence[Any]) -> Any:
-        """The result of the function; the variables of mutable arguments get their new values."""
+        """The result of the function; the variables and static attributes of mutable arguments get their new values."""
         if self.traced.updated:
             number = self.traced.out_tree.num_leaves
             write_back(args, self.traced.updated, results[number:])
             results = results[:number]
+        if self.traced.statics:
+            static_attributes.apply(args, self.traced.statics)
         return jax.tree.unflatten(self.traced.out_tree, results)
 
     def _check_across_processes(self) -> None:
@@ -318,7 +320,7 @@ def needs_transfer(x: Any, required: Sharding | None) -> bool:
     if required is None or _is_abstract(x) or isinstance(x, compat.Tracer):
         return False
     if not (compat.is_committed(x) and x.sharding.is_equivalent_to(required, x.ndim)):
-        return True
+        return getattr(x, "dtype", None) != jax.dtypes.float0  # which has no buffer
     # Explicit axes are part of an array's type.
     if not (isinstance(x.sharding, NamedSharding) and isinstance(required, NamedSharding)):
         return False
