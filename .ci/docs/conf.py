@@ -137,11 +137,12 @@ for name in NOTEBOOKS:
 shutil.copy2(ROOT / "notebooks" / "report.png", SOURCE / "notebooks")
 for package in PACKAGES:
     put(f"reference/{package}.md", page(package))
-put("CHANGELOG.md", (ROOT / "CHANGELOG.md").read_text())
+for name in ("CHANGELOG.md", "COMPATIBILITY.md"):
+    put(name, (ROOT / name).read_text())
 put(
     "index.md",
     (ROOT / "README.md").read_text()
     + contents("Notebooks", [f"notebooks/{name}" for name in NOTEBOOKS])
     + contents("Reference", [f"reference/{package}" for package in PACKAGES])
-    + contents("Project", ["CHANGELOG"]),
+    + contents("Project", ["COMPATIBILITY", "CHANGELOG"]),
 )

@@ -261,10 +261,15 @@ class Executable:
     @cached_property
     def flat_jit(self) -> Any:
         """`jax.jit` of the program on flat arrays; other shapes or dtypes raise ArgumentMismatch."""
-        run = self.flat()
+        return self._jit_of_leaves(range(len(self.in_shardings)))
+
+    def _jit_of_leaves(self, order: Sequence[int]) -> Any:
+        """`jax.jit` of the program on flat arrays that come in this order."""
+        run, places = self.flat(), {leaf: place for place, leaf in enumerate(order)}
         expected = [(a.shape, a.dtype, getattr(a, "weak_type", False)) for a in self.traced.jaxpr.in_avals]
 
-        def checked(*leaves: Any) -> list[Any]:
+        def checked(*given: Any) -> list[Any]:
+            leaves = [given[places[leaf]] for leaf in range(len(given))]
             if [leaf_key(x)[:3] for x in leaves] != expected:
                 raise ArgumentMismatch
             return run(*leaves)
@@ -272,8 +277,8 @@ class Executable:
         checked.__name__ = checked.__qualname__ = self.function
         return jax.jit(
             checked,
-            donate_argnums=self.donated_leaves,
-            in_shardings=self.in_shardings,
+            donate_argnums=tuple(places[leaf] for leaf in self.donated_leaves),
+            in_shardings=tuple(self.in_shardings[leaf] for leaf in order),
             out_shardings=list(self.out_shardings),
             **self.of_jax,
         )
@@ -297,8 +302,9 @@ class Executable:
         out_tree = self.traced.out_tree
         if updated := self.traced.updated:
             out_tree = jax.tree.structure((jax.tree.unflatten(out_tree, range(out_tree.num_leaves)), list(updated)))
-        in_tree = jax.tree.structure(call.as_passed(range(len(avals))))
-        return _with_trees(self.flat_jit.trace(*avals), in_tree, out_tree)
+        order, in_tree = jax.tree.flatten(call.as_called(range(len(avals))))
+        jitted = self.flat_jit if order == [*range(len(avals))] else self._jit_of_leaves(order)
+        return _with_trees(jitted.trace(*(avals[leaf] for leaf in order)), in_tree, out_tree)
 
     @property
     def result_shapes(self) -> Any:

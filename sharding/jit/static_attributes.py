@@ -43,7 +43,9 @@ def changes(before: Any, after: Any) -> Iterator[StaticChange]:
         were, are = dict(zip(*old[1:], strict=True)), dict(zip(*new[1:], strict=True))
         changed = [n for n in {**were, **are} if not n.startswith("_pytree__") and _differ(were, are, n)]
         if changed:
-            yield StaticChange((), tuple((n, were.get(n, _MISSING), are.get(n, _MISSING)) for n in changed), kind.__name__)
+            yield StaticChange(
+                (), tuple((n, were.get(n, _MISSING), are.get(n, _MISSING)) for n in changed), kind.__name__
+            )
     elif kind not in _CONTAINERS and old != new:
         yield StaticChange((), None, kind.__name__)
     theirs = _children(after)
