@@ -18,6 +18,7 @@ import numpy as np
 from jax._src import array as _array
 from jax._src import config as _config
 from jax._src import distributed as _distributed
+from jax._src import effects as _effects
 from jax._src import mesh as _mesh
 from jax._src import source_info_util as _source
 from jax._src import util as _util
@@ -373,6 +374,16 @@ def detected_cluster() -> tuple[str | None, int | None, int | None, Sequence[int
 def register_cache(cache: Any) -> None:
     """Has `jax.clear_caches()` call `cache.cache_clear()`, for as long as the cache lives."""
     _util.register_cache(cache, type(cache).__name__)
+
+
+def ordered_on_one_device(jaxpr: Any) -> list[str]:
+    """The effects of a program that JAX orders on one device only, by name."""
+    ordered, shardable = _effects.ordered_effects, _effects.shardable_ordered_effects
+    found = {type(e).__name__ for e in jaxpr.effects if ordered.contains(e) and not shardable.contains(e)}
+    return sorted(_EFFECTS.get(name, name) for name in found)
+
+
+_EFFECTS = {"OrderedDebugEffect": "jax.debug.print or jax.debug.callback with ordered=True"}
 
 
 def mesh_of_with_statement() -> Any:

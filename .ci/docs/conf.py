@@ -138,10 +138,11 @@ shutil.copy2(ROOT / "notebooks" / "report.png", SOURCE / "notebooks")
 for package in PACKAGES:
     put(f"reference/{package}.md", page(package))
 put("CHANGELOG.md", (ROOT / "CHANGELOG.md").read_text())
+put("tests/drop_in/README.md", (ROOT / "tests" / "drop_in" / "README.md").read_text())
 put(
     "index.md",
     (ROOT / "README.md").read_text()
     + contents("Notebooks", [f"notebooks/{name}" for name in NOTEBOOKS])
     + contents("Reference", [f"reference/{package}" for package in PACKAGES])
-    + contents("Project", ["CHANGELOG"]),
+    + contents("Project", ["tests/drop_in/README", "CHANGELOG"]),
 )

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.extend.core as jex
+from jax.experimental import jet
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -177,6 +178,7 @@ def _with_dim(spec: Spec | None, d: int, dim: Dim) -> Spec | None:
 
 annotate_p.def_impl(_eager)
 annotate_p.def_abstract_eval(lambda x, **_: x)
+jet.deflinear(annotate_p)
 compat.ad.primitive_jvps[annotate_p] = _jvp
 compat.ad.primitive_transposes[annotate_p] = _transpose
 compat.batching.fancy_primitive_batchers[annotate_p] = _batch

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import jax
 import jax.extend.core as jex
+from jax.experimental import jet
 
 from .. import compat
 from ..errors import ShardingError
@@ -78,6 +79,7 @@ def _lower(_: Any, x: Any, *, allowed: str, decided: bool) -> list[Any]:
 
 barrier_p.def_impl(lambda x, **_: jax.numpy.asarray(x))
 barrier_p.def_abstract_eval(lambda x, **_: x)
+jet.deflinear(barrier_p)
 compat.ad.primitive_jvps[barrier_p] = _jvp
 compat.ad.primitive_transposes[barrier_p] = _transpose
 compat.batching.primitive_batchers[barrier_p] = _batch

@@ -173,7 +173,7 @@ def spec_on_mesh(sharding: Sharding, mesh: Any, asked: str) -> P:
             f"an array on {dict(other) if not isinstance(other, str) else other}: {sharding}",
             f"the current mesh is {dict(mesh.shape)}",
         ],
-        required="a committed array on the devices of the current mesh",
+        required="an array sharded over the current mesh, or replicated over its devices",
         fix=[
             "jax.device_put(x, jax.sharding.NamedSharding(mesh, spec))",
             "enter the mesh under which the array was created",

@@ -63,6 +63,8 @@ class Arguments:
     refs: dict[int, Any]
     """The leaves that are Refs."""
     tree: Any
+    sources: tuple[int | str, ...]
+    """Of each argument that is not static, its position or keyword in the call."""
     num_args: int
     """The number of positional arguments of the call."""
     keywords: tuple[str, ...]
@@ -85,6 +87,7 @@ class Arguments:
             leaves=leaves,
             refs=refs,
             tree=tree,
+            sources=layout.sources,
             num_args=len(args),
             keywords=tuple(kwargs),
         )
@@ -108,6 +111,15 @@ class Arguments:
         """Other leaves as the positional and keyword arguments that are not static."""
         values, n = jax.tree.unflatten(self.tree, leaves), self.num_positional
         return values[:n], dict(zip(self.names[n:], values[n:], strict=True))
+
+    def as_called(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """As `as_passed`, but by keyword what the call passed by keyword. JAX sorts these by name."""
+        values = jax.tree.unflatten(self.tree, leaves)
+        by_source = dict(zip(self.sources, values, strict=True))
+        return (
+            tuple(x for source, x in by_source.items() if isinstance(source, int)),
+            {source: x for source, x in by_source.items() if isinstance(source, str)},
+        )
 
     def refuse_unhashable(self) -> None:
         """Raises for static arguments that are not hashable."""

@@ -28,7 +28,14 @@ from .donation import outputs_reusing_donated
 from .executable import Executable
 from .saved_completion import SavedCompletion
 from .simplification import simplify
-from .strict_checks import refuse_gathers, refuse_refs_elsewhere, refuse_uneven, report_unused_axis_rules
+from .strict_checks import (
+    refuse_gathers,
+    refuse_ordered_effects,
+    refuse_refs_elsewhere,
+    refuse_shared_refs,
+    refuse_uneven,
+    report_unused_axis_rules,
+)
 from .symbolic_shapes import example_sizes, is_symbolic, with_sizes
 
 Engine = Literal["sharding", "shardy", "xla"]
@@ -72,7 +79,9 @@ def executable(f: Callable[..., Any], options: Options, call: Arguments, mesh: M
     auto = with_auto_axes(mesh)  # as it is traced
     in_memory = tracing.in_memory(avals, [NamedSharding(auto, P(), memory_kind=kind) for kind in kinds])
     as_written = tracing.trace(f, call, in_memory)
+    refuse_shared_refs(call.refs, names, as_written.jaxpr, function)
     refuse_refs_elsewhere(as_written.jaxpr, mesh, function)
+    refuse_ordered_effects(as_written.jaxpr, mesh, function)
     with tracing_context():  # as the program was: equations are traced anew
         traced = dataclasses.replace(as_written, jaxpr=simplify(as_written.jaxpr, platform(mesh)))
     result, updated = traced.result, traced.updated

@@ -21,7 +21,7 @@ from ..errors import ShardingError
 from ..mesh import abstract, with_auto_axes
 from ..rewrite.constrain import constrain
 from ..spec import limited_to
-from . import nonfinite, tracing
+from . import nonfinite, static_attributes, tracing
 from .argument_shardings import committed_sharding
 from .arguments import Arguments
 from .cache_key import leaf_key
@@ -143,11 +143,13 @@ class Executable:
         return FloatingPointError(f"{self.function}: {found[-1]}") if found else error
 
     def result(self, results: list[Any], args: Sequence[Any]) -> Any:
-        """The result of the function; the variables of mutable arguments get their new values."""
+        """The result of the function; the variables and static attributes of mutable arguments get their new values."""
         if self.traced.updated:
             number = self.traced.out_tree.num_leaves
             write_back(args, self.traced.updated, results[number:])
             results = results[:number]
+        if self.traced.statics:
+            static_attributes.apply(args, self.traced.statics)
         return jax.tree.unflatten(self.traced.out_tree, results)
 
     def _check_across_processes(self) -> None:
@@ -269,14 +271,17 @@ class Executable:
     def flat_jit(self) -> Any:
         """`jax.jit` of the program on flat arrays; other shapes or dtypes raise ArgumentMismatch."""
         with self.lock:  # JAX compiles once for all threads that call one function
-            found = vars(self).get("flat_jit")
-            return found if found is not None else vars(self).setdefault("flat_jit", self._flat_jit())
+            if (found := vars(self).get("flat_jit")) is None:
+                found = vars(self)["flat_jit"] = self._jit_of_leaves(range(len(self.in_shardings)))
+            return found
 
-    def _flat_jit(self) -> Any:
-        run = self.flat()
+    def _jit_of_leaves(self, order: Sequence[int]) -> Any:
+        """`jax.jit` of the program on flat arrays that come in this order."""
+        run, places = self.flat(), {leaf: place for place, leaf in enumerate(order)}
         expected = [(a.shape, a.dtype, getattr(a, "weak_type", False)) for a in self.traced.jaxpr.in_avals]
 
-        def checked(*leaves: Any) -> list[Any]:
+        def checked(*given: Any) -> list[Any]:
+            leaves = [given[places[leaf]] for leaf in range(len(given))]
             if [leaf_key(x)[:3] for x in leaves] != expected:
                 raise ArgumentMismatch
             return run(*leaves)
@@ -284,8 +289,8 @@ class Executable:
         checked.__name__ = checked.__qualname__ = self.function
         return jax.jit(
             checked,
-            donate_argnums=self.donated_leaves,
-            in_shardings=self.in_shardings,
+            donate_argnums=tuple(places[leaf] for leaf in self.donated_leaves),
+            in_shardings=tuple(self.in_shardings[leaf] for leaf in order),
             out_shardings=list(self.out_shardings),
             **self.of_jax,
         )
@@ -309,8 +314,9 @@ class Executable:
         out_tree = self.traced.out_tree
         if updated := self.traced.updated:
             out_tree = jax.tree.structure((jax.tree.unflatten(out_tree, range(out_tree.num_leaves)), list(updated)))
-        in_tree = jax.tree.structure(call.as_passed(range(len(avals))))
-        return _with_trees(self.flat_jit.trace(*avals), in_tree, out_tree)
+        order, in_tree = jax.tree.flatten(call.as_called(range(len(avals))))
+        jitted = self.flat_jit if order == [*range(len(avals))] else self._jit_of_leaves(order)
+        return _with_trees(jitted.trace(*(avals[leaf] for leaf in order)), in_tree, out_tree)
 
     @property
     def result_shapes(self) -> Any:
@@ -332,7 +338,7 @@ def needs_transfer(x: Any, required: Sharding | None) -> bool:
     if required is None or _is_abstract(x) or isinstance(x, compat.Tracer):
         return False
     if not (compat.is_committed(x) and x.sharding.is_equivalent_to(required, x.ndim)):
-        return True
+        return getattr(x, "dtype", None) != jax.dtypes.float0  # which has no buffer
     # Explicit axes are part of an array's type.
     if not (isinstance(x.sharding, NamedSharding) and isinstance(required, NamedSharding)):
         return False

@@ -55,8 +55,9 @@ def jit(
         donate_argnums: arguments whose buffers the result may reuse. A subtree of the result with the structure and
             shapes of a donated argument gets that argument's sharding, so that it fits the next call.
         donate_argnames: the same by name.
-        mutable: whether, or which, arguments are changed in place by giving new values to their `nnx.Variable`s, as a
-            model, an optimizer or metrics: the caller's variables get these values after the call, as with `nnx.jit`.
+        mutable: whether, or which, arguments are changed in place by giving new values to their `nnx.Variable`s or
+            static attributes, as a model, an optimizer or metrics: the caller's objects get these values after the
+            call, as with `nnx.jit`.
         engine: `"sharding"` is this library's propagation; `"shardy"` is XLA's, as a second opinion; `"xla"` applies
             the annotations alone and leaves the rest to XLA, for bisecting.
         policy: which spec takes a mesh axis that several claim. `"storage"`: the batch does, and a parameter whose spec
@@ -185,6 +186,10 @@ class Jitted:
     def clear_cache(self) -> None:
         """Forgets all traced and compiled programs of this function, as does `jax.clear_caches()`."""
         self._cache.cache_clear()
+
+    def _cache_size(self) -> int:
+        """The number of programs in the cache, by the name that tests of `jax.jit` use."""
+        return len({*map(id, self._cache.executables.values())})
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else BoundMethod(self, instance)

@@ -1,7 +1,8 @@
 """Arguments that a function mutates in place: variables of a model, metrics, an optimizer's state.
 
 A jitted function works on copies, so a new value is lost unless it is returned. Of arguments declared `mutable`, the
-variables of the caller's own objects get it after the call, as with `flax.nnx.jit`; of others a lost value is an error.
+variables and static attributes of the caller's own objects get it after the call, as with `flax.nnx.jit`; of others a
+lost value is an error.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import jax
 from .. import compat
 from ..errors import ShardingError
 from ..graph import CALLS
+from . import static_attributes
 from .arguments import Arguments
+from .static_attributes import StaticChange
 
 
 class Mutations(NamedTuple):
@@ -23,37 +26,44 @@ class Mutations(NamedTuple):
 
     leaves: list[int]
     values: list[Any]
+    statics: tuple[tuple[int, StaticChange], ...] = ()
+    """The static attributes that changed, each with the position of its argument."""
 
     @staticmethod
-    def found(before: Sequence[Any], args: Sequence[Any], results: Sequence[Any], arguments: Arguments) -> Mutations:
-        """Compares the arguments inside a traced function, after it ran, with their leaves before.
+    def found(before: Sequence[Any], args: Sequence[Any], result: Any, arguments: Arguments) -> Mutations:
+        """Compares the arguments inside a traced function, after it ran, with what they were before.
 
         Removing entries from a dict is fine: the function has its own copy, and no value is lost.
 
         Args:
             before: the leaves of the arguments before.
             args: the arguments after.
-            results: the leaves of the function's result.
+            result: of the function.
             arguments: of the call.
 
         Raises:
-            ShardingError: a value was added to an argument; only values of variables can be written back.
+            ShardingError: a value was added to an argument; only values of variables can be written back. Or a static
+                attribute was changed of an argument that is not mutable and not returned.
         """
-        leaves, values, added, at = list[int](), [], [], 0
-        for name, was, arg in zip(arguments.names, arguments.tree.children(), args, strict=True):
+        leaves, values, statics, added, at = list[int](), [], list[tuple[int, StaticChange]](), [], 0
+        results, out_tree = jax.tree.flatten(result)
+        for i, (was, arg) in enumerate(zip(arguments.tree.children(), args, strict=True)):
             old, (new, now) = before[at : at + was.num_leaves], jax.tree.flatten(arg)
-            if now == was:
-                changed = [i for i, (a, b) in enumerate(zip(old, new, strict=True)) if a is not b]
-                leaves += [at + i for i in changed]
-                values += [new[i] for i in changed]
+            if now == was or _leaf_paths(now) == _leaf_paths(was):
+                changed = [k for k, (a, b) in enumerate(zip(old, new, strict=True)) if a is not b]
+                leaves += [at + k for k in changed]
+                values += [new[k] for k in changed]
             elif not {*map(id, new)} <= {*map(id, old), *map(id, results)}:
-                added.append(f"{name}: its pytree was mutated")  # values added, or static attributes changed
+                added.append(f"{arguments.names[i]}: its pytree was mutated")
+            if now != was and not static_attributes.contains(out_tree, now):
+                statics += [(i, change) for change in static_attributes.changes(was, now)]
             at += was.num_leaves
         leaves += arguments.refs
         values += [before[i][...] for i in arguments.refs]
         if added:
             raise _error(arguments.signature.function, added, may_declare=False)
-        return Mutations(leaves, values)
+        _refuse_lost(statics, arguments)
+        return Mutations(leaves, values, tuple(statics))
 
     def updated(self, jaxpr: Any, arguments: Arguments) -> list[int]:
         """Which of these have a new value that must be written back.
@@ -109,6 +119,20 @@ def variables(args: Any) -> Iterator[tuple[range, Any]]:
         if isinstance(part, nnx.Variable):
             yield range(at, at + number), part
         at += number
+
+
+def _leaf_paths(tree: Any) -> list[Any]:
+    return [path for path, _ in jax.tree_util.tree_leaves_with_path(jax.tree.unflatten(tree, range(tree.num_leaves)))]
+
+
+def _refuse_lost(statics: Sequence[tuple[int, StaticChange]], arguments: Arguments) -> None:
+    """Raises for changed static attributes that cannot be, or are not to be, given to the caller's object."""
+    is_mutable = [*map(arguments.signature.is_mutable, arguments.labels)]
+    lost = [(i, change) for i, change in statics if change.attributes is None or not is_mutable[i]]
+    if lost:
+        found = [change.text(arguments.names[i]) for i, change in lost]
+        may_declare = all(change.attributes is not None for _, change in lost)
+        raise _error(arguments.signature.function, found, may_declare=may_declare)
 
 
 def write_back(args: Any, updated: Sequence[int], values: Sequence[Any]) -> None:
@@ -171,7 +195,7 @@ class _Sources:
 
 
 def _error(function: str, found: Sequence[str], *, may_declare: bool) -> ShardingError:
-    declared = ["mutable=True, to have the new values written into your nnx.Variables after the call"]
+    declared = ["mutable=True, to have the new values written into your nnx objects after the call"]
     return ShardingError(
         f"{function}(...)",
         found=[*found[:8], "the new value is not returned"],

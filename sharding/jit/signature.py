@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..errors import ShardingError
 
-Names = str | Sequence[str]
-Nums = int | Sequence[int]
+Names = str | Iterable[str] | None
+Nums = int | Sequence[int] | None
 Label = int | str
 """An argument: the position of its parameter, or the keyword of a keyword-only one."""
 
@@ -131,8 +131,8 @@ class _Parameters:
 
     def labels(self, what: str, nums: Nums, by_name: Names) -> frozenset[Label]:
         """The labels of parameters given by number or name; `what` is the function and `static`, `donate`."""
-        nums = (nums,) if isinstance(nums, int) else tuple(nums)
-        by_name = (by_name,) if isinstance(by_name, str) else tuple(by_name)
+        nums = (nums,) if isinstance(nums, int) else tuple(nums or ())
+        by_name = (by_name,) if isinstance(by_name, str) else tuple(by_name or ())
         known = self.names + self.keyword_only
         unknown = [] if self.takes_any_keyword else [n for n in by_name if n not in known]
         if unknown:
@@ -155,7 +155,7 @@ class _Parameters:
 
     def mutable(self, function: str, mutable: bool | Names | Nums) -> frozenset[Label] | None:
         """The labels of the mutable arguments; None for all."""
-        if isinstance(mutable, bool):
+        if isinstance(mutable, bool) or mutable is None:
             return None if mutable else frozenset()
         given = (mutable,) if isinstance(mutable, (str, int)) else tuple(mutable)
         nums = [n for n in given if isinstance(n, int)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
@@ -78,6 +78,41 @@ def refuse_gathers(ledger: Ledger, limit: int, function: str) -> None:
         if not one.is_predicted and one.gathered
     ]
     raise_together(function, failures)
+
+
+def refuse_ordered_effects(jaxpr: Any, mesh: Mesh | AbstractMesh, function: str) -> None:
+    """Raises for effects that JAX cannot order across several devices."""
+    if mesh.size > 1 and (effects := compat.ordered_on_one_device(jaxpr)):
+        raise ShardingError(
+            f"{function}(...)",
+            found=f"{', '.join(effects)} on a mesh of {mesh.size} devices",
+            required="effects that JAX orders across devices, or that need no order",
+            fix=["jax.debug.print(..., ordered=False)", "jax.experimental.io_callback(..., ordered=True)"],
+        )
+
+
+def refuse_shared_refs(refs: Mapping[int, Any], names: Sequence[str], jaxpr: Any, function: str) -> None:
+    """Raises for a mutable array that comes in twice: as two arguments, or as one that the function closes over, too.
+
+    Args:
+        refs: leaf -> the mutable arrays among the arguments.
+        names: of the leaves.
+        jaxpr: the traced program.
+        function: its name.
+    """
+    first: dict[int, str] = {id(x): "closed over" for x in compat.constants(jaxpr) if compat.is_ref(x)}
+    found = []
+    for leaf, ref in refs.items():
+        if id(ref) in first:
+            found.append(f"{names[leaf]} is the mutable array that is {first[id(ref)]}")
+        first.setdefault(id(ref), f"also {names[leaf]}")
+    if found:
+        raise ShardingError(
+            f"{function}(...)",
+            found=found[:8],
+            required="each mutable array (jax.new_ref) once: what is written to one would not be read from the other",
+            fix="pass it as one argument",
+        )
 
 
 def refuse_refs_elsewhere(jaxpr: Any, mesh: Mesh | AbstractMesh, function: str) -> None:

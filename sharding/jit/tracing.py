@@ -18,6 +18,7 @@ from .cache_key import leaf_key
 from .explicit_mode import explicit_mode_errors
 from .mutations import Mutations
 from .ref_discharge import without_refs
+from .static_attributes import StaticChange
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,8 @@ class Traced:
     """Of the leaves of the result, and of the updated leaves behind them."""
     updated: tuple[int, ...] = ()
     """The leaves of mutable arguments that get a new value."""
+    statics: tuple[tuple[int, StaticChange], ...] = ()
+    """The static attributes of mutable arguments that get a new value, each with the position of its argument."""
 
     @property
     def result(self) -> Any:
@@ -95,8 +98,9 @@ def trace(f: Callable[..., Any], arguments: Arguments, avals: Sequence[Any]) -> 
         dynamic = jax.tree.unflatten(arguments.tree, before)
         by_label = dict(zip(arguments.labels, dynamic, strict=True))
         by_label |= {label: value for label, _, value in arguments.statics}
-        out_leaves, out_tree = jax.tree.flatten(signature.call(f, by_label))
-        mutations = Mutations.found(before, dynamic, out_leaves, arguments)
+        result = signature.call(f, by_label)
+        out_leaves, out_tree = jax.tree.flatten(result)
+        mutations = Mutations.found(before, dynamic, result, arguments)
         return [*out_leaves, *mutations.values]
 
     flat.__name__ = flat.__qualname__ = signature.function
@@ -119,6 +123,7 @@ def trace(f: Callable[..., Any], arguments: Arguments, avals: Sequence[Any]) -> 
         out_tree=out_tree,
         out_avals=[out_avals[k] for k in kept],
         updated=tuple(mutations.leaves[k] for k in updated),
+        statics=mutations.statics,
     )
 
 

@@ -14,7 +14,7 @@ from ..annotations.annotate import annotate
 from ..annotations.propagation_barrier import barrier
 from ..errors import ShardingError
 from .memory_formula import check_stage
-from .state_specs import Specs, axes_of, found_specs, is_spec, leaf_specs, mesh_sizes, warn_replicated
+from .state_specs import Specs, axes_of, found_specs, is_spec, leaf_specs, mesh_sizes, report_replicated
 
 PRIORITY = 2
 """Lower priority than a model's own annotations (0) and its FSDP annotations (1)."""
@@ -56,6 +56,7 @@ def shard(
     like: Any = None,
     master: bool = False,
     replicas: str | None = None,
+    strict: bool = False,
 ) -> Sharded:
     """An optimizer with its state sharded over an axis; each device updates its shard of every parameter.
 
@@ -72,9 +73,11 @@ def shard(
         master: whether the state keeps float32 master weights, which take the updates; the parameters, such as
             bfloat16, are rounded from them.
         replicas: see ``specs``.
+        strict: see ``specs``.
 
     Raises:
-        ShardingError: no such stage; when used, no mesh in context or no such axis.
+        ShardingError: no such stage; when used, no mesh in context or no such axis; under `strict`, parameters that
+            stay replicated.
 
     A parameter without a divisible dim stays replicated; a warning lists these with their bytes.
 
@@ -82,10 +85,15 @@ def shard(
         Rajbhandari et al., ZeRO, SC 2020 (1910.02054), section 5.
     """
     check_stage("zero.shard", stage)
-    return Sharded(_ShardedTransform(tx=tx, axis=axis, stage=stage, like=like, master=master, replicas=replicas))
+    options = _ShardedTransform(
+        tx=tx, axis=axis, stage=stage, like=like, master=master, replicas=replicas, strict=strict
+    )
+    return Sharded(options)
 
 
-def split(params: Any, *, axis: str = "data", like: Any = None, replicas: str | None = None) -> Any:
+def split(
+    params: Any, *, axis: str = "data", like: Any = None, replicas: str | None = None, strict: bool = False
+) -> Any:
     """Parameters annotated as sharded over an axis (stage 3), for use inside a traced step.
 
     The annotations have lower priority than a model's own, so on a conflict the batch keeps the axis and parameters are
@@ -93,7 +101,7 @@ def split(params: Any, *, axis: str = "data", like: Any = None, replicas: str | 
     """
     asked = f"zero.split(axis={axis!r})"
     found = found_specs(params, axis, 3, like, mesh_sizes(asked, axis, replicas))
-    warn_replicated(asked, found.whole)
+    report_replicated(asked, found.whole, strict=strict)
     return _annotate(params, found.params)
 
 
@@ -107,6 +115,7 @@ class _ShardedTransform:
     like: Any
     master: bool
     replicas: str | None
+    strict: bool
 
     @property
     def asked(self) -> str:
@@ -114,7 +123,7 @@ class _ShardedTransform:
 
     def init(self, params: Any) -> Any:
         found = self._specs(params)
-        warn_replicated(self.asked, found.whole)
+        report_replicated(self.asked, found.whole, strict=self.strict)
         if not self.master:
             return self._annotate_state(self.tx.init(params), params, found.state)
         weights = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), barrier(params, "forward"))

@@ -32,7 +32,15 @@ class Specs:
     """Path -> bytes of the parameters that stay replicated over the axis: it divides none of their dims."""
 
 
-def specs(params: Any, axis: str = "data", stage: int = 3, *, like: Any = None, replicas: str | None = None) -> Specs:
+def specs(
+    params: Any,
+    axis: str = "data",
+    stage: int = 3,
+    *,
+    like: Any = None,
+    replicas: str | None = None,
+    strict: bool = False,
+) -> Specs:
     """The specs of parameters, gradients and optimizer state sharded over an axis.
 
     The axis shards the longest dim that it divides and that is not sharded yet, else it further shards a sharded dim.
@@ -44,11 +52,12 @@ def specs(params: Any, axis: str = "data", stage: int = 3, *, like: Any = None, 
         stage: 1 shards optimizer state, 2 gradients too, 3 parameters too (fully sharded data parallel).
         like: a pytree of specs of the parameters over other axes. Default: the arrays' own shardings.
         replicas: for hybrid sharding, a second data axis over which model states are replicated.
+        strict: whether a parameter that stays replicated is an error, not a warning.
 
     Warns of parameters that stay replicated, as the axis divides none of their dims (`.whole`).
 
     Raises:
-        ShardingError: no mesh in context, no such axis or stage.
+        ShardingError: no mesh in context, no such axis or stage; under `strict`, parameters that stay replicated.
 
     References:
         Rajbhandari et al., ZeRO, SC 2020 (1910.02054), section 5; Zhao et al., PyTorch FSDP, VLDB 2023 (2304.11277),
@@ -57,7 +66,7 @@ def specs(params: Any, axis: str = "data", stage: int = 3, *, like: Any = None, 
     asked = f"zero.specs(axis={axis!r})"
     check_stage("zero.specs", stage)
     found = found_specs(params, axis, stage, like, mesh_sizes(asked, axis, replicas))
-    warn_replicated(asked, found.whole)
+    report_replicated(asked, found.whole, strict=strict)
     return found
 
 
@@ -134,8 +143,17 @@ def mesh_sizes(asked: str, axis: str, replicas: str | None = None) -> dict[str, 
     return sizes
 
 
-def warn_replicated(asked: str, replicated: Mapping[str, int]) -> None:
-    """Warns of the parameters that stay replicated."""
+def report_replicated(asked: str, replicated: Mapping[str, int], *, strict: bool) -> None:
+    """Warns of the parameters that stay replicated; under strict, raises for them."""
+    if replicated and strict:
+        raise ShardingError(
+            asked,
+            found=[
+                f"{path}: the axis divides no dim; {num:,} bytes on each device" for path, num in replicated.items()
+            ],
+            required="a dim of each parameter that the axis divides, under strict=True",
+            fix="a divisible size, a smaller axis, or strict=False",
+        )
     if replicated:
         largest = sorted(replicated, key=lambda path: -replicated[path])
         names = ", ".join(f"{path} ({replicated[path]:,} bytes)" for path in largest[:4])

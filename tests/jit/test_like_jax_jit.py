@@ -245,3 +245,31 @@ def test_threads_have_meshes_of_their_own():
 
     with ThreadPoolExecutor(4) as threads:
         assert all(map(all, threads.map(run, [{"a": 8}, {"b": 2, "c": 4}, {"a": 8}, {"d": 4, "e": 2}])))
+
+
+def test_a_compiled_program_takes_the_arguments_as_they_were_lowered():
+    step = sharding.jit(
+        lambda x, scale, n=1: annotate(x, P("data")) * scale["s"] * n, static_argnames="n", donate_argnames="x"
+    )
+    x = [jax.device_put(X, P("data")) for _ in range(3)]
+    scale = {"s": 2.0}
+    np.testing.assert_allclose(step.lower(X, scale=scale, n=3).compile()(x[0], scale=scale), 6 * X)
+    np.testing.assert_allclose(step.lower(x=X, scale=scale).compile()(scale=scale, x=x[1]), 2 * X)
+    np.testing.assert_allclose(step.lower(X, scale).compile()(x[2], scale), 2 * X)
+    assert all(one.is_deleted() for one in x)
+
+
+def test_effects_that_cannot_be_ordered_are_an_error():
+    def step(x):
+        jax.debug.print("a", ordered=True)
+        return x
+
+    with pytest.raises(ShardingError, match=r"(?s)jax.debug.print.*ordered=True on a mesh of 8 devices.*io_callback"):
+        sharding.jit(step)(X)
+
+
+def test_options_of_none_and_float0_arguments():
+    step = sharding.jit(lambda x, t: x * 2, static_argnums=None, donate_argnums=None, donate_argnames=None)
+    for _ in range(2):
+        np.testing.assert_allclose(step(X, np.zeros((), jax.dtypes.float0)), X * 2)
+    assert step._cache_size() == 1

@@ -1,5 +1,7 @@
 """Arguments mutated in place: errors unless declared, and the step of flax nnx' documentation if they are."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -146,3 +148,77 @@ def test_a_mutable_argument_under_an_enclosing_trace():
 def train_on(model, x):
     model.bias[...] += model(x).mean(axis=0)
     return model(x).sum()
+
+
+class Counted(nnx.Module):
+    def __init__(self):
+        self.linear = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+        self.layers = nnx.List([nnx.Dropout(0.5, rngs=nnx.Rngs(1))])
+        self.calls = 0
+        self.log = ()
+
+
+def counted_step(model, x):
+    model.eval() if model.calls % 2 else model.train()
+    model.calls += 1
+    model.log = (*model.log, model.calls)
+    model.linear.bias[...] += 1
+    return model.layers[0](model.linear(x)).sum()
+
+
+@pytest.mark.parametrize("outer", [lambda f: f, nnx.jit], ids=["eager", "nnx.jit"])
+def test_static_attributes_are_given_to_the_callers_object(outer):
+    ours, theirs, jitted = Counted(), Counted(), outer(sharding.jit(counted_step, mutable="model"))
+    for calls in (1, 2, 3):
+        np.testing.assert_allclose(jitted(ours, X), nnx.jit(counted_step)(theirs, X), rtol=1e-4)
+        assert (ours.calls, ours.log) == (theirs.calls, theirs.log) == (calls, tuple(range(1, calls + 1)))
+        assert ours.layers[0].deterministic == theirs.layers[0].deterministic == (calls == 2)
+    np.testing.assert_allclose(ours.linear.bias[...], theirs.linear.bias[...])
+
+
+def test_a_program_without_static_changes_is_reused_after_one():
+    traces = []
+
+    def step(model, x):
+        traces.append(1)
+        model.eval()
+        return model.layers[0](x)
+
+    model, jitted = Counted(), sharding.jit(step, mutable=True)
+    for _ in range(4):
+        np.testing.assert_allclose(jitted(model, X), X)
+    assert len(traces) == 2
+
+
+def test_a_lost_static_attribute_is_an_error_that_names_it():
+    with pytest.raises(ShardingError, match=r"(?s)model.calls was changed from 0 to 1.*mutable=True"):
+        sharding.jit(counted_step)(Counted(), X)
+    with pytest.raises(ShardingError, match=r"state/m/layers/0.deterministic was changed from False to True"):
+        sharding.jit(lambda state, x: state["m"].eval() or state["m"].layers[0](x))({"m": Counted()}, X)
+
+
+def test_a_returned_object_keeps_its_static_attributes():
+    def step(model, x):
+        model.calls += 1
+        return model, model.linear(x)
+
+    model, jitted = Counted(), sharding.jit(step)
+    for _ in range(2):
+        model, _ = jitted(model, X)
+    assert model.calls == 2
+
+
+def test_static_data_of_other_pytrees_is_not_lost_silently():
+    @jax.tree_util.register_dataclass
+    @dataclasses.dataclass
+    class State:
+        w: object
+        n: int = dataclasses.field(default=0, metadata={"static": True})
+
+    def step(state):
+        state.n += 1
+        return state.w * 2
+
+    for mutable in (False, True):
+        with pytest.raises(ShardingError, match="static data of a State was changed"):
+            sharding.jit(step, mutable=mutable)(State(X))

@@ -101,3 +101,11 @@ def test_ref_closed_over():
     for _ in range(2):
         np.testing.assert_allclose(jitted(X), X * 2)
     np.testing.assert_allclose(total[...], X.sum(axis=0) * 2, rtol=1e-5, atol=1e-5)
+
+
+def test_a_ref_that_comes_in_twice_is_an_error():
+    ref = jax.new_ref(jnp.zeros(8))
+    with pytest.raises(sharding.ShardingError, match="b is the mutable array that is also a"):
+        sharding.jit(lambda a, b: a[...] + b[...])(ref, ref)
+    with pytest.raises(sharding.ShardingError, match="a is the mutable array that is closed over"):
+        sharding.jit(lambda a: a[...] + ref[...])(ref)

@@ -4,6 +4,7 @@ import warnings
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 
 import sharding
@@ -67,3 +68,12 @@ def test_errors():
             zero.specs([shape(8)], replicas="data")
         with pytest.raises(ShardingError, match="one of 1, 2, 3"):
             zero.specs([shape(8)], stage=0)
+
+
+def test_parameters_that_stay_replicated_are_an_error_under_strict(mesh):
+    params = {"w": shape(8, 16), "odd": shape(3, 5)}
+    uses = (zero.specs, zero.split, lambda params, strict: zero.shard(optax.sgd(0.1), strict=strict).init(params))
+    for use in uses:
+        with pytest.raises(ShardingError, match=r"odd: the axis divides no dim; 60 bytes.*"):
+            use(params, strict=True)
+        assert use({"w": jnp.ones((8, 16))}, strict=True) is not None

@@ -1,0 +1,101 @@
+"""Static attributes that a function changes in place: `model.train()`, a Python counter of an nnx module.
+
+They are part of an argument's pytree structure, not of its values. A change belongs to one structure, as the program
+does, so it is found once per trace and applied after every call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+
+class StaticChange(NamedTuple):
+    """A node of an argument's pytree whose static data changed."""
+
+    keys: tuple[Any, ...]
+    """From the argument to the node."""
+    attributes: tuple[tuple[str, Any, Any], ...] | None
+    """Name, value before and after of the attributes of an nnx object; None for other nodes, which are opaque."""
+    kind: str
+
+    def text(self, argument: str) -> str:
+        """What changed, for an error."""
+        path = "/".join(map(str, (argument, *self.keys)))
+        if self.attributes is None:
+            return f"{path}: static data of a {self.kind} was changed"
+        return "; ".join(f"{path}.{name} was changed from {old!r} to {new!r}" for name, old, new in self.attributes)
+
+
+def changes(before: Any, after: Any) -> Iterator[StaticChange]:
+    """The nodes of an argument whose static data differ between two pytree structures.
+
+    Entries that containers lost or gained are not: those are values.
+    """
+    if before == after:
+        return
+    (kind, old), (other, new) = _node(before), _node(after)
+    if kind is not other or kind is type(None):
+        return
+    if _is_nnx(kind):
+        were, are = dict(zip(*old[1:], strict=True)), dict(zip(*new[1:], strict=True))
+        changed = [n for n in {**were, **are} if not n.startswith("_pytree__") and _differ(were, are, n)]
+        if changed:
+            yield StaticChange(
+                (), tuple((n, were.get(n, _MISSING), are.get(n, _MISSING)) for n in changed), kind.__name__
+            )
+    elif kind not in _CONTAINERS and old != new:
+        yield StaticChange((), None, kind.__name__)
+    theirs = _children(after)
+    for key, child in _children(before).items():
+        if key in theirs:
+            yield from (one._replace(keys=(key, *one.keys)) for one in changes(child, theirs[key]))
+
+
+def apply(arguments: Sequence[Any], changed: Sequence[tuple[int, StaticChange]]) -> None:
+    """Gives the nnx objects of a caller's arguments the changed attributes."""
+    for position, change in changed:
+        node = arguments[position]
+        for key in change.keys:
+            children, _ = jax.tree_util.default_registry.flatten_one_level(node) or ((), None)
+            node = dict(zip(_children(jax.tree.structure(node)), children, strict=True))[key]
+        for name, _, value in change.attributes or ():
+            delattr(node, name) if value is _MISSING else setattr(node, name, value)
+
+
+def contains(tree: Any, part: Any) -> bool:
+    """Whether a pytree structure has another as a part."""
+    return tree == part or any(contains(child, part) for child in tree.children())
+
+
+class _Missing:
+    def __repr__(self) -> str:
+        return "nothing"
+
+
+_MISSING = _Missing()
+_CONTAINERS: tuple[Callable[..., Any], ...] = (dict, list, tuple)
+
+
+def _is_nnx(kind: Any) -> bool:
+    """Whether objects of a type flatten as those of nnx do: keys of values, names of static attributes, these."""
+    return hasattr(kind, "_pytree__flatten")
+
+
+def _node(tree: Any) -> tuple[Any, Any]:
+    return tree.node_data() or (type(None), None)
+
+
+def _children(tree: Any) -> dict[Any, Any]:
+    """The children of a structure by key or attribute; by position if they have none."""
+    kind, data = _node(tree)
+    children = tree.children()
+    keys = data if kind is dict else data[0] if _is_nnx(kind) else range(len(children))
+    return dict(zip(keys, children, strict=True))
+
+
+def _differ(one: dict[str, Any], other: dict[str, Any], name: str) -> bool:
+    a, b = one.get(name, _MISSING), other.get(name, _MISSING)
+    return type(a) is not type(b) or bool(a != b)
