@@ -93,14 +93,9 @@ def is_jaxpr(x: Any) -> bool:
     return hasattr(x, "eqns") and hasattr(x, "outvars")
 
 
-def is_closed(jaxpr: Any) -> bool:
-    """Whether `jaxpr` carries its constants (always, from JAX 0.12 on)."""
-    return isinstance(jaxpr, jex.ClosedJaxpr)
-
-
 def open_jaxpr(jaxpr: Any) -> Any:
     """The jaxpr with `invars`, `constvars`, `eqns` and `outvars` as attributes, whether `jaxpr` is closed or open."""
-    return jaxpr.jaxpr if is_closed(jaxpr) else jaxpr
+    return jaxpr.jaxpr if isinstance(jaxpr, jex.ClosedJaxpr) else jaxpr
 
 
 def rebuild(jaxpr: Any, *, eqns: Sequence[Any], outvars: Sequence[Any], invars: Sequence[Any] | None = None) -> Any:
@@ -109,14 +104,14 @@ def rebuild(jaxpr: Any, *, eqns: Sequence[Any], outvars: Sequence[Any], invars: 
     new = inner.replace(eqns=list(eqns), outvars=list(outvars))
     if invars is not None:
         new = new.replace(invars=list(invars), debug_info=inner.debug_info.with_unknown_names())
-    if is_closed(jaxpr) and not is_closed(new):
+    if isinstance(jaxpr, jex.ClosedJaxpr) and not isinstance(new, jex.ClosedJaxpr):
         return jex.ClosedJaxpr(new, jaxpr.consts)
     return new
 
 
 def constants(jaxpr: Any) -> Sequence[Any]:
     """The values of a closed jaxpr's `constvars`; an open one has none."""
-    return jaxpr.consts if is_closed(jaxpr) else ()
+    return jaxpr.consts if isinstance(jaxpr, jex.ClosedJaxpr) else ()
 
 
 def jaxpr_fun(closed: Any) -> Any:
@@ -380,10 +375,7 @@ def ordered_on_one_device(jaxpr: Any) -> list[str]:
     """The effects of a program that JAX orders on one device only, by name."""
     ordered, shardable = _effects.ordered_effects, _effects.shardable_ordered_effects
     found = {type(e).__name__ for e in jaxpr.effects if ordered.contains(e) and not shardable.contains(e)}
-    return sorted(_EFFECTS.get(name, name) for name in found)
-
-
-_EFFECTS = {"OrderedDebugEffect": "jax.debug.print or jax.debug.callback with ordered=True"}
+    return sorted(found)
 
 
 def mesh_of_with_statement() -> Any:

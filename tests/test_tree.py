@@ -140,7 +140,7 @@ def test_one_file_name_once():
 
 def test_tests_mirror_the_tree():
     """Beside what tests share, each folder of tests is named after the folder that it tests."""
-    ours = {"benchmarks", "corpus", "fuzz", "mutate", "support"}
+    ours = {"benchmarks", "corpus", "drop_in", "fuzz", "mutate", "support"}
     rooms = {module_name(path).removeprefix("sharding").strip(".").replace(".", "/") for path in MODULES.values()}
     folders = {path.parent.relative_to(ROOT / "tests") for path in (ROOT / "tests").rglob("test_*.py")}
     bad = [

@@ -80,12 +80,16 @@ def refuse_gathers(ledger: Ledger, limit: int, function: str) -> None:
     raise_together(function, failures)
 
 
+EFFECTS = {"OrderedDebugEffect": "jax.debug.print or jax.debug.callback with ordered=True"}
+"""JAX's class of an effect -> what has it."""
+
+
 def refuse_ordered_effects(jaxpr: Any, mesh: Mesh | AbstractMesh, function: str) -> None:
     """Raises for effects that JAX cannot order across several devices."""
     if mesh.size > 1 and (effects := compat.ordered_on_one_device(jaxpr)):
         raise ShardingError(
             f"{function}(...)",
-            found=f"{', '.join(effects)} on a mesh of {mesh.size} devices",
+            found=f"{', '.join(EFFECTS.get(name, name) for name in effects)} on a mesh of {mesh.size} devices",
             required="effects that JAX orders across devices, or that need no order",
             fix=["jax.debug.print(..., ordered=False)", "jax.experimental.io_callback(..., ordered=True)"],
         )

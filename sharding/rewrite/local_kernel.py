@@ -19,7 +19,8 @@ import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from .. import compat
-from ..rules import GridSplit, Kind, Rule, grid_splits, num_scalar_operands, program_axis
+from ..rules import Kind, Rule
+from ..rules.kernel_grid import GridSplit, grid_splits, num_scalar_operands, program_axis
 from ..spec import num_parts
 from .local_convolution import DimAxes
 

@@ -26,7 +26,6 @@ Example:
     2
 """
 
-from .kernel_grid import GridSplit, grid_splits, num_scalar_operands, program_axis
 from .rule import Dims, Flow, Kind, Rule, RuleBuilder, Shape, opaque, pointwise
 from .rule_table import CONSTANT_PRESERVING, ELEMENTWISE, MOVES, PARTITIONED_BY_ITSELF, barrier, identity, rule_for
 from .user_rules import ON_SHARDS, register, unregister, version
@@ -39,15 +38,11 @@ __all__ = [
     "PARTITIONED_BY_ITSELF",
     "Dims",
     "Flow",
-    "GridSplit",
     "Kind",
     "Rule",
     "RuleBuilder",
     "Shape",
     "barrier",
-    "grid_splits",
-    "num_scalar_operands",
-    "program_axis",
     "identity",
     "opaque",
     "pointwise",

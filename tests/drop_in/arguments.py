@@ -152,7 +152,16 @@ def uncommitted(jit):
 def results_are_arrays(jit):
     """Results are committed `jax.Array`s that NumPy, indexing, iteration and operators take"""
     y = jit(lambda x: split(x) * 2)(X)
-    return np.asarray(y), y[1], [*y][2], y.at[0].set(0), y + y, float(y.sum()), y.block_until_ready(), y.tolist()
+    return (
+        np.asarray(y),
+        y[1],
+        [*y][2],
+        y.at[0].set(0),
+        y + y,
+        round(float(y.sum()), 4),
+        y.block_until_ready(),
+        y.tolist(),
+    )
 
 
 def the_argument_is_the_result(jit):

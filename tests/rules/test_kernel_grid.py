@@ -6,8 +6,8 @@ import pytest
 from jax.experimental import pallas as pl
 from support import pallas_kernels
 
-from sharding.rules import Kind, grid_splits, notation
-from sharding.rules.kernel_grid import on_grid
+from sharding.rules import Kind, notation
+from sharding.rules.kernel_grid import grid_splits, on_grid
 
 
 def splits(f, *shapes, rule, **options):
