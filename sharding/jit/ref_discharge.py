@@ -26,7 +26,8 @@ def _with_dischargeable_calls(jaxpr: Any) -> Any:
 
 def _discharged(eqn: Any) -> Any:
     """A call or loop whose body can be discharged with it, or is."""
-    has_rule = eqn.primitive in compat.discharge._discharge_rules
+    partial = getattr(compat.discharge, "_partial_discharge_rules", {})  # of scans, before JAX 0.12
+    has_rule = eqn.primitive in compat.discharge._discharge_rules or eqn.primitive in partial
     params, effects = eqn.params, eqn.effects
     for key, pos, body in compat.sub_jaxprs(eqn.params):
         new = _with_dischargeable_calls(body) if has_rule else without_refs(body)

