@@ -72,7 +72,7 @@ class Notation:
     def at(self, ins: Sequence[Shape], outs: Sequence[Shape]) -> Notation:
         """Returns the notation for as many dims as given shapes have: without `...`, and with names for each `1`.
 
-        What is `1` is replicated inside the op: whole arrays are needed along a dim of which nothing is said.
+        A dim written `1` is replicated inside the op.
 
         Raises:
             ShardingError: as `rule`.

@@ -1,15 +1,17 @@
 """Functions with a rule: values and derivatives of one device, with no collective but those of the rule."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import pallas_kernels
+from support import one_device, pallas_kernels
+from support.one_device import SIZES
 
 import sharding
-from sharding import P, ShardingError, cost, kernels
+from sharding import P, ShardingError, kernels
 
-SIZES = {"data": 2, "tensor": 4}
 RNG = np.random.default_rng(0)
 
 
@@ -22,20 +24,7 @@ Q, K, V = array(4, 8, 6, 8), array(4, 4, 6, 8), array(4, 4, 6, 8)
 SEGMENTS = np.sort(RNG.integers(0, 3, (4, 6))).astype(np.int32)
 
 
-def check(f, args, specs, expected, sizes=SIZES):
-    """Checks numbers against one device, and collectives by kind against the ledger and those expected."""
-    with sharding.mesh(sizes):
-        step = sharding.jit(f, in_shardings=specs)
-        completion, found = step.complete(*args), step(*args)
-        compiled = cost.read_compiled(step.lower(*args).compile()).by_kind()
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-4), found, jax.jit(f)(*args))
-    predicted = completion.communication().lowered("cpu").by_kind()
-    assert not completion.unknown
-    assert {str(k): n for k, (n, _) in predicted.items()} == expected
-    assert predicted == compiled
-    return found
-
-
+check = functools.partial(one_device.check, rtol=2e-4, atol=1e-4)
 matmul = kernels.with_rule(jnp.matmul, "... k, k n -> ... n")
 
 

@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import pallas_kernels
+from support.one_device import SIZES, check
 
 import sharding
 from sharding import P, cost, rules
 
-SIZES = {"data": 2, "tensor": 4}
 RNG = np.random.default_rng(0)
 
 
@@ -29,20 +29,6 @@ def registered():
     yield
     for name in pallas_kernels.RULES:
         rules.unregister("pallas_call", kernel=name)
-
-
-def check(f, args, specs, expected, sizes=SIZES):
-    """Checks numbers against one device, and collectives by kind against the ledger and those expected."""
-    with sharding.mesh(sizes):
-        step = sharding.jit(f, in_shardings=specs)
-        completion, found = step.complete(*args), step(*args)
-        compiled = cost.read_compiled(step.lower(*args).compile()).by_kind()
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), found, jax.jit(f)(*args))
-    predicted = completion.communication().lowered("cpu").by_kind()
-    assert not completion.unknown
-    assert {str(k): n for k, (n, _) in predicted.items()} == expected
-    assert predicted == compiled
-    return found
 
 
 @pytest.mark.parametrize(
