@@ -14,7 +14,7 @@ from ..rules import ON_SHARDS, Kind, Rule, Shape
 from ..spec import Axis, Spec, num_parts
 from . import xla_workarounds
 from .local_convolution import DimAxes, convolved, local_convolution
-from .local_kernel import kernel_share, on_share
+from .local_kernel import KernelShare, local_params
 from .update_as_scatter import scattered, scattered_dims
 
 WRITTEN_OTHERWISE = ON_SHARDS | {"conv_general_dilated", "dynamic_update_slice"}
@@ -41,39 +41,47 @@ def local_equation(
     safe = xla_workarounds.specs(name, eqn.params, shapes, found, sizes)
     specs = [b if b is not None else a for a, b in zip(found, safe, strict=True)]
     axes = [((),) * len(shape) if s is None else s.axes for s, shape in zip(specs, shapes, strict=True)]
-    if name == "pallas_call":
-        return functools.partial(on_share, kernel_share(rule, eqn.params, axes, sizes), eqn, mesh)
-    if name in ON_SHARDS:
-        if rule is None or not any(map(any, axes)):
-            return None
-        return functools.partial(_on_shards, eqn, rule, mesh, axes)
+    if name in ON_SHARDS:  # the compilers of kernels refuse a mesh around one, also without a rule
+        is_sharded = name == "pallas_call" or (rule is not None and any(map(any, axes)))
+        return functools.partial(_on_shards, eqn, rule, mesh, axes) if is_sharded else None
     plan = local_convolution(eqn.params, shapes, axes, sizes)
     return None if plan is None else functools.partial(convolved, plan, eqn.params, mesh, axes)
 
 
-def _on_shards(eqn: Any, rule: Rule, mesh: AbstractMesh, axes: Sequence[DimAxes], *operands: jax.Array) -> Any:
+def _on_shards(eqn: Any, rule: Rule | None, mesh: AbstractMesh, axes: Sequence[DimAxes], *operands: jax.Array) -> Any:
     """The results of an equation, which each device computes from its own shards and sums as the rule says."""
-    n = len(operands)
+    n, sizes = len(operands), dict(mesh.shape)
     specs = [PartitionSpec(*(tuple(part) or None for part in dims)) for dims in axes]
-    sums, outs = _sums(rule, axes, dict(mesh.shape)), zip(eqn.outvars, specs[n:], strict=True)
-    shapes = [NamedSharding(mesh, spec).shard_shape(v.aval.shape) for v, spec in outs]
+    over = {} if rule is None else _axes_of_factors(rule, axes, sizes)
+    sums = [()] * len(eqn.outvars) if rule is None else _sums(rule, over)
+    variables = zip((*eqn.invars, *eqn.outvars), specs, strict=True)
+    shapes = [NamedSharding(mesh, spec).shard_shape(v.aval.shape) for v, spec in variables]
 
     def local(*shards: jax.Array) -> tuple[jax.Array, ...]:
-        found = eqn.primitive.bind(*shards, **_local_params(eqn, shapes))
+        if eqn.primitive.name == "pallas_call":
+            params = local_params(KernelShare.of(rule, eqn.params, over, sizes), eqn.params, shapes)
+        else:
+            params = _local_params(eqn, shapes[n:])
+        found = eqn.primitive.bind(*shards, **params)
         found = found if eqn.primitive.multiple_results else [found]
-        _check_shapes(eqn, [x.shape for x in shards], [x.shape for x in found], shapes)
+        _check_shapes(eqn, [x.shape for x in shards], [x.shape for x in found], shapes[n:])
         return tuple(jax.lax.psum(x, part) if part else x for x, part in zip(found, sums, strict=True))
 
     run = jax.shard_map(local, mesh=mesh, in_specs=tuple(specs[:n]), out_specs=tuple(specs[n:]), check_vma=False)
     return run(*operands) if eqn.primitive.multiple_results else run(*operands)[0]
 
 
-def _sums(rule: Rule, axes: Sequence[DimAxes], sizes: Mapping[str, int]) -> list[tuple[Axis, ...]]:
-    """For each result, the axes to add it over: those of the summed factors that it doesn't have."""
-    over: dict[int, Sequence[Axis]] = {}
-    for own, dims in zip(axes, rule.operands, strict=False):
+def _axes_of_factors(rule: Rule, axes: Sequence[DimAxes], sizes: Mapping[str, int]) -> dict[int, tuple[Axis, ...]]:
+    """The axes that each factor is sharded over."""
+    found: dict[int, tuple[Axis, ...]] = {}
+    for own, dims in zip(axes, (*rule.operands, *rule.results), strict=True):
         for part, factors in zip(own, dims, strict=True):
-            over |= _by_factor(part, factors, rule, sizes) if part else {}
+            found |= _by_factor(part, factors, rule, sizes) if part else {}
+    return found
+
+
+def _sums(rule: Rule, over: Mapping[int, tuple[Axis, ...]]) -> list[tuple[Axis, ...]]:
+    """For each result, the axes to add it over: those of the summed factors that it doesn't have."""
     sums = []
     for dims in rule.results:
         kept = {f for factors in dims for f in factors}

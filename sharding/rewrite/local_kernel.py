@@ -16,115 +16,94 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from .. import compat
-from ..rules import Kind, Rule
-from ..rules.kernel_grid import GridSplit, grid_splits, num_scalar_operands, program_axis
-from ..spec import num_parts
-from .local_convolution import DimAxes
+from ..rules import Kind, Rule, Shape
+from ..rules.kernel_grid import grid_splits, num_scalar_operands, program_axis
+from ..spec import Axis, num_parts
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
+class GridPart:
+    """The part of one axis of a kernel's grid that one device runs."""
+
+    axes: tuple[Axis, ...]
+    """The mesh axes that the grid axis is split over."""
+    count: int
+    """The number of parts."""
+    is_sum: bool
+    """Whether the results of the parts are added."""
+
+
+@dataclass(frozen=True, slots=True)
 class KernelShare:
     """The part of a kernel's grid that one device runs."""
 
-    axes: Mapping[int, tuple[str, ...]]
-    """Grid axis -> the mesh axes that it is split over."""
-    parts: Mapping[int, int]
-    """Grid axis -> the number of parts."""
-    is_sum: Mapping[int, bool]
-    """Grid axis -> whether the results of its parts are added."""
-    specs: Sequence[PartitionSpec]
-    """Of the operands and results."""
+    parts: Mapping[int, GridPart]
+    """By axis of the grid; other axes run whole."""
 
-    @property
-    def summed(self) -> tuple[str, ...]:
-        """The mesh axes to add the results over."""
-        return tuple(a for j, axes in self.axes.items() if self.is_sum[j] for a in axes)
+    @classmethod
+    def of(
+        cls,
+        rule: Rule | None,
+        params: Mapping[str, Any],
+        over: Mapping[int, tuple[Axis, ...]],
+        sizes: Mapping[str, int],
+    ) -> KernelShare:
+        """Returns the share of each device.
+
+        Args:
+            rule: the kernel's registered rule, or None: then each device runs the whole grid on whole arrays.
+            params: the parameters of the `pallas_call`.
+            over: the axes that each factor of the rule is sharded over.
+            sizes: the mesh axis sizes.
+        """
+        if rule is None:
+            return cls({})
+        split = {s.grid_axis: f for f, s in grid_splits(rule, params).items() if over.get(f)}
+        return cls(
+            {j: GridPart(over[f], num_parts(over[f], sizes), rule.kinds[f] is Kind.REDUCE) for j, f in split.items()}
+        )
 
 
-def kernel_share(
-    rule: Rule | None, params: Mapping[str, Any], axes: Sequence[DimAxes], sizes: Mapping[str, int]
-) -> KernelShare:
-    """Returns the part of a kernel's grid that each device runs.
+def local_params(share: KernelShare, params: Mapping[str, Any], shapes: Sequence[Shape]) -> dict[str, Any]:
+    """The parameters of a `pallas_call` that runs a device's share, in a `shard_map`.
 
     Args:
-        rule: the kernel's registered rule, or None: then each device runs the whole grid on whole arrays.
-        params: the parameters of the `pallas_call`.
-        axes: the mesh axes of each dim of the operands and results, as the rule allows.
-        sizes: the mesh axis sizes.
+        share: the part of its grid.
+        params: its parameters.
+        shapes: of the shards of its operands and results.
     """
-    splits: dict[int, GridSplit] = grid_splits(rule, params) if rule is not None else {}
-    found: dict[int, tuple[str, ...]] = {}
-    sums: dict[int, bool] = {}
-    for f, split in splits.items():
-        assert rule is not None
-        arrays = zip(axes, (*rule.operands, *rule.results), strict=True)
-        used = (own[d] for own, dims in arrays for d, factors in enumerate(dims) if f in factors)
-        if over := next((tuple(map(str, one)) for one in used if one), ()):
-            found[split.grid_axis], sums[split.grid_axis] = over, rule.kinds[f] is Kind.REDUCE
-    return KernelShare(
-        axes=found,
-        parts={j: num_parts(over, sizes) for j, over in found.items()},
-        is_sum=sums,
-        specs=[PartitionSpec(*(tuple(part) or None for part in dims)) for dims in axes],
-    )
-
-
-def on_share(share: KernelShare, eqn: Any, mesh: AbstractMesh, *operands: jax.Array) -> list[jax.Array]:
-    """The results of a `pallas_call` equation, of which every device runs its share."""
-
-    def local(*shards: jax.Array) -> list[jax.Array]:
-        found = eqn.primitive.bind(*shards, **_parameters(share, eqn.params, shards))
-        return [jax.lax.psum(x, share.summed) for x in found] if share.summed else list(found)
-
-    n = len(operands)
-    run = jax.shard_map(
-        local, mesh=mesh, in_specs=tuple(share.specs[:n]), out_specs=list(share.specs[n:]), check_vma=False
-    )
-    return run(*operands)
-
-
-def _parameters(share: KernelShare, params: Mapping[str, Any], shards: Sequence[jax.Array]) -> dict[str, Any]:
-    """The parameters of the call of one device."""
     mapping = params["grid_mapping"]
-    grid = tuple(n // share.parts[j] if j in share.parts else n for j, n in enumerate(mapping.grid))
-    specs = share.specs[num_scalar_operands(mapping) :]
-    blocks = [_local(block, spec, mesh_sizes()) for block, spec in zip(mapping.block_mappings, specs, strict=True)]
-    outs = blocks[len(blocks) - len(params["out_avals"]) :]
-    avals = [aval.update(shape=b.array_aval.shape) for aval, b in zip(params["out_avals"], outs, strict=True)]
+    grid = tuple(n // share.parts[j].count if j in share.parts else n for j, n in enumerate(mapping.grid))
+    pairs = zip(mapping.block_mappings, shapes[num_scalar_operands(mapping) :], strict=True)
+    avals = zip(params["out_avals"], shapes[len(shapes) - len(params["out_avals"]) :], strict=True)
     found = dict(params)
-    found["grid_mapping"] = dataclasses.replace(mapping, grid=grid, block_mappings=tuple(blocks))
-    found["out_avals"] = tuple(avals)
+    found["grid_mapping"] = dataclasses.replace(
+        mapping, grid=grid, block_mappings=tuple(_on_shard(block, shape) for block, shape in pairs)
+    )
+    found["out_avals"] = tuple(aval.update(shape=shape) for aval, shape in avals)
     found["jaxpr"] = _body(share, params["jaxpr"], mapping)
     if (cost := params["cost_estimate"]) is not None:
-        names, whole = ("flops", "transcendentals", "bytes_accessed"), math.prod(share.parts.values())
+        names, whole = ("flops", "transcendentals", "bytes_accessed"), math.prod(p.count for p in share.parts.values())
         found["cost_estimate"] = dataclasses.replace(cost, **{n: getattr(cost, n) // whole for n in names})
     return found
 
 
-def mesh_sizes() -> Mapping[str, int]:
-    """The sizes of the mesh axes that are being mapped over."""
-    return dict(jax.sharding.get_abstract_mesh().shape)
-
-
-def _local(block: Any, spec: PartitionSpec, sizes: Mapping[str, int]) -> Any:
-    """A block mapping whose array is one device's shard."""
-    parts = [num_parts(tuple(one) if isinstance(one, tuple) else (one,) if one else (), sizes) for one in spec]
-    shape = block.array_aval.shape
-    local = tuple(n // p for n, p in zip(shape, (*parts, *[1] * (len(shape) - len(parts))), strict=True))
+def _on_shard(block: Any, shape: Shape) -> Any:
+    """A block mapping whose array is a shard."""
     index_map = _in_shard_map(block.index_map_jaxpr)
-    return dataclasses.replace(block, array_aval=block.array_aval.update(shape=local), index_map_jaxpr=index_map)
+    return dataclasses.replace(block, array_aval=block.array_aval.update(shape=shape), index_map_jaxpr=index_map)
 
 
 def _body(share: KernelShare, body: Any, mapping: Any) -> Any:
     """A kernel's jaxpr with program ids of the whole grid, or with the last one of a sum at the end of its part."""
-    for j, axes in share.axes.items():
+    for j, part in share.parts.items():
         axis, whole = program_axis(mapping, j), mapping.grid[j]
-        part = whole // share.parts[j]
+        size = whole // part.count
         if axis is not None:
-            change = _EndOfPart(axis, whole - 1, part - 1) if share.is_sum[j] else _Offset(axis, axes, part)
+            change = _EndOfPart(axis, whole - 1, size - 1) if part.is_sum else _Offset(axis, part.axes, size)
             body = _changed(body, change)
     return _in_shard_map(body)
 
@@ -190,7 +169,7 @@ class _Offset:
     """Program ids of an axis begin at the first program of a device's part."""
 
     axis: int
-    mesh_axes: tuple[str, ...]
+    mesh_axes: tuple[Axis, ...]
     part: int
 
     def __call__(self, eqn: Any) -> list[Any]:

@@ -2,8 +2,9 @@
 
 A `pallas_call` visits the blocks of its arrays by index maps of the program ids. Where the maps of all arrays move by
 whole blocks with one axis of the grid, and with no other dim, each device can run its part of the grid on its own
-shards. The call is then exact by construction: no program reads or writes anything else than before. So a factor of a
-registered rule is split as far as its blocks go, and is replicated while the kernel runs if it can't be.
+shards: no program reads or writes other blocks than before. So a factor of a registered rule is split as far as its
+blocks go, and is replicated while the kernel runs if it can't be. That programs along it pass nothing on to each other
+in scratch memory, except for a sum, is what the rule says.
 """
 
 from __future__ import annotations
@@ -119,28 +120,21 @@ def tests_only_ends(body: Any, axis: int | None, size: int) -> bool:
 
     It can then sum over its part of the axis alone: what is first and last there is known.
     """
-    return axis is None or all(test != "other" for test in end_tests(compat.open_jaxpr(body), axis, size))
-
-
-def end_tests(body: Any, axis: int, size: int) -> list[str]:
-    """For each use of the program id of a grid axis in a jaxpr: "first", "last" or "other"."""
-    ids, found = set(), []
-    for eqn in body.eqns:
+    if axis is None:
+        return True
+    source, ids = compat.open_jaxpr(body), set()
+    for eqn in source.eqns:
         name = eqn.primitive.name
-        if name == "program_id" and eqn.params["axis"] == axis:
+        reads = [v for v in eqn.invars if not compat.is_literal(v) and v in ids]
+        if (name == "program_id" and eqn.params["axis"] == axis) or (reads and name == "convert_element_type"):
             ids.update(eqn.outvars)
-        elif reads := [v for v in eqn.invars if not compat.is_literal(v) and v in ids]:
-            if name == "convert_element_type":
-                ids.update(eqn.outvars)
-                continue
-            others = [v.val for v in eqn.invars if compat.is_literal(v)]
-            ends = {0: "first", size - 1: "last"}
-            found.append(
-                ends.get(int(others[0]), "other") if name == "eq" and len(reads) == len(others) == 1 else "other"
-            )
-        for _, _, inner in compat.sub_jaxprs(eqn.params):
-            found += end_tests(compat.open_jaxpr(inner), axis, size)
-    return found + ["other" for v in body.outvars if not compat.is_literal(v) and v in ids]
+        elif reads:
+            others = [int(v.val) for v in eqn.invars if compat.is_literal(v)]
+            if name != "eq" or len(reads) != 1 or others not in ([0], [size - 1]):
+                return False
+        if not all(tests_only_ends(inner, axis, size) for _, _, inner in compat.sub_jaxprs(eqn.params)):
+            return False
+    return ids.isdisjoint(v for v in source.outvars if not compat.is_literal(v))
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +222,7 @@ def _index(index_map: Any, out: Any, grid: Sequence[Any]) -> _Index:
     if not is_known or not all(isinstance(n, int) for n in sizes) or math.prod(sizes) > MAX_PROGRAMS:
         return _Index(used, None)
     points = np.indices(sizes, np.int32).reshape(len(grid), -1)
-    values = points[ids.index(out)] if out in ids else _evaluated(index_map, out, points)
+    values = points[ids.index(out)] if out in ids else _evaluated(index_map, out, needed, points)
     return _Index(used, values.reshape(sizes))
 
 
@@ -241,9 +235,9 @@ def _needed(jaxpr: Any, out: Any) -> set[Any]:
     return needed
 
 
-def _evaluated(index_map: Any, out: Any, points: np.ndarray) -> np.ndarray:
+def _evaluated(index_map: Any, out: Any, needed: set[Any], points: np.ndarray) -> np.ndarray:
     source = compat.open_jaxpr(index_map)
-    needed, ids = _needed(source, out), list(source.invars[: len(points)])
+    ids = list(source.invars[: len(points)])
     eqns = [eqn for eqn in source.eqns if not needed.isdisjoint(eqn.outvars)]
     alone = compat.rebuild(index_map, eqns=eqns, outvars=[out], invars=ids)
     one = compat.jaxpr_fun(alone)

@@ -11,7 +11,7 @@ from . import notation
 from .kernel_grid import on_grid
 from .rule import Rule, Shape
 
-MakeRule = Callable[[Sequence[Shape], Sequence[Shape], Mapping[str, Any]], "Rule | str | None"]
+MakeRule = Callable[[Sequence[Shape], Sequence[Shape], Mapping[str, Any]], "Rule | notation.Notation | str | None"]
 """(operand shapes, result shapes, equation parameters) -> a rule or its text; None stops propagation."""
 
 _TABLE: dict[tuple[str, str | None], MakeRule] = {}
@@ -59,12 +59,11 @@ def register(
             required=f"`kernel` is for {' and '.join(KERNELS)} only",
             fix=[f'rules.register("{known}", ..., kernel="{kernel}")' for known in KERNELS],
         )
-    is_local = name in ON_SHARDS
     if isinstance(rule, str):
         parsed = notation.parse(
             rule, reduction=reduction, permutation=permutation, need_replication=need_replication, sizes=sizes
         )
-        make: MakeRule = lambda ins, outs, _: (parsed.at(ins, outs) if is_local else parsed).rule(ins, outs)  # noqa: E731
+        make: MakeRule = lambda *_: parsed  # noqa: E731
     elif callable(rule):
         make = rule
     else:
@@ -96,7 +95,11 @@ def rule_for(primitive: str, ins: Sequence[Shape], outs: Sequence[Shape], params
     make = _find(primitive, params)
     assert make is not None
     rule = make(ins, outs, params)
-    found = notation.parse(rule).rule(ins, outs) if isinstance(rule, str) else rule
+    parsed = notation.parse(rule) if isinstance(rule, str) else rule
+    if isinstance(parsed, notation.Notation):
+        found = (parsed.at(ins, outs) if primitive in ON_SHARDS else parsed).rule(ins, outs)
+    else:
+        found = parsed
     return on_grid(found, params) if found is not None and primitive == "pallas_call" else found
 
 

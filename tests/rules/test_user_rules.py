@@ -117,3 +117,10 @@ def test_shapes_that_do_not_fit_name_the_rule(register):
     register(matmul_p, "i k, k j -> i j")
     with pytest.raises(ShardingError, match="operand 0 has 3 dims"):
         completed(lambda x, w: matmul_p.bind(x, w), X[None], W, in_shardings=(None, None))
+
+
+@pytest.mark.parametrize("rule", ["i 1 -> i 1", lambda *_: "i 1 -> i 1"], ids=["text", "function"])
+def test_a_dim_of_a_kernel_of_which_nothing_is_said_is_whole(register, rule):
+    register("pallas_call", rule, kernel="copied")
+    shape = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    assert completed(kernel("copied"), shape, in_shardings=(P("data", "tensor"),)).spec("out") == P("data")
