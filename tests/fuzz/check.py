@@ -112,13 +112,16 @@ def _text(misses: dict[int, _Miss]) -> str:
 
 
 def _in_float64(case: Case, options: dict[str, Any] | None) -> dict[int, _Miss]:
+    was = jax.config.jax_enable_x64
+    jax.config.update("jax_enable_x64", True)  # a context is of this thread alone, and callbacks run in others
     try:
-        with jax.enable_x64(True):
-            alone = _alone(case, True, options)
-            ours, _ = _on_mesh(case, True, options, False)
-            return _compare(case, ours.results, alone.results, TIGHT * WIDE, FLOOR * WIDE)
+        alone = _alone(case, True, options)
+        ours, _ = _on_mesh(case, True, options, False)
+        return _compare(case, ours.results, alone.results, TIGHT * WIDE, FLOOR * WIDE)
     except Rejected as e:
         raise Mismatch(f"float64 is not to be had: {e}") from e
+    finally:
+        jax.config.update("jax_enable_x64", was)
 
 
 def namespace(case: Case, wide: bool) -> dict[str, Any]:
