@@ -200,8 +200,12 @@ def test_nothing_is_left_behind(who: str, tmp_path: Path):
     """
     with launched(tmp_path, script, "--restarts", "0") as run:
         run.wait_for_output("[0] ready")
-        run.wait_for_output("[1] ready")  # until then its own process may look like the script
-        workers = {pid for number in "01" for pid in run.pids(command="script.py", SHARDING_PROCESS=number)}
+
+        def found() -> set[int]:
+            return {pid for number in "01" for pid in run.pids(command="script.py", SHARDING_PROCESS=number)}
+
+        run.wait_until(lambda: len(found()) == 2, "two processes")  # one that starts another looks like two for a moment
+        workers = found()
         assert len(workers) == 2
         if who == "launcher":
             run.process.kill()
