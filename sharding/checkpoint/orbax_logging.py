@@ -12,10 +12,12 @@ from typing import Any
 def silence_orbax() -> None:
     """Suppresses logs of errors that Orbax raises anyway, and of reads and writes that end after it gave up.
 
-    Every Orbax thread that sees an error logs it with a traceback. At the first one Orbax closes its event loop, so
-    that operations still in flight fail with "Event loop is closed".
+    Every Orbax thread that sees an error logs it with a traceback, and `asyncio` the errors of Orbax's tasks that
+    nobody awaits any more. At the first one Orbax closes its event loop, so that operations still in flight fail with
+    "Event loop is closed".
     """
     logging.getLogger("absl").addFilter(lambda record: not (record.exc_info and "orbax" in record.pathname))
+    logging.getLogger("asyncio").addFilter(lambda record: not (record.exc_info and "/orbax/" in record.getMessage()))
     of_exceptions, of_unraisable = sys.excepthook, sys.unraisablehook
 
     def is_late(error: BaseException | None) -> bool:

@@ -1,9 +1,12 @@
 """Only Orbax's own noise is silenced."""
 
+import asyncio
+import gc
 import logging
 import sys
 import threading
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -18,7 +21,8 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> list[BaseException]:
     found: list[BaseException] = []
     monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: found.append(error))
     monkeypatch.setattr(sys, "unraisablehook", lambda about: found.append(about.exc_value))
-    monkeypatch.setattr(logging.getLogger("absl"), "filters", [])
+    for logger in ("absl", "asyncio"):
+        monkeypatch.setattr(logging.getLogger(logger), "filters", [])
     silence_orbax.__wrapped__()
     return found
 
@@ -50,3 +54,22 @@ def test_tracebacks_of_orbax_are_not_logged(shown: list[BaseException]):
         for path in ("site-packages/orbax/x.py", "site-packages/other/x.py")
     ]
     assert [bool(keep(record)) for record in records] == [True, True, False, True]
+
+
+async def fails() -> None:
+    raise OTHER
+
+
+def test_errors_of_tasks_of_orbax_are_not_logged(shown: list[BaseException], caplog: pytest.LogCaptureFixture):
+    """Those that nobody awaits, which `asyncio` logs with the task and the file that defines it."""
+    theirs: dict[str, Any] = {}
+    exec(compile("async def fails(error):\n    raise error", "site-packages/orbax/x.py", "exec"), theirs)
+
+    async def forget() -> None:
+        tasks = [asyncio.create_task(fails()), asyncio.create_task(theirs["fails"](OTHER))]
+        await asyncio.wait(tasks)
+
+    asyncio.run(forget())
+    gc.collect()
+    assert [record.exc_info[1] for record in caplog.records if record.exc_info] == [OTHER]
+    assert "site-packages" not in caplog.text

@@ -204,7 +204,7 @@ def test_nothing_is_left_behind(who: str, tmp_path: Path):
         def found() -> set[int]:
             return {pid for number in "01" for pid in run.pids(command="script.py", SHARDING_PROCESS=number)}
 
-        run.wait_until(lambda: len(found()) == 2, "two processes")  # one that starts another looks like two for a moment
+        run.wait_until(lambda: len(found()) == 2, "two processes")  # one that forks looks like two for a moment
         workers = found()
         assert len(workers) == 2
         if who == "launcher":
