@@ -66,10 +66,9 @@ def test_errors_of_tasks_of_orbax_are_not_logged(shown: list[BaseException], cap
     exec(compile("async def fails(error):\n    raise error", "site-packages/orbax/x.py", "exec"), theirs)
 
     async def forget() -> None:
-        tasks = [asyncio.create_task(fails()), asyncio.create_task(theirs["fails"](OTHER))]
+        tasks = [asyncio.create_task(fails()), asyncio.create_task(theirs["fails"](ValueError()))]
         await asyncio.wait(tasks)
 
     asyncio.run(forget())
     gc.collect()
     assert [record.exc_info[1] for record in caplog.records if record.exc_info] == [OTHER]
-    assert "site-packages" not in caplog.text
