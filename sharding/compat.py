@@ -45,8 +45,8 @@ from jaxlib.mlir.dialects import sdy as _sdy
 
 _source.register_exclusion(os.path.dirname(__file__))  # our own frames never count as the user's line
 
-MULTIPLIES_16_BITS = tuple(map(int, jax.__version__.split(".")[:2])) >= (0, 11)
-"""Whether XLA:CPU's library multiplies matrices of bfloat16 as they are."""
+MULTIPLIES_16_BITS = HAS_MOSAIC_GPU = tuple(map(int, jax.__version__.split(".")[:2])) >= (0, 11)
+"""Whether XLA:CPU's library multiplies matrices of bfloat16 as they are; whether Pallas has today's GPU kernels."""
 
 
 def is_literal(atom: Any) -> bool:

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import jax
 import numpy as np
@@ -154,6 +154,15 @@ def described() -> hardware.Devices | None:
     """The described devices of the current mesh, or None."""
     ours = _innermost()
     return ours.described if ours is not None and ours.mesh is current() else None
+
+
+def platform(m: Mesh | AbstractMesh | None = None) -> hardware.Platform:
+    """The platform of a mesh's devices, real or described; by default of the current mesh, else JAX's own."""
+    m = m or current()
+    known = described()
+    if isinstance(m, Mesh):
+        return m.devices.flat[0].platform
+    return cast("hardware.Platform", jax.default_backend()) if known is None else known.chip.platform
 
 
 def with_auto_axes(m: Mesh | AbstractMesh) -> Mesh | AbstractMesh:

@@ -17,8 +17,8 @@ ROOT = Path(__file__).parent.parent
 FLOORS = [
     ["compat", "errors"],
     ["hardware", "paths", "rules", "spec"],
-    ["display", "kernels", "mesh"],
-    ["annotations"],
+    ["display", "mesh"],
+    ["annotations", "kernels"],
     ["distributed", "expert", "graph", "pipeline", "sequence", "tensor", "xla", "zero"],
     ["checkpoint", "cost", "models", "propagation"],
     ["rewrite"],

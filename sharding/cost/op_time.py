@@ -8,6 +8,7 @@ from ..hardware import Chip, Precision
 from ..rules.rule_table import ELEMENTWISE, MOVES
 from .bytes_accessed import READ, WRITTEN, Arrays, Params, all_operands, all_results
 from .flops import FLOPS, MATMULS, TRANSCENDENTAL, per_element
+from .kernel_work import KERNELS, Flops, kernel_flops
 
 LISTED = ELEMENTWISE | MOVES | FLOPS.keys()
 """Primitives with an explicit count; any other counts 1 FLOP per element."""
@@ -39,15 +40,25 @@ def work(primitive: str, operands: Arrays, results: Arrays, params: Params) -> W
         results: likewise.
         params: of the equation; sizes are taken from operands and results where possible.
     """
-    flops = FLOPS.get(primitive, per_element(TRANSCENDENTAL.get(primitive, 1)))(operands, results, params)
-    matmul = primitive in MATMULS
+    flops = (
+        kernel_flops(primitive, operands, params, _flops)
+        if primitive in KERNELS
+        else _flops(primitive, operands, results, params)
+    )
     return Work(
-        flops=flops,
+        flops=flops.total,
         read_bytes=READ.get(primitive, all_operands)(operands, results, params),
         written_bytes=WRITTEN.get(primitive, all_results)(operands, results, params),
-        matmul_dtype=str(operands[0].dtype) if matmul else None,
-        precision=_precision(params) if matmul else "default",
+        matmul_dtype=flops.matmul_dtype,
+        precision=_precision(params) if primitive in MATMULS else "default",
     )
+
+
+def _flops(primitive: str, operands: Arrays, results: Arrays, params: Params) -> Flops:
+    """FLOPs of an op without a body."""
+    count = FLOPS.get(primitive, per_element(TRANSCENDENTAL.get(primitive, 1)))
+    dtype = str(operands[0].dtype) if primitive in MATMULS else None
+    return Flops(count(operands, results, params), dtype)
 
 
 def op_seconds(done: Work, chip: Chip) -> float:

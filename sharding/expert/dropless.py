@@ -13,8 +13,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from ..errors import ShardingError
+from ..mesh import platform
 from . import token_exchange
-from .expert_axes import MeshAxes, platform
+from .expert_axes import MeshAxes
 from .ffn import Experts
 from .routing import Routing
 

@@ -7,10 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
-from jax.sharding import Mesh
 
 from ..errors import ShardingError
-from ..mesh import current, described
+from ..mesh import current
 from ..spec import sizes_text
 
 
@@ -119,13 +118,3 @@ def _check_axis(asked: str, axis: str, sizes: Mapping[str, int], num_experts: in
             required="an axis size that divides the experts",
             fix=f"num_experts={rounded}",
         )
-
-
-def platform() -> str:
-    """JAX's platform name of the mesh in context; empty if unknown."""
-    mesh, known = current(), described()
-    if known is not None:
-        return known.chip.platform
-    if isinstance(mesh, Mesh):
-        return mesh.devices.flat[0].platform
-    return ""

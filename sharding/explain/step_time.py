@@ -37,7 +37,7 @@ from ..graph import Graph, Op
 from ..hardware import Platform
 from ..propagation import Assignment
 from ..rules.rule_table import ELEMENTWISE
-from ..spec import Spec, axis_name, local_shape
+from ..spec import Spec, axis_name, local_shape, num_parts
 from .collective_ledger import Collective
 from .predicted_collectives import ProgramCollectives
 
@@ -312,6 +312,9 @@ class _Tasks:
         arrays = [self.local(v, spec) for v, spec in zip(values, specs, strict=True)]
         n = len(op.operands)
         done = work(op.name, arrays[:n], arrays[n:], op.site[0].params)
+        if op.name == "pallas_call":  # whose parameters are those of the whole grid
+            axes = {axis for spec in specs for part in spec.axes for axis in part}
+            done = dataclasses.replace(done, flops=done.flops / num_parts(axes, self.assignment.sizes))
         stored = sum(
             math.prod(a.shape) * self.graph.itemsize(v) for v, a in zip(values, arrays, strict=True) if v in self.fused
         )

@@ -6,7 +6,7 @@ import dataclasses
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, get_args
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
@@ -16,8 +16,7 @@ from .. import graph, paths, propagation
 from ..completion import Completion
 from ..cost.topology import byte_costs, known_topology
 from ..errors import ShardingError
-from ..hardware import Platform
-from ..mesh import abstract, described, tracing_context, with_auto_axes
+from ..mesh import abstract, platform, tracing_context, with_auto_axes
 from ..propagation import Assignment, Policy, shardy
 from ..rewrite.host_memory import resharded_on_device
 from ..rewrite.reshard_placement import placed
@@ -83,7 +82,7 @@ def executable(f: Callable[..., Any], options: Options, call: Arguments, mesh: M
     refuse_refs_elsewhere(as_written.jaxpr, mesh, function)
     refuse_ordered_effects(as_written.jaxpr, mesh, function)
     with tracing_context():  # as the program was: equations are traced anew
-        traced = dataclasses.replace(as_written, jaxpr=simplify(as_written.jaxpr, platform(mesh)))
+        traced = dataclasses.replace(as_written, jaxpr=simplify(as_written.jaxpr, lowering_platform(mesh)))
     result, updated = traced.result, traced.updated
     out_names = [*paths.of_tree(result, "out"), *(f"new/{names[leaf]}" for leaf in updated)]
     specs = argument_shardings.broadcast_specs(options.out_shardings, [result], "out_shardings", function)
@@ -118,7 +117,7 @@ def executable(f: Callable[..., Any], options: Options, call: Arguments, mesh: M
         in_trees=call.tree.children(),
         out_tree=traced.out_tree,
         donated=donated,
-        platform=cast(Platform, platform(mesh).replace("cuda", "gpu")),
+        platform=platform(mesh),
         devices=on.devices if (on := known_topology(mesh)) is not None else None,
     )
     if options.max_implicit_bytes is not None:
@@ -172,14 +171,10 @@ def _assignment(
         return propagation.unannotated(built, sizes), None
     over = abstract(with_auto_axes(mesh))
     with tracing_context():
-        found = shardy.complete(built, sizes, program=traced.jaxpr, mesh=over, platform=platform(mesh))
+        found = shardy.complete(built, sizes, program=traced.jaxpr, mesh=over, platform=lowering_platform(mesh))
     return resharded_on_device(found), None
 
 
-def platform(mesh: Mesh | AbstractMesh | None) -> str:
-    """The platform to lower for: that of the real or described devices."""
-    devices = described()
-    platform = jax.default_backend() if devices is None else devices.chip.platform
-    if isinstance(mesh, Mesh):
-        platform = mesh.devices.flat[0].platform
-    return "cuda" if platform == "gpu" else platform
+def lowering_platform(mesh: Mesh | AbstractMesh | None) -> str:
+    """The platform to lower for, as JAX calls it there."""
+    return "cuda" if platform(mesh) == "gpu" else platform(mesh)

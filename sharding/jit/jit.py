@@ -15,7 +15,7 @@ from ..graph.garbage_collection import no_collection
 from ..propagation import POLICIES, Policy
 from . import mutations, tracing
 from .arguments import Arguments
-from .construction import ENGINES, Engine, Options, executable, platform
+from .construction import ENGINES, Engine, Options, executable, lowering_platform
 from .current_mesh import AnyMesh, entered
 from .executable import ArgumentMismatch, Executable
 from .executable_cache import ExecutableCache
@@ -174,8 +174,9 @@ class Jitted:
         call = Arguments.of(self._signature, args, kwargs)
         with entered(self._signature.function) as mesh:
             traced = self._executable(call, mesh).stage(call)
+            platforms = {} if isinstance(mesh, Mesh) else {"lowering_platforms": (lowering_platform(mesh),)}
             with tracing.tracing_context():  # some primitives lower by tracing a function
-                return traced.lower(**({} if isinstance(mesh, Mesh) else {"lowering_platforms": (platform(mesh),)}))
+                return traced.lower(**platforms)
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """The result's shapes, dtypes and shardings; no sharding where XLA chooses it."""

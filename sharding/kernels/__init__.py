@@ -14,6 +14,7 @@ Example:
     P('data',)
 """
 
+from .rms_norm import rms_norm
 from .with_rule import with_rule
 
-__all__ = ["with_rule"]
+__all__ = ["rms_norm", "with_rule"]

@@ -10,6 +10,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
+
 from .. import compat
 from ..graph import CALLS, Graph, Op, Scope
 from ..propagation import Assignment
@@ -201,9 +203,11 @@ class Lowering:
         shapes: Sequence[tuple[int, ...]],
         scope: Scope | None,
         emitter: Emitter,
-    ) -> list[Instruction]:
+    ) -> list[Any]:
         """The instructions of an equation on one device, one per result."""
         name, traits = eqn.primitive.name, self.traits
+        if name == "kernel_call":
+            return self.emit_kernel(eqn, operands, emitter)
         if name == "random_bits" and compat.is_threefry(eqn.invars[0].aval.dtype):
             name = "threefry2x32"
         present = [x for x in operands if x is not None]
@@ -256,6 +260,13 @@ class Lowering:
             facts |= {"value": value, "key": key and (key, k)}
             made.append(emitter.emit(name, role, present, shape, itemsize, **facts))
         return made
+
+    def emit_kernel(self, eqn: Any, operands: Sequence[Instruction | None], emitter: Emitter) -> list[Any]:
+        """The instructions of a function that each device runs on its shards."""
+        pairs = zip(operands, (a.aval for a in eqn.invars), strict=True)
+        stored = [emitter.constant((), self.itemsize(aval)) if x is None else x for x, aval in pairs]
+        shards = [jax.ShapeDtypeStruct(x.shape, a.aval.dtype) for x, a in zip(stored, eqn.invars, strict=True)]
+        return self.inline(jax.make_jaxpr(eqn.params["call"].function)(*shards), None, stored, emitter)
 
 
 def stretched(x: Instruction, shape: Sequence[int], emitter: Emitter) -> Instruction:

@@ -42,7 +42,7 @@ def local_equation(
     specs = [b if b is not None else a for a, b in zip(found, safe, strict=True)]
     axes = [((),) * len(shape) if s is None else s.axes for s, shape in zip(specs, shapes, strict=True)]
     if name in ON_SHARDS:  # the compilers of kernels refuse a mesh around one, also without a rule
-        is_sharded = name == "pallas_call" or (rule is not None and any(map(any, axes)))
+        is_sharded = name in ("pallas_call", "kernel_call") or (rule is not None and any(map(any, axes)))
         return functools.partial(_on_shards, eqn, rule, mesh, axes) if is_sharded else None
     plan = local_convolution(eqn.params, shapes, axes, sizes)
     return None if plan is None else functools.partial(convolved, plan, eqn.params, mesh, axes)
@@ -58,12 +58,14 @@ def _on_shards(eqn: Any, rule: Rule | None, mesh: AbstractMesh, axes: Sequence[D
     shapes = [NamedSharding(mesh, spec).shard_shape(v.aval.shape) for v, spec in variables]
 
     def local(*shards: jax.Array) -> tuple[jax.Array, ...]:
-        if eqn.primitive.name == "pallas_call":
-            params = local_params(KernelShare.of(rule, eqn.params, over, sizes), eqn.params, shapes)
+        if eqn.primitive.name == "kernel_call":
+            found = eqn.params["call"].function(*shards)
         else:
-            params = _local_params(eqn, shapes[n:])
-        found = eqn.primitive.bind(*shards, **params)
-        found = found if eqn.primitive.multiple_results else [found]
+            is_kernel = eqn.primitive.name == "pallas_call"
+            share = KernelShare.of(rule, eqn.params, over, sizes) if is_kernel else None
+            params = local_params(share, eqn.params, shapes) if share is not None else _local_params(eqn, shapes[n:])
+            found = eqn.primitive.bind(*shards, **params)
+            found = found if eqn.primitive.multiple_results else [found]
         _check_shapes(eqn, [x.shape for x in shards], [x.shape for x in found], shapes[n:])
         return tuple(jax.lax.psum(x, part) if part else x for x, part in zip(found, sums, strict=True))
 

@@ -5,8 +5,9 @@ import math
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental import pallas as pl
 
-from sharding import compat
+from sharding import compat, kernels
 from sharding.cost import op_seconds, work
 from sharding.cost.op_time import LISTED
 from sharding.graph import CALLS
@@ -156,6 +157,35 @@ def test_an_unknown_primitive_counts_its_elements():
 def test_every_primitive_with_a_rule_has_an_explicit_count():
     kernels = {"dot_product_attention_bwd_wrapper", "dot_product_attention_fwd_wrapper", "kernel_call"}
     assert not RULES.keys() - LISTED - {"custom_partitioning", "scaled_matmul_wrapper"} - kernels
+
+
+def rows_plus_one(x, cost_estimate=None):
+    def body(x_ref, out_ref):
+        out_ref[...] = x_ref[...] + 1.0
+
+    spec = pl.BlockSpec((2, 8), lambda i: (i, 0))
+    shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return pl.pallas_call(
+        body, grid=(x.shape[0] // 2,), in_specs=[spec], out_specs=spec, out_shape=shape, cost_estimate=cost_estimate
+    )(x)
+
+
+def test_a_pallas_kernel_does_its_body_once_per_program_or_what_its_estimate_says():
+    x = jnp.ones((10, 8))
+    ((_, done),) = works(rows_plus_one, x)
+    assert (done.flops, done.num_bytes, done.matmul_dtype) == (80, 640, None)
+    estimate = pl.CostEstimate(flops=7, transcendentals=3, bytes_accessed=0)
+    ((_, done),) = works(lambda x: rows_plus_one(x, estimate), x)
+    assert done.flops == 7 + 3 * 10
+
+
+def test_a_function_on_shards_does_what_its_equations_do():
+    def chunked(x, w):
+        return jax.lax.scan(lambda _, row: (None, jax.lax.cond(row[0] > 0, jnp.sin, jnp.abs, row @ w)), None, x)[1]
+
+    ((_, done),) = works(kernels.with_rule(chunked, "m k, k n -> m n"), jnp.ones((3, 4)), jnp.ones((4, 5)))
+    assert done.flops == pytest.approx(3 * (2 * 4 * 5 + 16 * 5), rel=0.1)
+    assert done.matmul_dtype == "float32"
 
 
 def compiled_flops(fn, *args):

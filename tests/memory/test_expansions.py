@@ -7,7 +7,7 @@ from jax import lax
 from support import peak_memory
 
 import sharding
-from sharding import P
+from sharding import P, cost, kernels
 from sharding.memory import usage
 
 floats = peak_memory.floats
@@ -72,3 +72,17 @@ def test_a_gpu_computes_the_indices_of_windows_where_they_are_read():
     weights, x = [floats(8, 16)], floats(16, 32, 32, 8)
     cpu, gpu = (num_stored(memory_of(pooled(2), weights, x, platform=p), "iota") for p in ("cpu", "gpu"))
     assert (cpu, gpu) == (4, 0)
+
+
+def test_a_function_on_shards_stores_what_its_body_does():
+    def chunked(x, w):
+        blocks = x.reshape(4, -1, x.shape[-1])
+        return jax.lax.map(lambda block: jax.nn.logsumexp(block @ w, axis=-1), blocks).reshape(-1)
+
+    of_rows = kernels.with_rule(chunked, "t m, m v -> t", need_replication=["m", "v"])
+    args = floats(512, 64), floats(64, 2048)
+    with sharding.mesh({"data": 8}):
+        step = sharding.jit(of_rows, in_shardings=(P("data"), P()))
+        predicted, compiled = step.complete(*args).memory(platform="cpu"), step.lower(*args).compile()
+    assert predicted.peak_bytes == pytest.approx(cost.read_compiled(compiled).peak_bytes, rel=0.05)
+    assert predicted.peak_bytes < 4 * (64 * 64 + 64 * 2048 + 64 * 2048)  # not the logits of all rows of a device

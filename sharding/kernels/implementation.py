@@ -1,0 +1,111 @@
+"""Which implementation of an operation runs: chosen when it is traced, by the platform of the current mesh.
+
+Every operation has a reference in plain JAX, `"xla"`, which the pass shards as any other code. Others run kernels, on
+each device's shards. `"auto"` takes the first one that can run; the order is that of the operation's table.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from .. import compat
+from ..errors import ShardingError
+from ..hardware import Platform
+from ..mesh import platform
+
+XLA = "xla"
+"""The reference in plain JAX."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """An implementation beside the reference."""
+
+    name: str
+    platforms: frozenset[Platform]
+    """Where `"auto"` takes it; elsewhere it can be asked for, as far as `obstacle` allows."""
+    obstacle: Callable[..., str]
+    """(*operands, **options) -> why it can't run, or an empty text."""
+
+
+def choose(kernel: str, candidates: Sequence[Candidate], asked: str, *operands: Any, **options: Any) -> str:
+    """Returns the name of the implementation to run.
+
+    Args:
+        kernel: name of the operation, for messages.
+        candidates: its implementations but the reference, best first.
+        asked: one of their names, `"xla"`, or `"auto"`.
+        operands: arrays, with shapes and dtypes.
+        options: of the call, as `obstacle` takes them.
+
+    Raises:
+        ShardingError: an unknown implementation, or one that can't run.
+
+    Warns:
+        UserWarning: `"auto"` takes the reference although the platform has a kernel, and why.
+    """
+    names = [one.name for one in candidates]
+    call = f"kernels.{kernel}(..., implementation={asked!r})"
+    if asked == XLA:
+        return XLA
+    if asked != "auto":
+        if asked not in names:
+            raise ShardingError(call, required=f"one of {', '.join(map(repr, ['auto', XLA, *names]))}")
+        found = candidates[names.index(asked)]
+        if obstacle := found.obstacle(*operands, **options):
+            shapes = ", ".join(f"{x.dtype}{list(x.shape)}" for x in operands if hasattr(x, "shape"))
+            raise ShardingError(f"{call} of {shapes}", required=obstacle, fix="implementation='auto'")
+        return asked
+    here, obstacles = platform(), []
+    for one in candidates:
+        if here in one.platforms:
+            obstacle = one.obstacle(*operands, **options)
+            if not obstacle:
+                return one.name
+            obstacles.append(f"{one.name}: required {obstacle}")
+    if obstacles:
+        warnings.warn(f"kernels.{kernel} runs as plain JAX; {'; '.join(obstacles)}", stacklevel=3)
+    return XLA
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """A compiler of Pallas kernels."""
+
+    target: Platform
+    """`"tpu"` or `"gpu"`."""
+    is_interpreted: bool
+    """Whether the kernel is run op by op, on a CPU."""
+
+    @property
+    def interpret(self) -> Any:
+        """The `interpret=` of a `pallas_call` or GPU kernel."""
+        if self.target == "tpu":
+            return self.is_interpreted
+        return getattr(plgpu, "InterpretGPUParams")() if self.is_interpreted else None  # noqa: B009 from JAX 0.11 on
+
+
+BACKENDS: Mapping[str, Platform] = {"mosaic_tpu": "tpu", "mosaic_gpu": "gpu"}
+"""Implementation -> the platform that it compiles for; elsewhere it is interpreted."""
+
+
+def backend(implementation: str) -> Backend:
+    """The compiler of an implementation that is one of `BACKENDS`."""
+    target = BACKENDS[implementation]
+    return Backend(target, is_interpreted=platform() != target)
+
+
+def unsupported(implementation: str) -> str:
+    """What a Pallas compiler needs and this machine lacks, or an empty text."""
+    if implementation == "mosaic_gpu" and not compat.HAS_MOSAIC_GPU:
+        return f"JAX 0.11 or newer for Mosaic GPU, here is {jax.__version__}"
+    here = platform()
+    if here != "cpu" and BACKENDS[implementation] != here:
+        return f"a mesh of {BACKENDS[implementation].upper()}s, or of CPUs to interpret it; here are {here.upper()}s"
+    return ""
