@@ -296,7 +296,7 @@ class _Body(ConstraintEmitter):
 
     def instead(self, i: int, eqn: Any, strategy: OpStrategy | None) -> Callable[..., Any] | None:
         """A function of an equation's operands that computes the same, where XLA would gather them."""
-        if eqn.primitive.name not in WRITTEN_OTHERWISE or self.scope.manual:
+        if eqn.primitive.name not in (ON_SHARDS if self.scope.manual else WRITTEN_OTHERWISE):
             return None
         found = self.eqn_specs(eqn) if strategy is None else [*strategy.operand_specs, *strategy.result_specs]
         op = self.rewriter.maker(self.scope, i, eqn)

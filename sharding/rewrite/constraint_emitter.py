@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -135,7 +136,8 @@ class ConstraintEmitter:
 
     def inline(self, f: Callable[..., Any], operands: Sequence[Any], eqn: Any) -> None:
         """Emits the equations of a function of some operands, whose results replace those of an equation."""
-        with compat.source_of(eqn):
+        around = jax.sharding.use_abstract_mesh(self.mesh) if self.mesh.manual_axes else contextlib.nullcontext()
+        with compat.source_of(eqn), around:
             body = compat.open_jaxpr(jax.make_jaxpr(f)(*(v.aval for v in operands)))
         names = dict(zip(body.invars, operands, strict=True))
         self.eqns += [compat.renamed(one, names) for one in body.eqns]

@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, PartitionSpec
 
 from ..errors import ShardingError
 from ..rules import ON_SHARDS, Kind, Rule, Shape
-from ..spec import Axis, Spec, num_parts
+from ..spec import Axis, Spec, local_shape, num_parts
 from . import xla_workarounds
 from .local_convolution import DimAxes, convolved, local_convolution
 from .local_kernel import KernelShare, local_params
@@ -54,8 +54,7 @@ def _on_shards(eqn: Any, rule: Rule | None, mesh: AbstractMesh, axes: Sequence[D
     specs = [PartitionSpec(*(tuple(part) or None for part in dims)) for dims in axes]
     over = {} if rule is None else _axes_of_factors(rule, axes, sizes)
     sums = [()] * len(eqn.outvars) if rule is None else _sums(rule, over)
-    variables = zip((*eqn.invars, *eqn.outvars), specs, strict=True)
-    shapes = [NamedSharding(mesh, spec).shard_shape(v.aval.shape) for v, spec in variables]
+    shapes = [local_shape(own, v.aval.shape, sizes) for v, own in zip((*eqn.invars, *eqn.outvars), axes, strict=True)]
 
     def local(*shards: jax.Array) -> tuple[jax.Array, ...]:
         if eqn.primitive.name == "kernel_call":
@@ -69,7 +68,14 @@ def _on_shards(eqn: Any, rule: Rule | None, mesh: AbstractMesh, axes: Sequence[D
         _check_shapes(eqn, [x.shape for x in shards], [x.shape for x in found], shapes[n:])
         return tuple(jax.lax.psum(x, part) if part else x for x, part in zip(found, sums, strict=True))
 
-    run = jax.shard_map(local, mesh=mesh, in_specs=tuple(specs[:n]), out_specs=tuple(specs[n:]), check_vma=False)
+    run = jax.shard_map(
+        local,
+        mesh=mesh,
+        axis_names=set(mesh.axis_names) - set(mesh.manual_axes),
+        in_specs=tuple(specs[:n]),
+        out_specs=tuple(specs[n:]),
+        check_vma=False,
+    )
     return run(*operands) if eqn.primitive.multiple_results else run(*operands)[0]
 
 

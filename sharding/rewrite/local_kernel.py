@@ -83,7 +83,7 @@ def local_params(share: KernelShare, params: Mapping[str, Any], shapes: Sequence
     found["grid_mapping"] = dataclasses.replace(
         mapping, grid=grid, block_mappings=tuple(_on_shard(block, shape) for block, shape in pairs)
     )
-    found["out_avals"] = tuple(aval.update(shape=shape) for aval, shape in avals)
+    found["out_avals"] = tuple(_aval_here(aval.update(shape=shape)) for aval, shape in avals)
     found["jaxpr"] = _body(share, params["jaxpr"], mapping)
     if (cost := params["cost_estimate"]) is not None:
         names, whole = ("flops", "transcendentals", "bytes_accessed"), math.prod(p.count for p in share.parts.values())
@@ -94,7 +94,9 @@ def local_params(share: KernelShare, params: Mapping[str, Any], shapes: Sequence
 def _on_shard(block: Any, shape: Shape) -> Any:
     """A block mapping whose array is a shard."""
     index_map = _in_shard_map(block.index_map_jaxpr)
-    return dataclasses.replace(block, array_aval=block.array_aval.update(shape=shape), index_map_jaxpr=index_map)
+    return dataclasses.replace(
+        block, array_aval=_aval_here(block.array_aval.update(shape=shape)), index_map_jaxpr=index_map
+    )
 
 
 def _body(share: KernelShare, body: Any, mapping: Any) -> Any:
@@ -134,8 +136,10 @@ def _in_shard_map(jaxpr: Any) -> Any:
     names: dict[Any, Any] = {}
 
     def here(var: Any) -> Any:
-        if compat.is_literal(var) or compat.is_drop(var):
+        if compat.is_drop(var):
             return var
+        if compat.is_literal(var):
+            return compat.new_literal(var.val, _aval_here(var.aval))
         return names.setdefault(var, compat.new_var(_aval_here(var.aval)))
 
     source, eqns = compat.open_jaxpr(jaxpr), []

@@ -249,10 +249,10 @@ class _StrategySearch:
         return options
 
     def is_shardable(self, size: int, atoms: Atoms) -> bool:
-        """Whether a `shard_map` can run on shards of a dim: it is outside of others, and all are equal."""
+        """Whether a `shard_map` can run on shards of a dim, which must be equal."""
         table = self.strategies.table
         is_whole = all(isinstance(axis, str) for axis in table.axes_of(atoms))
-        return not self.manual and is_whole and size % math.prod(table.sizes[a] for a in atoms) == 0
+        return is_whole and size % math.prod(table.sizes[a] for a in atoms) == 0
 
     def add_moved(self, atoms: Atoms, dropped: Collection[int], options: list[list[Atoms]]) -> None:
         """Adds options that move axes, which their own factors cannot keep, to other factors while the op runs."""

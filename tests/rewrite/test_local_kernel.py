@@ -8,7 +8,7 @@ from support import pallas_kernels
 from support.one_device import SIZES, check
 
 import sharding
-from sharding import P, cost, rules
+from sharding import P, cost, kernels, rules
 
 RNG = np.random.default_rng(0)
 
@@ -109,3 +109,32 @@ def test_a_kernel_without_a_rule_runs_on_whole_arrays():
         np.testing.assert_array_equal(step(X), 2 * X)
         assert [one.op for one in step.complete(X).unknown] == ["pallas_call"]
         assert step.complete(X).communication().by_kind().keys() == {"all-gather"}
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [lambda x, w: jnp.tanh(pallas_kernels.matmul(x, w)), kernels.with_rule(jnp.matmul, "m k, k n -> m n")],
+    ids=["pallas_call", "with_rule"],
+)
+def test_in_the_stages_of_a_pipeline(layer):
+    """Along its axis the program is manual; along others each device runs the kernel on its shards."""
+
+    def stage(x, w):
+        return jax.lax.ppermute(layer(layer(x, w[0]), w[0].T), "pipe", [(0, 1), (1, 0)])[None]
+
+    def stages(x, w):
+        in_specs = (P(), P("pipe"))
+        return jax.shard_map(stage, axis_names={"pipe"}, in_specs=in_specs, out_specs=P("pipe"), check_vma=False)(x, w)
+
+    w, sizes = np.stack([W, 2 * W]), {"pipe": 2, "data": 2, "tensor": 2}
+    with sharding.mesh(sizes):
+        step = sharding.jit(
+            stages, in_shardings=(P("data"), P("pipe", None, "tensor")), out_shardings=P("pipe", "data")
+        )
+        completion, found = step.complete(X, w), step(X, w)
+        compiled = cost.read_compiled(step.lower(X, w).compile()).by_kind()
+    expected = [jax.jit(lambda x, w: layer(layer(x, w), w.T))(X, w[k]) for k in (1, 0)]
+    np.testing.assert_allclose(found, np.stack(expected), rtol=2e-4, atol=2e-4)
+    predicted = completion.communication().lowered("cpu").by_kind()
+    assert predicted == compiled
+    assert {str(kind): count for kind, (count, _) in compiled.items()} == {"all-reduce": 1, "collective-permute": 1}
