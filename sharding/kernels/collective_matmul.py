@@ -12,6 +12,7 @@ Shape suffixes: T rows of a shard, K contracted features, N features of the resu
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -78,6 +79,19 @@ def matmul_reduce_scatter(
 
     Raises:
         ShardingError: as `all_gather_matmul`, or rows that the devices don't divide.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> import sharding
+        >>> from sharding import P, kernels
+        >>> with sharding.mesh(tensor=8):
+        ...     f = jax.shard_map(
+        ...         lambda x, w: kernels.matmul_reduce_scatter(x, w, axis="tensor", implementation="ring"),
+        ...         in_specs=(P(None, "tensor"), P("tensor")), out_specs=P("tensor"),
+        ...     )
+        ...     y = jax.jit(f)(jnp.ones((16, 8)), jnp.ones((8, 4)))
+        >>> y.shape, y.sharding.spec
+        ((16, 4), P('tensor',))
     """
     dim, chosen = _checked("matmul_reduce_scatter", x_TK, w_KN, axis, dim, implementation)
     if x_TK.shape[dim] % (n := jax.lax.axis_size(axis)):
@@ -183,8 +197,10 @@ def _gather_backward(axis: str, dim: int, kept: Any, ct: jax.Array) -> tuple[jax
     """Shards of `x` travel again, instead of all being kept."""
     (x_TK, ct), w_KN = jax.lax.optimization_barrier((kept[0], ct)), kept[1]
     of_x = _matmul_reduce_scatter(ct, w_KN.T, axis, dim)
-    parts = (_outer(shard, _rows(ct, index, x_TK.shape[dim], dim)) for index, shard in _shards(x_TK, axis))
-    return of_x.astype(x_TK.dtype), functools.reduce(jnp.add, parts).astype(w_KN.dtype)
+    parts: Iterator[jax.Array] = (
+        _outer(shard, _rows(ct, index, x_TK.shape[dim], dim)) for index, shard in _shards(x_TK, axis)
+    )
+    return of_x.astype(x_TK.dtype), functools.reduce(operator.add, parts).astype(w_KN.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
@@ -203,7 +219,7 @@ def _scatter_backward(axis: str, dim: int, kept: Any, ct: jax.Array) -> tuple[ja
         return _product(shard, w_KN.T)
 
     of_x = _stacked(one, ct, axis, dim)
-    return of_x.astype(x_TK.dtype), functools.reduce(jnp.add, of_w).astype(w_KN.dtype)
+    return of_x.astype(x_TK.dtype), functools.reduce(operator.add, of_w).astype(w_KN.dtype)
 
 
 def _outer(x: jax.Array, ct: jax.Array) -> jax.Array:
