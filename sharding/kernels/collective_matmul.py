@@ -197,10 +197,8 @@ def _gather_backward(axis: str, dim: int, kept: Any, ct: jax.Array) -> tuple[jax
     """Shards of `x` travel again, instead of all being kept."""
     (x_TK, ct), w_KN = jax.lax.optimization_barrier((kept[0], ct)), kept[1]
     of_x = _matmul_reduce_scatter(ct, w_KN.T, axis, dim)
-    parts: Iterator[jax.Array] = (
-        _outer(shard, _rows(ct, index, x_TK.shape[dim], dim)) for index, shard in _shards(x_TK, axis)
-    )
-    return of_x.astype(x_TK.dtype), functools.reduce(operator.add, parts).astype(w_KN.dtype)
+    of_w = [_outer(shard, _rows(ct, index, x_TK.shape[dim], dim)) for index, shard in _shards(x_TK, axis)]
+    return of_x.astype(x_TK.dtype), functools.reduce(operator.add, of_w).astype(w_KN.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
