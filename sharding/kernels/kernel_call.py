@@ -17,6 +17,7 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 from jax.core import ShapedArray
 from jax.interpreters import batching, mlir
+from jax.sharding import PartitionSpec
 
 from .. import compat
 from ..rules import Kind
@@ -108,7 +109,18 @@ def _impl(*operands: Any, call: KernelCall) -> list[Any]:
 @kernel_call_p.def_abstract_eval
 def _abstract_eval(*operands: Any, call: KernelCall) -> list[Any]:
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
-    return [ShapedArray(x.shape, x.dtype) for x in call.results(shapes)]
+    return [_result(x, operands) for x in call.results(shapes)]
+
+
+def _result(x: Any, operands: Sequence[Any]) -> Any:
+    """The abstract value of a result, which differs along the manual axes that some operand differs along."""
+    differing = [a for a in operands if getattr(a, "mat", None) is not None and a.mat.varying]
+    if not differing:
+        return ShapedArray(x.shape, x.dtype)
+    like = differing[0]
+    kind = type(like.mat)(varying=frozenset().union(*(a.mat.varying for a in differing)))
+    sharding = like.sharding.update(spec=PartitionSpec(*(None,) * len(x.shape)))
+    return like.update(shape=x.shape, dtype=x.dtype, weak_type=False, sharding=sharding, manual_axis_type=kind)
 
 
 def _lowered(*operands: Any, call: KernelCall) -> list[Any]:

@@ -68,13 +68,14 @@ def _on_shards(eqn: Any, rule: Rule | None, mesh: AbstractMesh, axes: Sequence[D
         _check_shapes(eqn, [x.shape for x in shards], [x.shape for x in found], shapes[n:])
         return tuple(jax.lax.psum(x, part) if part else x for x, part in zip(found, sums, strict=True))
 
+    checks = any(getattr(v.aval, "mat", None) is not None and v.aval.mat.varying for v in (*eqn.invars, *eqn.outvars))
     run = jax.shard_map(
         local,
         mesh=mesh,
         axis_names=set(mesh.axis_names) - set(mesh.manual_axes),
         in_specs=tuple(specs[:n]),
         out_specs=tuple(specs[n:]),
-        check_vma=False,
+        check_vma=checks,  # as the code around it
     )
     return run(*operands) if eqn.primitive.multiple_results else run(*operands)[0]
 

@@ -138,3 +138,17 @@ def test_in_the_stages_of_a_pipeline(layer):
     predicted = completion.communication().lowered("cpu").by_kind()
     assert predicted == compiled
     assert {str(kind): count for kind, (count, _) in compiled.items()} == {"all-reduce": 1, "collective-permute": 1}
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_results_differ_along_manual_axes_as_operands_do(check_vma):
+    layer = kernels.with_rule(jnp.matmul, "m k, k n -> m n")
+
+    def stage(x, w):
+        return jax.lax.psum(layer(x, w) @ w.T, "pipe")
+
+    f = jax.shard_map(stage, axis_names={"pipe"}, in_specs=(P("pipe"), P()), out_specs=P(), check_vma=check_vma)
+    with sharding.mesh({"pipe": 2, "data": 2, "tensor": 2}):
+        found = sharding.jit(jax.grad(lambda x, w: (f(x, w) ** 2).sum()), in_shardings=(P(("pipe", "data")), P()))(X, W)
+    expected = jax.grad(lambda x, w: ((x[:8] @ w @ w.T + x[8:] @ w @ w.T) ** 2).sum())(X, W)
+    np.testing.assert_allclose(found, expected, rtol=2e-4, atol=2e-3)
