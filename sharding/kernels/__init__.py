@@ -14,7 +14,8 @@ Example:
     P('data',)
 """
 
+from .attention import attention
 from .rms_norm import rms_norm
 from .with_rule import with_rule
 
-__all__ = ["rms_norm", "with_rule"]
+__all__ = ["attention", "rms_norm", "with_rule"]
