@@ -70,7 +70,7 @@ def new_var(aval: Any) -> Any:
 
 
 def new_literal(value: Any, aval: Any) -> Any:
-    """A scalar literal of the given abstract value."""
+    """A literal of the given abstract value: a number or an array."""
     return jex.Literal(np.asarray(value, aval.dtype)[()], aval)
 
 

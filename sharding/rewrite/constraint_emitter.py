@@ -138,8 +138,12 @@ class ConstraintEmitter:
         """Emits the equations of a function of some operands, whose results replace those of an equation."""
         around = jax.sharding.use_abstract_mesh(self.mesh) if self.mesh.manual_axes else contextlib.nullcontext()
         with compat.source_of(eqn), around:
-            body = compat.open_jaxpr(jax.make_jaxpr(f)(*(v.aval for v in operands)))
-        names = dict(zip(body.invars, operands, strict=True))
+            closed = jax.make_jaxpr(f)(*(v.aval for v in operands))
+        body = compat.open_jaxpr(closed)
+        constants = zip(body.constvars, compat.constants(closed), strict=True)
+        names = dict(zip(body.invars, operands, strict=True)) | {
+            var: compat.new_literal(value, var.aval) for var, value in constants
+        }
         self.eqns += [compat.renamed(one, names) for one in body.eqns]
         pairs = zip(eqn.outvars, body.outvars, strict=True)
         self.replaced.update((old, names[new]) for old, new in pairs if not compat.is_drop(old))

@@ -1,0 +1,43 @@
+"""cuDNN's fused attention, through `jax.nn.dot_product_attention`, whose ops have factor rules of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..mesh import platform
+from .attention_masks import Scores
+
+MOST_FEATURES = 128
+"""Of a head; more only on Hopper, which can't be told when compiling for described devices."""
+
+
+def obstacle(q: Any, k: Any, _: Any, *, scores: Scores, segments: Any, return_stats: bool) -> str:
+    """Why cuDNN can't run an attention, or an empty text."""
+    band = scores.band
+    if platform() != "gpu":
+        return f"a mesh of GPUs; here are {platform().upper()}s"
+    if q.dtype not in (jnp.float16, jnp.bfloat16):
+        return "float16 or bfloat16"
+    if q.shape[3] % 8 or q.shape[3] > MOST_FEATURES:
+        return f"a multiple of 8 features, at most {MOST_FEATURES}"
+    if segments:
+        return "no segment_ids"
+    if return_stats:
+        return "no return_stats: JAX rounds cuDNN's statistics to 16 bits and drops their gradient"
+    if band.is_bounded and band.after != 0:
+        return "a window without keys after a query"
+    if band.before is not None and q.shape[1] > k.shape[1]:
+        return "a window with at most as many queries as keys"
+    return ""
+
+
+def attend(scores: Scores, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """Attention [B, T, H, D]."""
+    before, is_causal = scores.band.before, scores.band.after == 0
+    window = None if before is None else (before, 0)
+    return jax.nn.dot_product_attention(
+        q, k, v, scale=scores.scale, is_causal=is_causal, local_window_size=window, implementation="cudnn"
+    )
