@@ -193,18 +193,20 @@ def _all_gather_matmul(x_TK: jax.Array, w_KN: jax.Array, axis: str, dim: int) ->
     return _stacked(lambda _, shard: _product(shard, w_KN), x_TK, axis, dim)
 
 
-def _gather_backward(axis: str, dim: int, kept: Any, ct: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Shards of `x` travel again, instead of all being kept."""
-    (x_TK, ct), w_KN = jax.lax.optimization_barrier((kept[0], ct)), kept[1]
-    of_x = _matmul_reduce_scatter(ct, w_KN.T, axis, dim)
-    of_w = [_outer(shard, _rows(ct, index, x_TK.shape[dim], dim)) for index, shard in _shards(x_TK, axis)]
-    return of_x.astype(x_TK.dtype), functools.reduce(operator.add, of_w).astype(w_KN.dtype)
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _matmul_reduce_scatter(x_TK: jax.Array, w_KN: jax.Array, axis: str, dim: int) -> jax.Array:
     rows = x_TK.shape[dim] // jax.lax.axis_size(axis)
     return _summed(lambda index: _product(_rows(x_TK, index, rows, dim), w_KN), axis)
+
+
+def _gather_backward(axis: str, dim: int, kept: Any, ct: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Shards of `x` travel again, instead of all being kept."""
+    (x_TK, ct), w_KN = jax.lax.optimization_barrier((kept[0], ct)), kept[1]
+    of_x = _matmul_reduce_scatter(ct, w_KN.T, axis, dim)
+    of_w: list[jax.Array] = [
+        _outer(shard, _rows(ct, index, x_TK.shape[dim], dim)) for index, shard in _shards(x_TK, axis)
+    ]
+    return of_x.astype(x_TK.dtype), functools.reduce(operator.add, of_w).astype(w_KN.dtype)
 
 
 def _scatter_backward(axis: str, dim: int, kept: Any, ct: jax.Array) -> tuple[jax.Array, jax.Array]:
