@@ -202,7 +202,7 @@ def _matmul_reduce_scatter(x_TK: jax.Array, w_KN: jax.Array, axis: str, dim: int
 def _gather_backward(axis: str, dim: int, kept: Any, ct: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Shards of `x` travel again, instead of all being kept."""
     (x_TK, ct), w_KN = jax.lax.optimization_barrier((kept[0], ct)), kept[1]
-    of_x = _matmul_reduce_scatter(ct, w_KN.T, axis, dim)
+    of_x: jax.Array = _matmul_reduce_scatter(ct, w_KN.T, axis, dim)
     of_w: list[jax.Array] = [
         _outer(shard, _rows(ct, index, x_TK.shape[dim], dim)) for index, shard in _shards(x_TK, axis)
     ]
