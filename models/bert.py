@@ -49,6 +49,8 @@ class Config:
     """Dropout rate of the embedding and of each branch's output, when called with a key."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of activations; parameters, norms and softmax stay in float32."""
+    kernels: Literal["auto", "xla", "pallas"] = "auto"
+    """Attention and norms: Pallas kernels, plain JAX, or the kernels of the mesh's platform, which has none on CPUs."""
 
     def __post_init__(self):
         wrong = config_errors(self, ("vocab", "context", "layers", "features", "heads", "mlp_features"))
@@ -109,7 +111,7 @@ class Output(nnx.Module):
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
         self.w = normal(rngs, (config.features, config.features), fan_in=config.features)
         self.bias = zeros(config.features)
-        self.norm = LayerNorm(config.features)
+        self.norm = LayerNorm(config.features, config.kernels)
 
     def __call__(self, x_BKM: jax.Array) -> jax.Array:
         h_BKM = jnp.einsum("BKM,MN->BKN", x_BKM, self.w[...].astype(x_BKM.dtype))
@@ -142,8 +144,8 @@ class BERT(nnx.Module):
         self.blocks = stack(block, config, rngs.params())
         self.embed = Embed(config, rngs=rngs)
         # Post-norm blocks leave the embedding without a norm, pre-norm blocks the output.
-        self.embed_norm = LayerNorm(config.features) if config.order == "post" else None
-        self.final_norm = LayerNorm(config.features) if config.order == "pre" else None
+        self.embed_norm = LayerNorm(config.features, config.kernels) if config.order == "post" else None
+        self.final_norm = LayerNorm(config.features, config.kernels) if config.order == "pre" else None
         self.output = Output(config, rngs=rngs)
         self.logit_bias = zeros(config.vocab)
 

@@ -91,6 +91,8 @@ class Config:
     """Dropout rate of the embedding and of each branch's output, when called with a key."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of activations; parameters, norms and softmax stay in float32."""
+    kernels: Literal["auto", "xla", "pallas"] = "auto"
+    """Attention and norms: Pallas kernels, plain JAX, or the kernels of the mesh's platform, which has none on CPUs."""
 
     def __post_init__(self):
         wrong = config_errors(self, SIZES)
@@ -187,7 +189,7 @@ class GPT(nnx.Module):
         self.token_positions = token_positions
         self.blocks = stack(block, config, rngs.params())
         self.embed = Embed(config, rngs=rngs)
-        self.final_norm = RMSNorm(config.features)
+        self.final_norm = RMSNorm(config.features, config.kernels)
         self.head = None if config.tied else Head(config, rngs=rngs)
 
     def __call__(self, tokens_BS: jax.Array, key: jax.Array | None = None) -> jax.Array:

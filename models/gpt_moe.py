@@ -69,9 +69,9 @@ class Sparse(nnx.Module):
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs, attention: Branch = Attention):
         self.dropout = config.dropout
-        self.norm1 = RMSNorm(config.features)
+        self.norm1 = RMSNorm(config.features, config.kernels)
         self.attention = attention(config, rngs=rngs)
-        self.norm2 = RMSNorm(config.features)
+        self.norm2 = RMSNorm(config.features, config.kernels)
         self.experts = expert.MoE(
             features=config.features,
             hidden=config.mlp_features,
@@ -121,7 +121,7 @@ class GPTMoE(nnx.Module):
         self.config = config
         self.blocks = jax.vmap(pair)(keys_N) if config.scan else nnx.List([pair(key) for key in keys_N])
         self.embed = gpt.Embed(config, rngs=rngs)
-        self.final_norm = RMSNorm(config.features)
+        self.final_norm = RMSNorm(config.features, config.kernels)
         self.head = None if config.tied else gpt.Head(config, rngs=rngs)
 
     def __call__(self, tokens_BS: jax.Array, key: jax.Array | None = None) -> jax.Array:

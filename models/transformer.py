@@ -33,6 +33,8 @@ def config_errors(config: Any, sizes: Iterable[str]) -> list[str]:
         wrong.append(f"positions={config.positions!r} must be 'rotary' or 'learned'")
     if config.dtype not in ("float32", "bfloat16"):
         wrong.append(f"dtype={config.dtype!r} must be 'float32' or 'bfloat16'")
+    if config.kernels not in ("auto", "xla", "pallas"):
+        wrong.append(f"kernels={config.kernels!r} must be 'auto', 'xla' or 'pallas'")
     if not 0 <= config.dropout < 1:
         wrong.append(f"dropout={config.dropout} must be at least 0 and less than 1")
     return wrong

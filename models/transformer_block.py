@@ -35,7 +35,7 @@ class Block(nnx.Module):
         config: model configuration.
         rngs: initialises parameters from its `params` stream.
         attention, mlp: branch factories.
-        norm: number of features -> a norm.
+        norm: (number of features, implementation) -> a norm.
         order: `pre` normalises the input of each branch, `post` the residual stream after each.
         stream: see `StreamHooks`.
     """
@@ -47,16 +47,16 @@ class Block(nnx.Module):
         rngs: nnx.Rngs,
         attention: Branch,
         mlp: Branch,
-        norm: Callable[[int], Callable[[jax.Array], jax.Array]] = RMSNorm,
+        norm: Callable[[int, str], Callable[[jax.Array], jax.Array]] = RMSNorm,
         order: Literal["pre", "post"] = "pre",
         stream: StreamHooks = NO_HOOKS,
     ):
         self.dropout = config.dropout
         self.stream = stream
         self.order = order
-        self.norm1 = norm(config.features)
+        self.norm1 = norm(config.features, config.kernels)
         self.attention = attention(config, rngs=rngs)
-        self.norm2 = norm(config.features)
+        self.norm2 = norm(config.features, config.kernels)
         self.mlp = mlp(config, rngs=rngs)
 
     def __call__(self, x_BSM: jax.Array, key: jax.Array | None = None) -> jax.Array:

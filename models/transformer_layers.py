@@ -18,6 +18,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from sharding import kernels
+
 
 class TransformerConfig(Protocol):
     """The fields of a model configuration that a block reads."""
@@ -40,6 +42,8 @@ class TransformerConfig(Protocol):
     def biases(self) -> bool: ...
     @property
     def dropout(self) -> float: ...
+    @property
+    def kernels(self) -> str: ...
     @property
     def scan(self) -> bool: ...
     @property
@@ -97,6 +101,14 @@ def causal_attention(q_BSHD: jax.Array, k_BTGD: jax.Array, v_BTGD: jax.Array, st
 def full_attention(q_BSHD: jax.Array, k_BTGD: jax.Array, v_BTGD: jax.Array) -> jax.Array:
     """Bidirectional softmax attention, [B, S, H, D]; softmax in float32."""
     return _weighted_values(_scores(q_BSHD, k_BTGD), v_BTGD)
+
+
+def by_kernels(attend: AttentionFn, implementation: str) -> AttentionFn:
+    """The attention function itself, or the same by a kernel, where one is asked for and knows it."""
+    is_causal = {causal_attention: True, full_attention: False}.get(attend)
+    if is_causal is None or not kernels.runs_kernels(implementation):
+        return attend
+    return functools.partial(kernels.attention, causal=is_causal, implementation=implementation)
 
 
 def _scores(q_BSHD: jax.Array, k_BTGD: jax.Array) -> jax.Array:
@@ -168,21 +180,21 @@ def zeros(*shape: int) -> nnx.Param[jax.Array]:
 class RMSNorm(nnx.Module):
     """Root-mean-square norm over features, in float32, with a scale."""
 
-    def __init__(self, features: int):
+    def __init__(self, features: int, implementation: str = "auto"):
         self.scale = nnx.Param(jnp.ones((features,), jnp.float32))
+        self.implementation = implementation
 
     def __call__(self, x_BSM: jax.Array) -> jax.Array:
-        x = x_BSM.astype(jnp.float32)
-        x = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + 1e-6)
-        return (x * self.scale[...][None, None, :]).astype(x_BSM.dtype)
+        return kernels.rms_norm(x_BSM, self.scale[...], implementation=self.implementation)
 
 
 class LayerNorm(nnx.Module):
     """Layer norm over features, in float32, with a scale and a bias."""
 
-    def __init__(self, features: int):
+    def __init__(self, features: int, implementation: str = "auto"):
         self.scale = nnx.Param(jnp.ones((features,), jnp.float32))
         self.bias = zeros(features)
+        self.implementation = implementation
 
     def __call__(self, x_BSM: jax.Array) -> jax.Array:
         x = x_BSM.astype(jnp.float32)
@@ -222,7 +234,7 @@ class Attention(nnx.Module):
 
     def __call__(self, x_BSM: jax.Array) -> jax.Array:
         start = 0 if self.token_positions is None else self.token_positions(x_BSM.shape[1])
-        return self._out(self.attend(*self._projected(x_BSM, start)))
+        return self._out(by_kernels(self.attend, self.config.kernels)(*self._projected(x_BSM, start)))
 
     def continued(self, x_BSM: jax.Array, past: KVCache) -> tuple[jax.Array, KVCache]:
         """Attention for a slice of a sequence given the cache of earlier slices; returns the updated cache too."""

@@ -52,6 +52,8 @@ class Config:
     """Dropout rate of the embedding and of each branch's output, when called with a key."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of activations; parameters, norms and softmax stay in float32."""
+    kernels: Literal["auto", "xla", "pallas"] = "auto"
+    """Attention and norms: Pallas kernels, plain JAX, or the kernels of the mesh's platform, which has none on CPUs."""
 
     def __post_init__(self):
         sizes = ("image", "channels", "patch", "classes", "layers", "features", "heads", "mlp_features")
@@ -151,7 +153,7 @@ class ViT(nnx.Module):
         self.config = config
         self.blocks = stack(block, config, rngs.params())
         self.embed = Embed(config, rngs=rngs)
-        self.final_norm = LayerNorm(config.features)
+        self.final_norm = LayerNorm(config.features, config.kernels)
         self.head = Head(config.features, config.classes, rngs=rngs)
 
     def __call__(self, images_BIJC: jax.Array, key: jax.Array | None = None) -> jax.Array:

@@ -24,6 +24,9 @@ class ModelOptions:
     """Dropout rate. Default: the preset's."""
     kv_heads: int | None = None
     """Number of key/value heads (grouped-query attention). Default: the preset's."""
+    kernels: Literal["auto", "xla", "pallas"] | None = None
+    """Attention and norms of transformers: Pallas kernels (interpreted on CPUs), plain JAX, or what the platform runs
+    fastest. Default: auto."""
     remat: bool = False
     """Rematerialize each block in the backward pass instead of saving its activations."""
     scan: bool = False
@@ -32,5 +35,7 @@ class ModelOptions:
     def changes(self) -> dict[str, Any]:
         """The fields of the model's configuration that differ from the preset."""
         options = given_options(self)
-        changes = {name: value for name, value in options.items() if name in ("dtype", "dropout", "kv_heads")}
+        changes = {
+            name: value for name, value in options.items() if name in ("dtype", "dropout", "kernels", "kv_heads")
+        }
         return changes | {name: True for name in ("remat", "scan") if getattr(self, name)}

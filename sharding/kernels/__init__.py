@@ -14,9 +14,10 @@ Example:
     P('data',)
 """
 
-from .attention import attention
 from .collective_matmul import all_gather_matmul, matmul_reduce_scatter
+from .dot_product_attention import attention
+from .implementation import runs_kernels
 from .rms_norm import rms_norm
 from .with_rule import with_rule
 
-__all__ = ["all_gather_matmul", "attention", "matmul_reduce_scatter", "rms_norm", "with_rule"]
+__all__ = ["all_gather_matmul", "attention", "matmul_reduce_scatter", "rms_norm", "runs_kernels", "with_rule"]

@@ -40,7 +40,8 @@ def choose(kernel: str, candidates: Sequence[Candidate], asked: str, *operands: 
     Args:
         kernel: name of the operation, for messages.
         candidates: its implementations but the reference, best first.
-        asked: one of their names, `"xla"`, or `"auto"`.
+        asked: one of their names, `"xla"`, `"auto"`, or `"pallas"`: the Pallas kernel for the platform, interpreted on
+            CPUs.
         operands: arrays, with shapes and dtypes.
         options: of the call, as `obstacle` takes them.
 
@@ -51,6 +52,8 @@ def choose(kernel: str, candidates: Sequence[Candidate], asked: str, *operands: 
         UserWarning: `"auto"` takes the reference although the platform has a kernel, and why.
     """
     names = [one.name for one in candidates]
+    if asked == "pallas":
+        asked = "mosaic_gpu" if platform() == "gpu" else "mosaic_tpu"
     call = f"kernels.{kernel}(..., implementation={asked!r})"
     if asked == XLA:
         return XLA
@@ -72,6 +75,19 @@ def choose(kernel: str, candidates: Sequence[Candidate], asked: str, *operands: 
     if obstacles:
         warnings.warn(f"kernels.{kernel} runs as plain JAX; {'; '.join(obstacles)}", stacklevel=3)
     return XLA
+
+
+def runs_kernels(asked: str) -> bool:
+    """Whether an operation may run a kernel on the current mesh: one is asked for, or `"auto"` and it isn't of CPUs.
+
+    Example:
+        >>> import sharding
+        >>> from sharding import kernels
+        >>> with sharding.mesh(data=8, devices="v5p:2x2x2"):
+        ...     kernels.runs_kernels("auto"), kernels.runs_kernels("xla")
+        (True, False)
+    """
+    return asked != XLA and (asked != "auto" or platform() != "cpu")
 
 
 @dataclass(frozen=True, slots=True)

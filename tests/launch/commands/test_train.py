@@ -36,7 +36,13 @@ def test_the_mesh_does_not_change_the_curve(finished_run: Path, tmp_path: Path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
-    [["--scan", "--remat"], ["--dtype", "bfloat16"], ["--dropout", "0.1"], ["--kv-heads", "2"]],
+    [
+        ["--scan", "--remat"],
+        ["--dtype", "bfloat16"],
+        ["--dropout", "0.1"],
+        ["--kv-heads", "2"],
+        ["--kernels", "pallas"],
+    ],
     ids=lambda options: options[0],
 )
 def test_other_models(options: list[str], tmp_path: Path):

@@ -28,13 +28,14 @@ def test_options_override_the_recipe():
 
 def test_every_option_is_read():
     command = launch.parse(
-        "train --model gpt-small --dtype bfloat16 --dropout 0.1 --kv-heads 2 --remat --scan --mesh fsdp=4 --devices 4 "
+        "train --model gpt-small --dtype bfloat16 --dropout 0.1 --kernels xla --kv-heads 2 --remat --scan "
+        "--mesh fsdp=4 --devices 4 "
         "--steps 7 --batch 8 --lr 0.01 --warmup 3 --weight-decay 0.2 --clip 2 --seed 5 --eval-every 2 "
         "--checkpoint-every 3 --sample 0 --out somewhere --resume".split()
     )
     assert command == train_config.Train(
         model=model_config.ModelOptions(
-            name="gpt-small", dtype="bfloat16", dropout=0.1, kv_heads=2, remat=True, scan=True
+            name="gpt-small", dtype="bfloat16", dropout=0.1, kernels="xla", kv_heads=2, remat=True, scan=True
         ),
         mesh="fsdp=4",
         devices=4,

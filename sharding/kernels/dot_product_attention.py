@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from ..errors import ShardingError, raise_together
 from ..mesh import platform
-from . import cudnn_attention, tpu_attention
+from . import attention_by_cudnn, tpu_attention
 from .attention_call import attend
 from .attention_masks import EMPTY, Band, Scores, Window
 from .chunked_attention import Segments
@@ -28,7 +28,7 @@ CHUNKED = "xla_chunked"
 
 IMPLEMENTATIONS = (
     Candidate(name="mosaic_tpu", platforms=frozenset({"tpu"}), obstacle=tpu_attention.obstacle),
-    Candidate(name="cudnn", platforms=frozenset({"gpu"}), obstacle=cudnn_attention.obstacle),
+    Candidate(name="cudnn", platforms=frozenset({"gpu"}), obstacle=attention_by_cudnn.obstacle),
     Candidate(name=CHUNKED, platforms=frozenset({"tpu", "gpu"}), obstacle=lambda *_, **__: ""),
 )
 
@@ -120,7 +120,7 @@ def attention(
     options = {"scores": scores, "segments": segments, "return_stats": return_stats}
     chosen = choose("attention", IMPLEMENTATIONS, asked, q, k, v, **options)
     if chosen == "cudnn":
-        return cudnn_attention.attend(scores, q, k, v)
+        return attention_by_cudnn.attend(scores, q, k, v)
     is_empty = not math.prod(q.shape) or not math.prod(k.shape)
     run = reference if chosen == XLA or is_empty else functools.partial(attend, chosen)
     found: tuple[jax.Array, jax.Array] = run(scores, q, k, v, segments)

@@ -1,0 +1,110 @@
+"""The operations that are timed: their arguments, of a GPT's sizes and tiny ones, and their implementations."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from sharding import kernels
+
+AUTO = "auto"
+
+Sizes = tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """An operation at some sizes."""
+
+    name: str
+    module: str
+    """That of `sharding.kernels` which lists its implementations."""
+    call: Callable[..., Any]
+    """(*arrays, implementation=...) -> results."""
+    make: Callable[..., tuple[Any, ...]]
+    """(*sizes) -> arrays."""
+    sizes: Sizes
+    tiny: Sizes
+    """Those of a smoke test."""
+    wrt: tuple[int, ...] = (0,)
+    """The arguments that have gradients."""
+    flops: Callable[[tuple[Any, ...]], float] = lambda args: 0
+    """Of the forward pass; 0 where memory is the limit."""
+    peers: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    """Other libraries' functions of the same arrays."""
+
+    def args(self, is_tiny: bool) -> tuple[Any, ...]:
+        """The arguments."""
+        return self.make(*(self.tiny if is_tiny else self.sizes))
+
+    def implementations(self) -> dict[str, Callable[..., Any]]:
+        """Name -> function of the arguments."""
+        listed = importlib.import_module(f"sharding.kernels.{self.module}").IMPLEMENTATIONS
+        names = [AUTO, "xla", *(one.name for one in listed)]
+        return {name: functools.partial(self.call, implementation=name) for name in names} | dict(self.peers)
+
+
+def normal(seed: int, shape: Sizes, dtype: str = "bfloat16") -> jax.Array:
+    """Random numbers of unit variance."""
+    return jax.random.normal(jax.random.key(seed), shape, dtype)
+
+
+def _heads(batch: int, length: int, heads: int, features: int) -> tuple[jax.Array, ...]:
+    return tuple(normal(seed, (batch, length, heads, features)) for seed in range(3))
+
+
+def _causal_flops(args: tuple[Any, ...]) -> float:
+    batch, length, heads, features = args[0].shape
+    return 2 * batch * heads * length * length * features
+
+
+def _attention_peers() -> dict[str, Callable[..., Any]]:
+    found: dict[str, Callable[..., Any]] = {
+        "jax.nn": lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True)
+    }
+    if importlib.util.find_spec("tokamax") is not None:
+        tokamax = importlib.import_module("tokamax")
+        found["tokamax"] = lambda q, k, v: tokamax.dot_product_attention(q, k, v, is_causal=True)
+    return found
+
+
+CASES = [
+    Case(
+        name="attention, GPT-2 124M",
+        module="dot_product_attention",
+        call=functools.partial(kernels.attention, causal=True),
+        make=_heads,
+        sizes=(16, 1024, 12, 64),
+        tiny=(1, 128, 2, 64),
+        wrt=(0, 1, 2),
+        flops=_causal_flops,
+        peers=_attention_peers(),
+    ),
+    Case(
+        name="attention, 8,192 tokens",
+        module="dot_product_attention",
+        call=functools.partial(kernels.attention, causal=True),
+        make=_heads,
+        sizes=(2, 8192, 16, 128),
+        tiny=(1, 256, 1, 128),
+        wrt=(0, 1, 2),
+        flops=_causal_flops,
+        peers=_attention_peers(),
+    ),
+    Case(
+        name="RMS norm",
+        module="rms_norm",
+        call=kernels.rms_norm,
+        make=lambda rows, features: (normal(0, (rows, features)), jnp.ones(features)),
+        sizes=(16_384, 4096),
+        tiny=(16, 128),
+        wrt=(0, 1),
+    ),
+]

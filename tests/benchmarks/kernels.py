@@ -1,0 +1,125 @@
+"""The kernels of `sharding.kernels` against other implementations of the same operation, on one device.
+
+    python -m tests.benchmarks.kernels                       # a few minutes on a GPU or TPU
+    python -m tests.benchmarks.kernels --json kernels.json
+
+Each implementation that can run is compiled alone, forward and with gradients, and all take turns. Reported is the time
+of `implementation="auto"` over that of the fastest one, by median and quartiles of the turns: 1, if `auto` takes the
+fastest. `jax.nn` and, where it is installed, `tokamax` are peers. On a CPU the sizes are tiny and the kernels are
+interpreted: a smoke test, whose times mean nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import sharding
+from sharding.errors import ShardingError
+
+from . import command_line
+from .kernel_cases import AUTO, CASES, Case
+from .ratios import Ratio, rounded
+from .result_file import Row, measured
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What to measure."""
+
+    only: tuple[str, ...] = ()
+    """Names of operations; by default all."""
+    turns: int = 20
+    """Timed runs of each implementation."""
+    json: Path | None = None
+    """Output file of the figures."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """A compiled implementation."""
+
+    implementation: str
+    run: Callable[[], Any]
+
+    def seconds(self) -> float:
+        begun = time.perf_counter()
+        jax.block_until_ready(self.run())
+        return time.perf_counter() - begun
+
+
+def main(options: Options) -> None:
+    """Measures and prints a table."""
+    is_smoke = jax.default_backend() == "cpu"
+    print(jax.devices()[0].device_kind + is_smoke * " (smoke test: interpreted kernels, whose times mean nothing)")
+    rows: list[Row] = []
+    with sharding.mesh(data=1, devices=jax.devices()[:1]):
+        for case in CASES:
+            if not options.only or case.name in options.only:
+                for has_gradients in (False, True) if case.wrt else (False,):
+                    rows += measure(case, has_gradients, is_smoke, options.turns)
+    if options.json is not None:
+        measured("kernels", options, rows, num_devices=1).save(options.json)
+
+
+def measure(case: Case, has_gradients: bool, is_smoke: bool, turns: int) -> list[Row]:
+    """The rows of an operation's implementations, which are printed too."""
+    args = case.args(is_smoke)
+    programs = list(compiled(case, args, has_gradients))
+    seconds: dict[str, list[float]] = {one.implementation: [] for one in programs}
+    for _ in range(3 if is_smoke else turns):
+        for one in programs:
+            seconds[one.implementation].append(one.seconds())
+    medians = {name: statistics.median(times) for name, times in seconds.items()}
+    best = min((name for name in medians if name != AUTO), key=lambda name: medians[name])
+    flops = case.flops(args) * (3.5 if has_gradients else 1)
+    rows = []
+    for name, median in medians.items():
+        row: Row = {"kind": "kernel", "name": f"{case.name}{', gradients' * has_gradients}: {name}"}
+        ratio = Ratio.of_pairs(seconds[name], seconds[best])
+        if is_smoke:
+            row["kind"] = "smoke test"
+        else:
+            row["microseconds"] = rounded(1e6 * median)
+            row["tflops_per_second"] = rounded(flops / median / 1e12) if flops else None
+            row |= {"best": best} | ratio.as_row() if name == AUTO else {}
+        rows.append(row)
+        print(f"{row['name']:60} {1e6 * median:12,.1f} us", f" {ratio} of {best}" * (name == AUTO), flush=True)
+    return rows
+
+
+def compiled(case: Case, args: tuple[Any, ...], has_gradients: bool) -> Iterator[Program]:
+    """The implementations that can run here."""
+    for name, f in case.implementations().items():
+        step = with_gradients(f, case.wrt) if has_gradients else f
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # that `auto` takes plain JAX
+                program = sharding.jit(step).lower(*args).compile()
+        except ShardingError as error:
+            print(f"{case.name}: {name} left out: {' '.join(str(error).split())}")
+            continue
+        jax.block_until_ready(program(*args))
+        yield Program(implementation=name, run=functools.partial(program, *args))
+
+
+def with_gradients(f: Callable[..., Any], wrt: tuple[int, ...]) -> Callable[..., Any]:
+    """The gradients of the sum of all results."""
+
+    def loss(*args: Any) -> jax.Array:
+        return sum((x.astype(jnp.float32).sum() for x in jax.tree.leaves(f(*args))), jnp.zeros(()))
+
+    return jax.grad(loss, argnums=wrt)
+
+
+if __name__ == "__main__":
+    command_line.run(main, Options, __doc__)
