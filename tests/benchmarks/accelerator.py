@@ -1,0 +1,147 @@
+"""All that needs a GPU or TPU, in one command on one device: numbers and times of kernels, and training of a GPT.
+
+    make test-gpu                                # or: python -m tests.benchmarks.accelerator
+    python -m tests.benchmarks.accelerator --smoke    # on a CPU: tiny sizes, interpreted kernels, no times
+
+Each implementation that runs on the device is compared with plain JAX in float32, values and gradients, and timed
+beside the others (see `kernels`). GPT-2 124M is trained for some steps in bfloat16, by kernels and by plain JAX: tokens
+per second, model FLOPs utilization and memory. Parts that don't fit in the minutes are left out and named. Figures go
+to `results/accelerator-<device>-jax-<version>.json`. The exit status is 1 if numbers differ.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import sharding
+from sharding.errors import ShardingError
+
+from . import command_line, kernels
+from .kernel_cases import CASES, Case
+from .ratios import rounded
+from .result_file import FOLDER, Row, device_name, measured
+
+TOLERANCE = 3e-2
+"""Of bfloat16 results, relative to the largest value of the reference in float32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What to run."""
+
+    smoke: bool = False
+    """Tiny sizes on a CPU, to see that the command works."""
+    minutes: float = 8.0
+    """After as many minutes no further part starts."""
+    steps: int = 30
+    """Training steps of each kind."""
+
+
+def main(options: Options) -> None:
+    """Runs all parts and writes the figures."""
+    if jax.default_backend() == "cpu" and not options.smoke:
+        raise SystemExit("no GPU or TPU found: install one of the extras cuda13 and tpu on a machine that has one")
+    begun, rows = time.monotonic(), list[Row]()
+    for name, part in parts(options):
+        if time.monotonic() - begun > 60 * options.minutes:
+            print(f"left out, as {options.minutes:g} minutes are over: {name}")
+            continue
+        rows += part()
+    if not options.smoke:
+        name = re.sub(r"[^a-z0-9]+", "-", str(device_name()).lower()).strip("-")
+        measured("accelerator", options, rows, num_devices=1).save(
+            FOLDER / f"accelerator-{name}-jax-{jax.__version__}.json"
+        )
+    wrong = [row["name"] for row in rows if row["kind"] == "numbers" and row["error"] > TOLERANCE]
+    if wrong:
+        raise SystemExit(f"numbers differ: {', '.join(wrong)}")
+
+
+def parts(options: Options) -> Iterator[tuple[str, Any]]:
+    """(name, function that returns rows), the most important first."""
+    for case in CASES:
+        yield f"numbers of {case.name}", lambda case=case: list(numbers(case, options.smoke))
+    for choice in ("auto", "xla"):
+        yield f"training, --kernels {choice}", lambda choice=choice: [trained(choice, options)]
+    for case in CASES:
+        for has_gradients in (False, True) if case.wrt else (False,):
+            yield (
+                f"times of {case.name}",
+                lambda case=case, has_gradients=has_gradients: _on_one_device(
+                    lambda: kernels.measure(case, has_gradients, options.smoke, turns=20)
+                ),
+            )
+
+
+def numbers(case: Case, is_tiny: bool) -> Iterator[Row]:
+    """How far values and gradients are from the reference in float32, relative to its largest, by implementation."""
+    args = case.args(is_tiny)
+    wide = tuple(x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x for x in args)
+
+    def both(f: Any) -> Any:
+        return lambda *xs: (f(*xs), kernels.with_gradients(f, case.wrt)(*xs) if case.wrt else ())
+
+    implementations = case.implementations()
+    expected = _on_one_device(lambda: sharding.jit(both(implementations["xla"]))(*wide))
+    for name, f in implementations.items():
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                found = _on_one_device(lambda f=f: sharding.jit(both(f))(*args))
+        except ShardingError as error:
+            print(f"{case.name}: {name} left out: {' '.join(str(error).split())}")
+            continue
+        error = max(map(_error, jax.tree.leaves(found), jax.tree.leaves(expected)))
+        row = {"kind": "numbers", "name": f"{case.name}: {name}", "error": rounded(error)}
+        print(f"{row['name']:60} differs by {error:.1e}", flush=True)
+        yield row
+
+
+def _error(found: jax.Array, expected: jax.Array) -> float:
+    a, b = np.asarray(found, np.float64), np.asarray(expected, np.float64)
+    return float(np.abs(a - b).max() / max(np.abs(b).max(), 1e-6)) if a.size else 0.0
+
+
+def _on_one_device(run: Any) -> Any:
+    with sharding.mesh(data=1, devices=jax.devices()[:1]):
+        return run()
+
+
+def trained(choice: str, options: Options) -> Row:
+    """Medians of training in a process of its own."""
+    model = ["--model", "gpt-tiny", "--batch", "8"] if options.smoke else ["--model", "gpt-small", "--batch", "16"]
+    steps = 4 if options.smoke else options.steps
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "sharding.launch", "train", *model, "--steps", str(steps), "--out", folder]
+        subprocess.run(
+            [*command, "--kernels", choice, "--mesh", "data=1", "--devices", "1", "--eval-every", "0", "--sample", "0"],
+            check=True,
+            capture_output=not options.smoke,
+        )
+        lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+    later = [line for line in lines if "seconds" in line][len(lines) // 3 :]
+    row: Row = {"kind": "training", "name": f"{model[1]} --kernels {choice}"}
+    for key in ("tokens_per_second", "seconds", "memory_bytes", "mfu"):
+        if values := [line[key] for line in later if key in line]:
+            row[key] = None if options.smoke else rounded(statistics.median(values))
+    print(row, flush=True)
+    return row
+
+
+if __name__ == "__main__":
+    command_line.run(main, Options, __doc__)
