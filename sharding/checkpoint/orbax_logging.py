@@ -4,6 +4,7 @@ import functools
 import logging
 import sys
 import threading
+import traceback
 from types import TracebackType
 from typing import Any
 
@@ -12,12 +13,12 @@ from typing import Any
 def silence_orbax() -> None:
     """Suppresses logs of errors that Orbax raises anyway, and of reads and writes that end after it gave up.
 
-    Every Orbax thread that sees an error logs it with a traceback, and `asyncio` the errors of Orbax's tasks that
-    nobody awaits any more. At the first one Orbax closes its event loop, so that operations still in flight fail with
-    "Event loop is closed".
+    Every Orbax thread that sees an error logs it with a traceback, and `asyncio` the errors that nobody awaits any
+    more. At the first one Orbax closes its event loop, so that operations still in flight fail with "Event loop is
+    closed".
     """
     logging.getLogger("absl").addFilter(lambda record: not (record.exc_info and "orbax" in record.pathname))
-    logging.getLogger("asyncio").addFilter(lambda record: not (record.exc_info and "/orbax/" in record.getMessage()))
+    logging.getLogger("asyncio").addFilter(lambda record: not (record.exc_info and _names_orbax(record)))
     of_exceptions, of_unraisable = sys.excepthook, sys.unraisablehook
 
     def is_late(error: BaseException | None) -> bool:
@@ -32,3 +33,10 @@ def silence_orbax() -> None:
             of_unraisable(about)
 
     sys.excepthook, sys.unraisablehook = excepthook, unraisablehook
+
+
+def _names_orbax(record: logging.LogRecord) -> bool:
+    """Whether an error is one of a task that Orbax defines, or was raised below a function of Orbax."""
+    trace = record.exc_info[2] if record.exc_info else None
+    files = [frame.filename for frame in traceback.extract_tb(trace)]
+    return any("/orbax/" in text for text in (record.getMessage(), *files))

@@ -207,7 +207,7 @@ class Lowering:
         """The instructions of an equation on one device, one per result."""
         name, traits = eqn.primitive.name, self.traits
         if name == "kernel_call":
-            return self.emit_kernel(eqn, operands, emitter)
+            return self.emit_kernel(eqn, operands, scope, emitter)
         if name == "random_bits" and compat.is_threefry(eqn.invars[0].aval.dtype):
             name = "threefry2x32"
         present = [x for x in operands if x is not None]
@@ -261,12 +261,18 @@ class Lowering:
             made.append(emitter.emit(name, role, present, shape, itemsize, **facts))
         return made
 
-    def emit_kernel(self, eqn: Any, operands: Sequence[Instruction | None], emitter: Emitter) -> list[Any]:
+    def emit_kernel(
+        self, eqn: Any, operands: Sequence[Instruction | None], scope: Scope | None, emitter: Emitter
+    ) -> list[Any]:
         """The instructions of a function that each device runs on its shards."""
         pairs = zip(operands, (a.aval for a in eqn.invars), strict=True)
         stored = [emitter.constant((), self.itemsize(aval)) if x is None else x for x, aval in pairs]
         shards = [jax.ShapeDtypeStruct(x.shape, a.aval.dtype) for x, a in zip(stored, eqn.invars, strict=True)]
-        return self.inline(jax.make_jaxpr(eqn.params["call"].function)(*shards), None, stored, emitter)
+        results = self.inline(jax.make_jaxpr(eqn.params["call"].function)(*shards), None, stored, emitter)
+        for x, v in zip(results, eqn.outvars, strict=True):
+            if x is not None and x.value is None and not compat.is_drop(v):
+                x.value, x.eqn = self.graph_value(v, scope), eqn
+        return results
 
 
 def stretched(x: Instruction, shape: Sequence[int], emitter: Emitter) -> Instruction:

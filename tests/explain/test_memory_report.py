@@ -144,6 +144,7 @@ def test_schedules_of_other_backends():
     assert completion.memory(platform="tpu").peak_bytes < completion.memory(platform="cpu").peak_bytes
 
 
+@pytest.mark.filterwarnings("ignore:.*runs as plain JAX")  # rows are too short for the kernels
 def test_described_devices_are_followed():
     step = small_models.STEPS["gpt"]("batch", {"data": 8})
     with sharding.mesh(data=8, devices="h100:1x8"):
@@ -233,6 +234,7 @@ def test_a_fit_is_unsure_where_only_a_part_of_the_range_fits(range_bytes, certai
     assert ("unsure: " in str(found)) == (certainty == "unsure")
 
 
+@pytest.mark.filterwarnings("ignore:.*runs as plain JAX")  # rows are too short for the kernels
 def test_buffers_of_nccl_are_outside_the_peak_and_counted_by_fits():
     step = small_models.STEPS["gpt"]("weights", {"data": 2, "tensor": 4})
     with sharding.mesh(data=2, tensor=4, devices="h100:1x8"):
