@@ -14,7 +14,8 @@ Example:
     P('data',)
 """
 
+from .linear_cross_entropy import linear_cross_entropy
 from .rms_norm import rms_norm
 from .with_rule import with_rule
 
-__all__ = ["rms_norm", "with_rule"]
+__all__ = ["linear_cross_entropy", "rms_norm", "with_rule"]
