@@ -73,6 +73,13 @@ def added(so_far: Softmax, z_TC: jax.Array, is_label_TC: jax.Array) -> Softmax:
     return Softmax(maximum_T1, total_T1, so_far.target_T1 + target_T1)
 
 
+def merged(one: Softmax, other: Softmax) -> Softmax:
+    """Of the columns of both; the other has some."""
+    maximum_T1 = jnp.maximum(one.maximum_T1, other.maximum_T1)
+    totals_T1 = (part.total_T1 * jnp.exp(part.maximum_T1 - maximum_T1) for part in (one, other))
+    return Softmax(maximum_T1, sum(totals_T1, jnp.zeros(())), one.target_T1 + other.target_T1)
+
+
 def of_logits(z_TC: jax.Array, is_label_TC: jax.Array, cts: Cotangents, softcap: float | None) -> jax.Array:
     """Cotangent of the logits, float32."""
     of_z_TC = jnp.exp(z_TC - cts.logsumexp_T1) * cts.of_softmax_T1

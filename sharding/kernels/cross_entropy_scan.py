@@ -20,7 +20,7 @@ from .cross_entropy_block import Cotangents, Softmax
 BLOCK_BYTES = 128 * 2**20
 """The most that the float32 logits of a block take, unless they are of `LEAST_COLUMNS`."""
 
-LEAST_COLUMNS, MOST_COLUMNS = 512, 8192
+LEAST_COLUMNS, MOST_COLUMNS = 512, 2048
 """Of a block: enough for a matmul to be efficient."""
 
 

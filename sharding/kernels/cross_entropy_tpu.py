@@ -35,7 +35,7 @@ MOST_ROW_BYTES = BLOCK_BYTES // LANES
 """Of all features of a token: a backward block has 128 tokens or more."""
 
 
-def obstacle(x: Any, w: Any, *, transposed: bool) -> str:
+def obstacle(x: Any, w: Any, *, transposed: bool, num_parts: int) -> str:
     """Why the kernel can't run, or an empty text."""
     if missing := unsupported("mosaic_tpu"):
         return missing

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 
 from ..errors import ShardingError
 from ..mesh import current
-from . import cross_entropy_block, cross_entropy_scan, cross_entropy_tpu
+from . import cross_entropy_block, cross_entropy_gpu, cross_entropy_scan, cross_entropy_tpu
 from .cross_entropy_block import Cotangents, Softmax
 from .implementation import XLA, Candidate, backend, choose
 from .with_rule import with_rule
@@ -33,6 +33,7 @@ SCAN = "xla_chunked"
 
 IMPLEMENTATIONS = (
     Candidate(name="mosaic_tpu", platforms=frozenset({"tpu"}), obstacle=cross_entropy_tpu.obstacle),
+    Candidate(name="mosaic_gpu", platforms=frozenset({"gpu"}), obstacle=cross_entropy_gpu.obstacle),
     Candidate(name=SCAN, platforms=frozenset({"cpu", "gpu", "tpu"}), obstacle=lambda *_, **__: ""),
 )
 
@@ -73,8 +74,9 @@ def linear_cross_entropy(
         softcap: bounds logits to `softcap * tanh(logits / softcap)` (Gemma 2, arXiv:2408.00118, section 2).
         transposed: whether w is [V, M].
         return_stats: whether to return each token's logsumexp, too, as for a z-loss.
-        implementation: `"mosaic_tpu"`, `"xla_chunked"`: a scan over blocks in plain JAX, `"xla"`: plain JAX with whole
-            logits, or `"auto"`: the best one on the current mesh's platform.
+        implementation: `"mosaic_tpu"`; `"mosaic_gpu"`, whose backward pass is the scan's; `"xla_chunked"`, a scan over
+            blocks in plain JAX; `"xla"`, plain JAX with whole logits; or `"auto"`, the kernel of the current mesh's
+            platform if it can take these arrays, else the scan.
 
     Returns:
         Losses [...] in float32; with `return_stats`, losses and logsumexps.
@@ -92,7 +94,9 @@ def linear_cross_entropy(
     _check(x, w, labels, bias, softcap, transposed)
     dtype = jnp.result_type(x, w)
     x, w = x.astype(dtype), w.astype(dtype)
-    chosen = choose("linear_cross_entropy", IMPLEMENTATIONS, implementation, x, w, transposed=transposed)
+    parts = num_parts(w.shape[0 if transposed else 1])
+    static = {"transposed": transposed, "num_parts": parts}
+    chosen = choose("linear_cross_entropy", IMPLEMENTATIONS, implementation, x, w, **static)
     if chosen == XLA:
         losses, logsumexp = reference(x, w, labels, bias=bias, softcap=softcap, transposed=transposed)
     else:
@@ -100,9 +104,10 @@ def linear_cross_entropy(
             softcap=softcap,
             is_transposed=transposed,
             implementation=chosen,
-            num_parts=num_parts(w.shape[0 if transposed else 1]),
+            num_parts=parts,
         )
-        losses, logsumexp = _losses(x, w, bias, labels.astype(jnp.int32), options)
+        found: Any = _losses(x, w, bias, labels.astype(jnp.int32), options)
+        losses, logsumexp = found
     return (losses, logsumexp) if return_stats else losses
 
 
@@ -212,16 +217,18 @@ def _forward(x: Any, w: Any, labels: Any, bias: Sequence[Any], options: Options)
     args = x.reshape(-1, x.shape[-1]), w, bias[0] if bias else None, labels.reshape(-1, 1)
     if options.implementation == SCAN:
         return cross_entropy_scan.forward(*args, **static)
-    return cross_entropy_tpu.forward(*args, **static, interpret=backend(options.implementation).interpret)
+    compiler = backend(options.implementation)
+    forward = cross_entropy_tpu.forward if compiler.target == "tpu" else cross_entropy_gpu.forward
+    return forward(*args, **static, interpret=compiler.interpret)
 
 
 def _backward(x: Any, w: Any, cts: Cotangents, bias: Sequence[Any], options: Options) -> list[jax.Array]:
     static = {"softcap": options.softcap, "is_transposed": options.is_transposed}
     args = x.reshape(-1, x.shape[-1]), w, bias[0] if bias else None, cts
-    if options.implementation == SCAN:
-        found = cross_entropy_scan.backward(*args, **static)
-    else:
+    if options.implementation == "mosaic_tpu":
         found = cross_entropy_tpu.backward(*args, **static, interpret=backend(options.implementation).interpret)
+    else:
+        found = cross_entropy_scan.backward(*args, **static)
     return [y for y in found if y is not None]
 
 
