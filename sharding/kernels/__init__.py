@@ -17,7 +17,16 @@ Example:
 from .collective_matmul import all_gather_matmul, matmul_reduce_scatter
 from .dot_product_attention import attention
 from .implementation import runs_kernels
+from .linear_cross_entropy import linear_cross_entropy
 from .rms_norm import rms_norm
 from .with_rule import with_rule
 
-__all__ = ["all_gather_matmul", "attention", "matmul_reduce_scatter", "rms_norm", "runs_kernels", "with_rule"]
+__all__ = [
+    "all_gather_matmul",
+    "attention",
+    "linear_cross_entropy",
+    "matmul_reduce_scatter",
+    "rms_norm",
+    "runs_kernels",
+    "with_rule",
+]
