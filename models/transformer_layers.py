@@ -197,10 +197,7 @@ class LayerNorm(nnx.Module):
         self.implementation = implementation
 
     def __call__(self, x_BSM: jax.Array) -> jax.Array:
-        x = x_BSM.astype(jnp.float32)
-        x = x - jnp.mean(x, axis=-1, keepdims=True)
-        x = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + 1e-6)
-        return (x * self.scale[...][None, None, :] + self.bias[...][None, None, :]).astype(x_BSM.dtype)
+        return kernels.layer_norm(x_BSM, self.scale[...], self.bias[...], implementation=self.implementation)
 
 
 class Attention(nnx.Module):

@@ -17,16 +17,20 @@ Example:
 from .collective_matmul import all_gather_matmul, matmul_reduce_scatter
 from .dot_product_attention import attention
 from .implementation import runs_kernels
+from .layer_norm import layer_norm
 from .linear_cross_entropy import linear_cross_entropy
 from .rms_norm import rms_norm
+from .scaled_softmax import scaled_softmax
 from .with_rule import with_rule
 
 __all__ = [
     "all_gather_matmul",
     "attention",
+    "layer_norm",
     "linear_cross_entropy",
     "matmul_reduce_scatter",
     "rms_norm",
     "runs_kernels",
+    "scaled_softmax",
     "with_rule",
 ]

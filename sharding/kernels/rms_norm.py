@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from . import row_kernel
 from .implementation import XLA, Candidate, backend, choose
-from .row_kernel import RowKernel
+from .row_kernel import Along, RowKernel
 from .with_rule import with_rule
 
 IMPLEMENTATIONS = (
@@ -95,9 +95,9 @@ _rms_norm.defvjp(_keep, _gradients)
 
 @functools.cache
 def _forward(epsilon: float) -> RowKernel:
-    def body(rows: Sequence[jax.Array], vectors: Sequence[jax.Array], total: Any) -> Any:
+    def body(rows: Sequence[jax.Array], vectors: Sequence[jax.Array], along: Along) -> Any:
         (x,), (scale,) = rows, vectors
-        rate = jax.lax.rsqrt(total(x * x) / x.shape[-1] + epsilon)
+        rate = jax.lax.rsqrt(along.sum(x * x) / x.shape[-1] + epsilon)
         return [x * rate * scale], []
 
     return RowKernel(name="rms_norm", body=body, flops_per_element=4)
@@ -105,11 +105,11 @@ def _forward(epsilon: float) -> RowKernel:
 
 @functools.cache
 def _backward(epsilon: float) -> RowKernel:
-    def body(rows: Sequence[jax.Array], vectors: Sequence[jax.Array], total: Any) -> Any:
+    def body(rows: Sequence[jax.Array], vectors: Sequence[jax.Array], along: Along) -> Any:
         (x, ct), (scale,) = rows, vectors
-        rate = jax.lax.rsqrt(total(x * x) / x.shape[-1] + epsilon)
+        rate = jax.lax.rsqrt(along.sum(x * x) / x.shape[-1] + epsilon)
         of_norm, norm = ct * scale, x * rate
-        along = total(of_norm * norm) / x.shape[-1]
-        return [rate * (of_norm - norm * along)], [ct * norm]
+        slope = along.sum(of_norm * norm) / x.shape[-1]
+        return [rate * (of_norm - norm * slope)], [ct * norm]
 
     return RowKernel(name="rms_norm_gradients", body=body, flops_per_element=11)

@@ -13,7 +13,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,20 +26,30 @@ from .implementation import Backend, unsupported
 VMEM_BYTES = 4 * 2**20
 """Of the blocks of a TPU program, each of which is buffered twice; a core has 16 MB or more."""
 
+ROWS = 32
+"""A TPU program takes a multiple of as many rows: a tile of 8-bit elements."""
+
 GPU_PROGRAMS = 1056
 """Programs of a GPU kernel: 8 for each of the 132 multiprocessors of an H100."""
 
 LANES = 128
 """Threads of a warpgroup, which share out a row."""
 
-MOST_ROW_ELEMENTS = {"tpu": 65_536, "gpu": 16_384}
-"""The longest rows: of 8 rows in VMEM, and in the registers of a warpgroup."""
+MOST_ROW_ELEMENTS = {"tpu": 32_768, "gpu": 16_384}
+"""The longest rows: of 32 rows in VMEM, and in the registers of a warpgroup."""
+
+
+class Along(NamedTuple):
+    """Reductions along a row, of what broadcasts against it."""
+
+    sum: Callable[[jax.Array], jax.Array]
+    max: Callable[[jax.Array], jax.Array]
 
 
 Body = Callable[..., tuple[Sequence[jax.Array], Sequence[jax.Array]]]
-"""(rows, vectors, total) -> (rows of the results, what they add to sums over rows).
+"""(rows, vectors, `Along`) -> (rows of the results, what they add to sums over rows).
 
-Each is [..., M], in float32 or integers; `total` sums over a row and returns what broadcasts against it.
+Each is [..., M], in float32 or int32.
 """
 
 
@@ -95,13 +105,13 @@ class RowKernel:
         count, num_rows, num_results = rows[0].shape[0], len(rows), len(results)
         arrays = (*rows, *results)
         row_bytes = sum(x.shape[1] * max(x.dtype.itemsize, 4) for x in arrays)
-        block = max(16, min(count, VMEM_BYTES // (2 * row_bytes)) // 16 * 16)
+        block = max(ROWS, min(count, VMEM_BYTES // (2 * row_bytes)) // ROWS * ROWS)
 
         def kernel(*refs: Any) -> None:
             ins, outs = refs[: num_rows + len(vectors)], refs[num_rows + len(vectors) :]
             values = [_wide(ref[...]) for ref in ins]
-            total = functools.partial(jnp.sum, axis=-1, keepdims=True)
-            made, added = self.body(values[:num_rows], values[num_rows:], total)
+            along = Along(*(functools.partial(f, axis=-1, keepdims=True) for f in (jnp.sum, jnp.max)))
+            made, added = self.body(values[:num_rows], values[num_rows:], along)
             for ref, x in zip(outs, made, strict=False):
                 ref[...] = x.astype(ref.dtype)
             first = pl.program_id(0) == 0
@@ -143,7 +153,7 @@ class RowKernel:
             def one(k: jax.Array, totals: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
                 row = program * per_program + k
                 at = jnp.minimum(row, count - 1)  # the last rows of the last program are written twice
-                made, added = self.body([_wide(ref[at]) for ref in ins[:num_rows]], shared, jnp.sum)
+                made, added = self.body([_wide(ref[at]) for ref in ins[:num_rows]], shared, Along(jnp.sum, jnp.max))
                 for ref, x in zip(outs, made, strict=False):
                     ref[at] = x.astype(ref.dtype)
                 is_real = (row < count).astype(jnp.float32)
@@ -182,4 +192,4 @@ def obstacle(implementation: str, rows: Sequence[Any]) -> str:
 
 
 def _wide(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
+    return x.astype(jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else jnp.int32)

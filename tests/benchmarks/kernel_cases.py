@@ -65,6 +65,11 @@ def _causal_flops(args: tuple[Any, ...]) -> float:
     return 2 * batch * heads * length * length * features
 
 
+def _tokens(tokens: int, features: int, vocabulary: int) -> tuple[jax.Array, ...]:
+    labels = jax.random.randint(jax.random.key(2), (tokens,), 0, vocabulary)
+    return normal(0, (tokens, features)), normal(1, (vocabulary, features)) / features**0.5, labels
+
+
 def _attention_peers() -> dict[str, Callable[..., Any]]:
     found: dict[str, Callable[..., Any]] = {
         "jax.nn": lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True)
@@ -106,5 +111,32 @@ CASES = [
         sizes=(16_384, 4096),
         tiny=(16, 128),
         wrt=(0, 1),
+    ),
+    Case(
+        name="layer norm",
+        module="layer_norm",
+        call=kernels.layer_norm,
+        make=lambda rows, features: (normal(0, (rows, features)), jnp.ones(features), jnp.zeros(features)),
+        sizes=(16_384, 4096),
+        tiny=(16, 128),
+        wrt=(0, 1, 2),
+    ),
+    Case(
+        name="scaled softmax",
+        module="scaled_softmax",
+        call=kernels.scaled_softmax,
+        make=lambda rows, scores: (normal(0, (rows, scores)),),
+        sizes=(65_536, 2048),
+        tiny=(16, 128),
+    ),
+    Case(
+        name="linear cross entropy, GPT-2 124M",
+        module="linear_cross_entropy",
+        call=functools.partial(kernels.linear_cross_entropy, transposed=True),
+        make=_tokens,
+        sizes=(16_384, 768, 50_304),
+        tiny=(64, 128, 256),
+        wrt=(0, 1),
+        flops=lambda args: 2 * args[0].shape[0] * args[1].shape[0] * args[1].shape[1],
     ),
 ]

@@ -49,7 +49,7 @@ def test_auto_says_why_it_takes_the_reference():
     [
         (None, "cuda", X, "'auto', 'xla', 'mosaic_tpu', 'mosaic_gpu'"),
         (None, "mosaic_gpu", X, "multiple of 128|JAX 0.11"),
-        (None, "mosaic_tpu", jnp.ones((2, 70_000)), "at most 65,536"),
+        (None, "mosaic_tpu", jnp.ones((2, 70_000)), "at most 32,768"),
         (None, "mosaic_tpu", jnp.ones((2, 128), "float8_e4m3fn"), "16 or 32 bits"),
         ("v5p:2x2x1", "mosaic_gpu", jnp.ones((2, 128)), "a mesh of GPUs|JAX 0.11"),
         ("h100:1x4", "mosaic_tpu", jnp.ones((2, 128)), "a mesh of TPUs"),

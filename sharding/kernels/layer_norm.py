@@ -1,0 +1,123 @@
+"""Layer norm (Ba, Kiros and Hinton, Layer Normalization, arXiv:1607.06450), fused with its scale and bias.
+
+One pass over memory forward, one backward, which computes mean and variance again instead of keeping them. Gradients of
+scale and bias are summed in float32 over a device's rows, then over devices.
+
+Shape suffixes: M features.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from . import row_kernel
+from .implementation import XLA, Candidate, backend, choose
+from .row_kernel import Along, RowKernel
+from .with_rule import with_rule
+
+IMPLEMENTATIONS = (
+    Candidate(name="mosaic_tpu", platforms=frozenset({"tpu"}), obstacle=lambda x, *_: obstacle("mosaic_tpu", x)),
+    Candidate(name="mosaic_gpu", platforms=frozenset({"gpu"}), obstacle=lambda x, *_: obstacle("mosaic_gpu", x)),
+)
+
+
+def layer_norm(
+    x: jax.Array, scale_M: jax.Array, bias_M: jax.Array, *, epsilon: float = 1e-6, implementation: str = "auto"
+) -> jax.Array:
+    """`(x - mean(x)) / sqrt(variance(x) + epsilon) * scale + bias` over the last dim, in float32.
+
+    Args:
+        x: [..., M], of a floating-point dtype.
+        scale_M: [M].
+        bias_M: [M].
+        epsilon: added to the variance.
+        implementation: `"mosaic_tpu"`, `"mosaic_gpu"`, `"xla"`, or `"auto"`: the kernel of the current mesh's platform.
+
+    Returns:
+        [..., M], in the dtype of `x`.
+
+    Raises:
+        ShardingError: the implementation is unknown or can't take these arrays.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from sharding import kernels
+        >>> kernels.layer_norm(jnp.arange(4.0), jnp.ones(4), jnp.zeros(4)).round(2)
+        Array([-1.34, -0.45,  0.45,  1.34], dtype=float32)
+    """
+    chosen = choose("layer_norm", IMPLEMENTATIONS, implementation, x, scale_M, bias_M)
+    return reference(x, scale_M, bias_M, epsilon) if chosen == XLA else _layer_norm(x, scale_M, bias_M, epsilon, chosen)
+
+
+def reference(x: jax.Array, scale_M: jax.Array, bias_M: jax.Array, epsilon: float = 1e-6) -> jax.Array:
+    """Layer norm in plain JAX."""
+    wide = x.astype(jnp.float32)
+    wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
+    wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + epsilon)
+    shape = (1,) * (x.ndim - 1) + scale_M.shape
+    return (wide * scale_M.astype(jnp.float32).reshape(shape) + bias_M.astype(jnp.float32).reshape(shape)).astype(
+        x.dtype
+    )
+
+
+def obstacle(implementation: str, x: Any) -> str:
+    """Why a kernel can't run, or an empty text."""
+    return row_kernel.obstacle(implementation, [x])
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _layer_norm(x: jax.Array, scale_M: jax.Array, bias_M: jax.Array, epsilon: float, implementation: str) -> jax.Array:
+    def layer_norm(x: jax.Array, scale_M: jax.Array, bias_M: jax.Array) -> jax.Array:
+        like = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return _forward(epsilon)([x], [scale_M, bias_M], [like], [], backend(implementation))[0]
+
+    return with_rule(layer_norm, "... m, m, m -> ... m", need_replication=["m"])(x, scale_M, bias_M)
+
+
+def _keep(x: jax.Array, scale_M: jax.Array, bias_M: jax.Array, epsilon: float, implementation: str) -> Any:
+    return _layer_norm(x, scale_M, bias_M, epsilon, implementation), (x, scale_M, bias_M)
+
+
+def _gradients(epsilon: float, implementation: str, kept: Any, ct: jax.Array) -> tuple[jax.Array, ...]:
+    def layer_norm_gradients(x: jax.Array, ct: jax.Array, scale_M: jax.Array) -> list[jax.Array]:
+        like, total = jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct(scale_M.shape, jnp.float32)
+        return _backward(epsilon)([x, ct], [scale_M], [like], [total, total], backend(implementation))
+
+    x, scale_M, bias_M = kept
+    rows = " ".join(f"r{i}" for i in range(x.ndim - 1))
+    rule = f"{rows} m, {rows} m, m -> {rows} m, m, m"
+    run = with_rule(layer_norm_gradients, rule, reduction=rows.split(), need_replication=["m"])
+    of_x, of_scale, of_bias = run(x, ct, scale_M)
+    return of_x, of_scale.astype(scale_M.dtype), of_bias.astype(bias_M.dtype)
+
+
+_layer_norm.defvjp(_keep, _gradients)
+
+
+@functools.cache
+def _forward(epsilon: float) -> RowKernel:
+    def body(rows: Sequence[jax.Array], vectors: Sequence[jax.Array], along: Along) -> Any:
+        (x,), (scale, bias) = rows, vectors
+        centred = x - along.sum(x) / x.shape[-1]
+        rate = jax.lax.rsqrt(along.sum(centred * centred) / x.shape[-1] + epsilon)
+        return [centred * rate * scale + bias], []
+
+    return RowKernel(name="layer_norm", body=body, flops_per_element=7)
+
+
+@functools.cache
+def _backward(epsilon: float) -> RowKernel:
+    def body(rows: Sequence[jax.Array], vectors: Sequence[jax.Array], along: Along) -> Any:
+        (x, ct), (scale,) = rows, vectors
+        centred = x - along.sum(x) / x.shape[-1]
+        rate = jax.lax.rsqrt(along.sum(centred * centred) / x.shape[-1] + epsilon)
+        of_norm, norm = ct * scale, centred * rate
+        mean, slope = along.sum(of_norm) / x.shape[-1], along.sum(of_norm * norm) / x.shape[-1]
+        return [rate * (of_norm - mean - norm * slope)], [ct * norm, ct]
+
+    return RowKernel(name="layer_norm_gradients", body=body, flops_per_element=16)
