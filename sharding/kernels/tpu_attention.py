@@ -50,6 +50,9 @@ BACKWARD_BLOCK = (512, 512)
 QUERY_GRADIENT_BYTES = 5 * 2**20
 """Of what VMEM has of the gradients of queries; the blocks of a program take most of the rest of its 16 MB."""
 
+MOST_PARTS = 16
+"""Kernels of a backward pass, each of which takes about a second to compile; more only for the longest sequences."""
+
 MOST_FEATURES = 256
 
 
@@ -154,12 +157,9 @@ def backward(
     k_BGSD, v_BGSD = (heads_first(x, blocks.key_padding) for x in (k_BSGD, v_BSGD))
     lse_BH1T, delta_BH1T = (heads_first(x[..., None], blocks.query_padding).mT for x in (lse_BTH, delta_BTH))
     operands = (q_BHTD, k_BGSD, v_BGSD, dout_BHTD, lse_BH1T, delta_BH1T, *segment_rows(segments, blocks))
-    block_bytes = blocks.query_block * _up(D, LANES) * (4 + 2 * q_BTHD.dtype.itemsize)  # accumulated, and as a result
-    heads = max(
-        n for n in range(1, H // G + 1) if H // G % n == 0 and (n == 1 or n * block_bytes <= QUERY_GRADIENT_BYTES)
-    )
-    at_once = max(1, QUERY_GRADIENT_BYTES // (heads * block_bytes))
     count = q_BHTD.shape[2] // blocks.query_block
+    block_bytes = blocks.query_block * _up(D, LANES) * (4 + 2 * q_BTHD.dtype.itemsize)  # accumulated, and as a result
+    heads, at_once = _resident(H // G, count, block_bytes)
     parts, sums = [], ()
     for first in range(0, count, at_once):
         dq, *sums = _part(scores, blocks, range(first, min(first + at_once, count)), heads, operands, tuple(sums))
@@ -168,6 +168,18 @@ def backward(
     dk_BGSD, dv_BGSD = (x.reshape(B, G, -1, *x.shape[2:]).sum(2).astype(k_BSGD.dtype) for x in sums)
     S = k_BSGD.shape[1]
     return positions_first(dq_BHTD, T), positions_first(dk_BGSD, S), positions_first(dv_BGSD, S)
+
+
+def _resident(num_heads: int, count: int, block_bytes: int) -> tuple[int, int]:
+    """How many query heads of a key head, and how many of their blocks of queries, have their gradients in VMEM.
+
+    As many heads as leave at most `MOST_PARTS` parts, as each of several sums of a key head's takes memory.
+    """
+    for heads in sorted((n for n in range(1, num_heads + 1) if num_heads % n == 0), reverse=True):
+        at_once = QUERY_GRADIENT_BYTES // (heads * block_bytes)
+        if at_once and count <= MOST_PARTS * at_once:
+            return heads, at_once
+    return 1, max(1, QUERY_GRADIENT_BYTES // block_bytes)
 
 
 def _part(
