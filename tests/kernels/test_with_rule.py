@@ -150,6 +150,6 @@ def test_results_of_shards_that_contradict_the_rule():
 
 
 def test_arrays_that_the_function_captures():
-    table = np.arange(5, dtype=np.float32)
-    scaled = kernels.with_rule(lambda x: x * jnp.asarray(table), "b k -> b k", need_replication="k")
-    one_device.check(lambda x: scaled(x), (array(8, 5),), (P("data"),), SIZES)
+    table = np.arange(16, dtype=np.float32).reshape(1, 1, 16)
+    scaled = kernels.with_rule(lambda x: x * jnp.asarray(table), "... k -> ... k", need_replication="k")
+    check(gradients(lambda x: scaled(jnp.sin(x)), (0,)), (X,), (P("data"),), {})
