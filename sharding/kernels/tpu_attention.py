@@ -6,7 +6,8 @@ query and head, as rows [1, T], not the 512 of a column padded to 128 lanes; the
 sublanes; and each mask is written once for both passes. What a kernel accumulates for queries it keeps as [D, T].
 
 The backward kernel visits blocks by keys, whose gradients are accumulated in VMEM until the next keys; those of queries
-stay in VMEM throughout. More queries than fit there run in parts, and gradients of keys and values are added up.
+stay in VMEM throughout. More queries than fit there run in parts, which go on adding to the gradients of keys and
+values in place; so do more query heads of a key head, whose sums are added in the end.
 
 Shape suffixes: B batch, H query heads, G key heads, R query heads of a key head, T queries, S keys, D features; t and s
 are those of a block.
@@ -44,9 +45,13 @@ FORWARD_BLOCK = (512, 1024)
 """Queries and keys of a block, at most."""
 
 BACKWARD_BLOCK = (512, 512)
+"""Also; half of each for heads of more than 128 features."""
 
-QUERY_GRADIENT_BYTES = 4 * 2**20
-"""Of the gradients of queries that stay in VMEM, in float32, for all query heads of a key head."""
+QUERY_GRADIENT_BYTES = 5 * 2**20
+"""Of what VMEM has of the gradients of queries; the blocks of a program take most of the rest of its 16 MB."""
+
+MOST_PARTS = 16
+"""Kernels of a backward pass, each of which takes about a second to compile; more only for the longest sequences."""
 
 MOST_FEATURES = 256
 
@@ -144,32 +149,60 @@ def backward(
     delta_BTH: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients of queries, keys and values; the arguments are those of `chunked_attention.backward`."""
-    _, T, H, D = q_BTHD.shape
-    R = H // k_BSGD.shape[2]
-    blocks = Blocks.of(T, k_BSGD.shape[1], BACKWARD_BLOCK, LANES)
+    B, T, H, D = q_BTHD.shape
+    G = k_BSGD.shape[2]
+    halves = 1 if D <= LANES else 2
+    blocks = Blocks.of(T, k_BSGD.shape[1], (BACKWARD_BLOCK[0] // halves, BACKWARD_BLOCK[1] // halves), LANES)
     q_BHTD, dout_BHTD = (heads_first(x, blocks.query_padding) for x in (q_BTHD, dout_BTHD))
     k_BGSD, v_BGSD = (heads_first(x, blocks.key_padding) for x in (k_BSGD, v_BSGD))
     lse_BH1T, delta_BH1T = (heads_first(x[..., None], blocks.query_padding).mT for x in (lse_BTH, delta_BTH))
     operands = (q_BHTD, k_BGSD, v_BGSD, dout_BHTD, lse_BH1T, delta_BH1T, *segment_rows(segments, blocks))
     count = q_BHTD.shape[2] // blocks.query_block
-    at_once = max(1, QUERY_GRADIENT_BYTES // (4 * R * D * blocks.query_block))
-    firsts = range(0, count, at_once)
-    parts = [_part(scores, blocks, range(i, min(i + at_once, count)), operands) for i in firsts]
-    dq_BHTD = jnp.concatenate([dq for dq, _, _ in parts], axis=2)
-    dk, dv = parts[0][1:]
-    for _, more_dk, more_dv in parts[1:]:
-        dk, dv = dk + more_dk, dv + more_dv
-    dk, dv = (positions_first(x, k_BSGD.shape[1]).astype(k_BSGD.dtype) for x in (dk, dv))
-    return positions_first(dq_BHTD, T), dk, dv
+    block_bytes = blocks.query_block * _up(D, LANES) * (4 + 2 * q_BTHD.dtype.itemsize)  # accumulated, and as a result
+    heads, at_once = _resident(H // G, count, block_bytes)
+    parts, sums = [], ()
+    for first in range(0, count, at_once):
+        dq, *sums = _part(scores, blocks, range(first, min(first + at_once, count)), heads, operands, tuple(sums))
+        parts.append(dq)
+    dq_BHTD = jnp.concatenate(parts, axis=2)
+    dk_BGSD, dv_BGSD = (x.reshape(B, G, -1, *x.shape[2:]).sum(2).astype(k_BSGD.dtype) for x in sums)
+    S = k_BSGD.shape[1]
+    return positions_first(dq_BHTD, T), positions_first(dk_BGSD, S), positions_first(dv_BGSD, S)
+
+
+def _resident(num_heads: int, count: int, block_bytes: int) -> tuple[int, int]:
+    """How many query heads of a key head, and how many of their blocks of queries, have their gradients in VMEM.
+
+    As many heads as leave at most `MOST_PARTS` parts, as each of several sums of a key head's takes memory.
+    """
+    for heads in sorted((n for n in range(1, num_heads + 1) if num_heads % n == 0), reverse=True):
+        at_once = QUERY_GRADIENT_BYTES // (heads * block_bytes)
+        if at_once and count <= MOST_PARTS * at_once:
+            return heads, at_once
+    return 1, max(1, QUERY_GRADIENT_BYTES // block_bytes)
 
 
 def _part(
-    scores: Scores, blocks: Blocks, part: range, operands: Sequence[jax.Array]
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Gradients [B, H, T of the part, D] of some blocks of queries, and what they add to those of keys and values."""
+    scores: Scores,
+    blocks: Blocks,
+    part: range,
+    R: int,
+    operands: Sequence[jax.Array],
+    sums: tuple[jax.Array, ...],
+) -> Sequence[jax.Array]:
+    """Gradients [B, H, T of the part, D] of some blocks of queries, and sums with those of keys and values.
+
+    Args:
+        scores: of the attention.
+        blocks: of scores.
+        part: the blocks of queries.
+        R: query heads of a sum: some of a key head's.
+        operands: queries, keys, values, cotangents, statistics, and segments.
+        sums: those of earlier parts, [B, H / R, S, D] in float32.
+    """
     q_BHTD, k_BGSD = operands[:2]
-    B, H, T, D = q_BHTD.shape
-    G, R = k_BGSD.shape[1], H // k_BGSD.shape[1]
+    B, H, _, D = q_BHTD.shape
+    per_key_head = H // R // k_BGSD.shape[1]
     t, num_queries = blocks.query_block, len(part) * blocks.query_block
     visited = [block for block in blocks.visited(scores.band) if block.query in part]
     unseen = {*range(k_BGSD.shape[2] // blocks.key_block)} - {block.key for block in visited}
@@ -178,7 +211,7 @@ def _part(
 
     def kernel(table_ref: Any, *refs: Any) -> None:
         q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref, *segment_refs = refs[: len(operands)]
-        dq_ref, dk_ref, dv_ref, dq_RDT_ref, dk_sD_ref, dv_sD_ref = refs[len(operands) :]
+        *sum_refs, dq_ref, dk_ref, dv_ref, dq_RDT_ref, dk_sD_ref, dv_sD_ref = refs[len(operands) :]
         i, head = pl.program_id(2), pl.program_id(3)
         at, flags = (table.query(table_ref, i), table.key(table_ref, i)), table.flags(table_ref, i)
 
@@ -188,8 +221,8 @@ def _part(
 
         @pl.when((flags & FIRST != 0) & (head == 0))
         def _() -> None:
-            dk_sD_ref[...] = jnp.zeros_like(dk_sD_ref)
-            dv_sD_ref[...] = jnp.zeros_like(dv_sD_ref)
+            for n, ref in enumerate((dk_sD_ref, dv_sD_ref)):
+                ref[...] = sum_refs[n][...] if sum_refs else jnp.zeros_like(ref)
 
         def update(is_partial: bool) -> None:
             q_tD, k_sD, dout_tD = q_ref[...], k_ref[...], dout_ref[...]
@@ -206,28 +239,32 @@ def _part(
 
         @pl.when((flags & LAST != 0) & (head == R - 1))
         def _() -> None:
-            dk_ref[...] = dk_sD_ref[...].astype(dk_ref.dtype)
-            dv_ref[...] = dv_sD_ref[...].astype(dv_ref.dtype)
+            dk_ref[...] = dk_sD_ref[...]
+            dv_ref[...] = dv_sD_ref[...]
 
         @pl.when(i == table.count - 1)
         def _() -> None:
             dq_ref[head] = dq_RDT_ref[head].T.astype(dq_ref.dtype)
 
-    specs = Specs.of(table, blocks, D, lambda b, g, i, r: (b, g * R + r, g, i))
+    specs = Specs.of(table, blocks, D, lambda b, g, i, r: (b, g * R + r, g // per_key_head, i))
+    of_sums = Specs.of(table, blocks, D, lambda b, g, i, r: (b, g * R + r, g, i)).keys
     of_operands = [specs.queries, specs.keys, specs.keys, specs.queries, specs.statistics, specs.statistics]
-    all_heads = pl.BlockSpec((None, R, num_queries, D), lambda b, g, i, r, ref: (b, g, 0, 0))
+    of_operands += specs.segments[: len(operands) - len(of_operands)]
+    all_queries = pl.BlockSpec((None, R, num_queries, D), lambda b, g, i, r, ref: (b, g, 0, 0))
     scratch = ((R, D, num_queries), (blocks.key_block, D), (blocks.key_block, D))
-    sums = jax.ShapeDtypeStruct(k_BGSD.shape, k_BGSD.dtype if num_queries == T else jnp.float32)
-    dq, dk, dv = pl.pallas_call(
+    total = jax.ShapeDtypeStruct((B, H // R, *k_BGSD.shape[2:]), jnp.float32)
+    aliases = {1 + len(operands) + i: 1 + i for i in range(len(sums))}
+    return pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
-            grid=(B, G, table.count, R),
-            in_specs=[*of_operands, *specs.segments[: len(operands) - len(of_operands)]],
-            out_specs=[all_heads, specs.keys, specs.keys],
+            grid=(B, H // R, table.count, R),
+            in_specs=[*of_operands, *[of_sums] * len(sums)],
+            out_specs=[all_queries, of_sums, of_sums],
             scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch],
         ),
-        out_shape=[jax.ShapeDtypeStruct((B, H, num_queries, D), q_BHTD.dtype), sums, sums],
+        out_shape=[jax.ShapeDtypeStruct((B, H, num_queries, D), q_BHTD.dtype), total, total],
+        input_output_aliases=aliases,
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary"),
         ),
@@ -235,10 +272,13 @@ def _part(
             products=5,
             programs=B * H * table.count,
             blocks=blocks,
-            arrays=(q_BHTD, k_BGSD, k_BGSD, k_BGSD, k_BGSD),
+            arrays=(k_BGSD, k_BGSD, total, total, *sums),
             read_rows=2 * blocks.query_block,
         ),
         interpret=backend("mosaic_tpu").interpret,
         name="attention_gradients",
-    )(table.array(), *operands)
-    return dq, dk, dv
+    )(table.array(), *operands, *sums)
+
+
+def _up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple

@@ -156,7 +156,7 @@ def segment_rows(segments: Segments, blocks: Blocks) -> list[jax.Array]:
 
 
 def kernel_cost(
-    *, products: int, programs: int, blocks: Blocks, arrays: Sequence[jax.Array], read_rows: int
+    *, products: int, programs: int, blocks: Blocks, arrays: Sequence[Any], read_rows: int
 ) -> pl.CostEstimate:
     """FLOPs, exponentials and bytes of all programs.
 

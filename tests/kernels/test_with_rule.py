@@ -147,3 +147,9 @@ def test_results_of_shards_that_contradict_the_rule():
     wrong = kernels.with_rule(lambda x: jnp.ones((8, 8)), "m n -> m n")
     with sharding.mesh(SIZES), pytest.raises(ShardingError, match=r"shards of shape \(4, 8\)"):
         sharding.jit(wrong, in_shardings=P("data"))(array(8, 8))
+
+
+def test_arrays_that_the_function_captures():
+    table = np.arange(16, dtype=np.float32).reshape(1, 1, 16)
+    scaled = kernels.with_rule(lambda x: x * jnp.asarray(table), "... k -> ... k", need_replication="k")
+    check(gradients(lambda x: scaled(jnp.sin(x)), (0,)), (X,), (P("data"),), {})
