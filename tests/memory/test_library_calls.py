@@ -28,3 +28,5 @@ def test_a_matrix_is_read_transposed_and_other_dims_are_moved():
 
     assert moved_bytes("ka,kb->ab", (64, 32), (64, 32)) == 0
     assert moved_bytes("kla,klb->ab", (8, 8, 32), (8, 8, 32)) == 8 * 8 * 32 * 4
+    assert moved_bytes("kla,klb->ab", (2, 1, 32), (2, 1, 32)) == 2 * 32 * 4
+    assert moved_bytes("kla,klb->ab", (1, 1, 32), (1, 1, 32)) == 0  # only dims of size 1 move
