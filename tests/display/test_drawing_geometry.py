@@ -123,6 +123,12 @@ def test_cells_in_characters(num: int):
     assert (f"({MAX_CELLS} drawn)" in cells[0]) == (num > MAX_CELLS)
 
 
+def test_the_names_of_arrays_are_bold_and_nothing_else():
+    texts = drawn(picture((8, 64), P("data"), "first"), picture((6,), P(), "second")).iter(f"{SVG}text")
+    bold = [text.text for text in texts if text.get("font-weight") == "bold"]
+    assert [text.split(",")[0] for text in bold] == ["first", "second"]
+
+
 @pytest.mark.parametrize("shape", [(), (8,), (8, 64), (6, 4, 8)])
 def test_captions_end_above_their_array_and_below_the_previous_row(shape):
     root = drawn(*[picture(shape, P())] * 12)

@@ -66,12 +66,21 @@ def mapped(x, n):
     )(x, n)
 
 
+def mapped_twice(x, n):
+    def inner(x):
+        return jax.shard_map(jnp.exp, in_specs=P(), out_specs=P(), axis_names={"one"})(x * 2)
+
+    return jax.shard_map(inner, in_specs=P("data"), out_specs=P("data"), axis_names={"data"})(x) * n
+
+
 @pytest.mark.parametrize("platform", TRAITS)
-@pytest.mark.parametrize("f", [scanned, over_columns, repeated, branched, solved, mapped], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "f", [scanned, over_columns, repeated, branched, solved, mapped, mapped_twice], ids=lambda f: f.__name__
+)
 def test_a_program_on_a_sharded_batch_is_that_of_a_share_of_it(f, platform):
     def instructions(rows, devices):
         args = jax.ShapeDtypeStruct((rows, 16), jnp.float32), jax.ShapeDtypeStruct((), jnp.float32)
-        with sharding.mesh(data=devices, devices=jax.devices()[:devices]):
+        with sharding.mesh(data=devices, one=1, devices=jax.devices()[:devices]):
             assignment = sharding.jit(f, in_shardings=(P("data"), None)).complete(*args).assignment
         body = lower(assignment, TRAITS[platform]).body
         return [(one.name, one.role, one.shape, one.num_bytes, len(one.operands)) for one in all_instructions(body)]
