@@ -390,8 +390,8 @@ def is_jit_disabled() -> bool:
 
 
 def is_ref(x: Any) -> bool:
-    """Whether `x` is a `jax.Ref`, or a tracer of one."""
-    return isinstance(x, _Ref) or (isinstance(x, Tracer) and isinstance(x.aval, _AbstractRef))
+    """Whether `x` is a `jax.Ref`, a tracer of one, or the abstract value of one."""
+    return isinstance(x, (_Ref, _AbstractRef)) or (isinstance(x, Tracer) and isinstance(x.aval, _AbstractRef))
 
 
 def makes_refs(x: Any) -> bool:

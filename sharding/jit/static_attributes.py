@@ -20,10 +20,14 @@ class StaticChange(NamedTuple):
     attributes: tuple[tuple[str, Any, Any], ...] | None
     """Name, value before and after of the attributes of an nnx object; None for other nodes, which are opaque."""
     kind: str
+    replaced_by: str | None = None
+    """The type of the object that took the node's place."""
 
     def text(self, argument: str) -> str:
         """What changed, for an error."""
         path = "/".join(map(str, (argument, *self.keys)))
+        if self.replaced_by is not None:
+            return f"{path}: a {self.kind} was replaced by a {self.replaced_by}"
         if self.attributes is None:
             return f"{path}: static data of a {self.kind} was changed"
         return "; ".join(f"{path}.{name} was changed from {old!r} to {new!r}" for name, old, new in self.attributes)
@@ -37,7 +41,7 @@ def changes(before: Any, after: Any) -> Iterator[StaticChange]:
     if before == after:
         return
     (kind, old), (other, new) = _node(before), _node(after)
-    if kind is not other or kind is type(None):
+    if kind is not other:
         return
     if _is_nnx(kind):
         were, are = dict(zip(*old[1:], strict=True)), dict(zip(*new[1:], strict=True))
@@ -51,6 +55,9 @@ def changes(before: Any, after: Any) -> Iterator[StaticChange]:
     theirs = _children(after)
     for key, child in _children(before).items():
         if key in theirs:
+            (was, _), (now, _) = _node(child), _node(theirs[key])
+            if _is_nnx(kind) and was is not now and type(None) not in (was, now):
+                yield StaticChange((key,), None, was.__name__, now.__name__)
             yield from (one._replace(keys=(key, *one.keys)) for one in changes(child, theirs[key]))
 
 

@@ -220,7 +220,8 @@ def _check_only_params(asked: str, rest: Any) -> None:
     from flax import nnx
 
     if found := ["/".join(map(str, path)) for path, _ in nnx.to_flat_state(rest)]:
-        there = f"{', '.join(found[:4])}, not {'a parameter' if len(found) == 1 else 'parameters'}"
+        more = f" and {len(found) - 4} more" if len(found) > 4 else ""
+        there = f"{', '.join(found[:4])}{more}, not {'a parameter' if len(found) == 1 else 'parameters'}"
         raise ShardingError(asked, found=there, required="only variables of type nnx.Param")
 
 

@@ -48,8 +48,8 @@ class AssignedProgram:
         return None if atom is None else self.specs[atom]
 
     def constraint_spec(self, atom: Atom, aval: Any) -> Spec | None:
-        """Returns the spec to constrain a value to; None for scalars, constants, keys and values left to XLA."""
-        if atom is None or not getattr(aval, "shape", ()):
+        """Returns the spec to constrain a value to; None for scalars, constants, keys, Refs and values left to XLA."""
+        if atom is None or not getattr(aval, "shape", ()) or compat.is_ref(aval):
             return None
         spec = self.specs[atom]
         is_key = compat.is_extended(aval.dtype)

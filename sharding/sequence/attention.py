@@ -169,7 +169,7 @@ def _shape_errors(asked: str, q: jax.Array, k: jax.Array, v: jax.Array) -> Itera
         yield ShardingError(asked, found=shapes, required="keys and values of one shape")
     if [q.shape[d] for d in (0, 1, 3)] != [k.shape[d] for d in (0, 1, 3)]:
         yield ShardingError(asked, found=shapes, required=f"queries and keys {dims} that differ only in heads")
-    if min(q.shape) < 1 or q.shape[2] % k.shape[2]:
+    if min(*q.shape, k.shape[2]) < 1 or q.shape[2] % k.shape[2]:
         yield ShardingError(
             asked,
             found=f"{shapes}: {q.shape[2]} query heads, {k.shape[2]} key heads",

@@ -43,12 +43,11 @@ def check_divides(asked: str, axes: str | tuple[str, ...], length: int, what: st
         )
 
 
-def check_ndim(asked: str, name: str, x: Any, least: int, most: int | None = None) -> None:
-    """Raises unless an array has between `least` and `most` dims."""
-    ndim = jnp.ndim(x)
-    if ndim < least or (most is not None and ndim > most):
-        number = f"{least}" if most == least else f"at least {least}" if most is None else f"{least} to {most}"
-        raise ShardingError(asked, found=f"{name} of shape {jnp.shape(x)}", required=f"{number} dims")
+def check_ndim(asked: str, name: str, x: Any, ndim: int, *, or_more: bool = False) -> None:
+    """Raises unless an array has `ndim` dims."""
+    if jnp.ndim(x) != ndim and not (or_more and jnp.ndim(x) > ndim):
+        required = f"{'at least ' if or_more else ''}{ndim} dims"
+        raise ShardingError(asked, found=f"{name} of shape {jnp.shape(x)}", required=required)
 
 
 def check_dtype(asked: str, name: str, x: Any, kind: type, words: str) -> None:

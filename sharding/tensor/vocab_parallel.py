@@ -33,7 +33,7 @@ def embed(table: jax.Array, tokens: jax.Array, *, axis: str = "tensor") -> jax.A
     """
     asked = f"tensor.embed(table, tokens, axis={axis!r})"
     axis_size(asked, axis)
-    check_ndim(asked, "table", table, 2, 2)
+    check_ndim(asked, "table", table, 2)
     check_dtype(asked, "tokens", tokens, np.integer, "integers")
     return jnp.take(shard_dim(table, axis, 0), tokens, axis=0, mode="clip")
 
@@ -57,7 +57,7 @@ def logits(x: jax.Array, table: jax.Array, *, axis: str = "tensor", vocab: int |
     """
     asked = f"tensor.logits(x, table, axis={axis!r})"
     axis_size(asked, axis)
-    check_ndim(asked, "table", table, 2, 2)
+    check_ndim(asked, "table", table, 2)
     if x.ndim < 1 or x.shape[-1] != table.shape[1]:
         required = "x of shape [..., features], table [vocabulary, features]"
         raise ShardingError(asked, found=f"x {x.shape}, table {table.shape}", required=required)

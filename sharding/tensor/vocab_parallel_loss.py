@@ -71,7 +71,7 @@ def losses(
     """
     asked = _asked("losses", axis)
     axis_size(asked, axis)
-    check_ndim(asked, "logits", logits, 1)
+    check_ndim(asked, "logits", logits, 1, or_more=True)
     check_dtype(asked, "logits", logits, np.floating, "floats")
     check_dtype(asked, "targets", targets, np.integer, "integers")
     if targets.shape != logits.shape[:-1]:

@@ -11,7 +11,7 @@ import pytest
 import sharding
 from sharding import P, ShardingError
 from sharding.display import ArrayPicture, Drawing, axis_colors
-from sharding.spec import from_partition_spec
+from sharding.spec import Dim, Spec, from_partition_spec
 
 SIZES = {"one": 1, "data": 2, "tensor": 4, "seq": 3, "expert": 64}
 COLORS = {"data": axis_colors.color(0), "tensor": axis_colors.color(1), "seq": axis_colors.color(2)}
@@ -49,6 +49,15 @@ def test_each_axis_cuts_its_dim(spec, rows, columns):
     for cuts, is_vertical in ((rows, False), (columns, True)):
         assert {axis: sum(c == COLORS[axis] and v == is_vertical for c, _, v in found) for axis in cuts} == cuts
     assert len(found) == sum(rows.values()) + sum(columns.values())
+
+
+def test_a_part_of_an_axis_has_the_axis_colour():
+    dims = (Dim(axes=(("tensor", 1, 2),)), Dim(axes=("seq", ("tensor", 2, 2))))
+    array = ArrayPicture(name="a", dtype="int8", shape=(8, 12), spec=Spec(dims=dims))
+    found = lines(Drawing(arrays=(array,), sizes=SIZES))
+    assert sorted(found) == sorted(
+        [(COLORS["tensor"], 2.5, False)] + [(COLORS["seq"], 2.5, True)] * 2 + [(COLORS["tensor"], 1.75, True)] * 3
+    )
 
 
 def test_major_axes_have_thicker_lines():

@@ -121,3 +121,22 @@ def test_cells_in_characters(num: int):
     assert {line.index("|") for line in cells} == {rules[0].index("+")} and len(cells) == len(rules) - 1
     assert [f"dim 0: {num * 2} over x={num}" in line for line in cells] == [True] + [False] * (len(cells) - 1)
     assert (f"({MAX_CELLS} drawn)" in cells[0]) == (num > MAX_CELLS)
+
+
+def test_the_names_of_arrays_are_bold_and_nothing_else():
+    texts = drawn(picture((8, 64), P("data"), "first"), picture((6,), P(), "second")).iter(f"{SVG}text")
+    bold = [text.text for text in texts if text.get("font-weight") == "bold"]
+    assert [text.split(",")[0] for text in bold] == ["first", "second"]
+
+
+@pytest.mark.parametrize("shape", [(), (8,), (8, 64), (6, 4, 8)])
+def test_captions_end_above_their_array_and_below_the_previous_row(shape):
+    root = drawn(*[picture(shape, P())] * 12)
+    tops = sorted({top for _, top, _, _ in boxes(root)})
+    bottoms = sorted({top + height for _, top, _, height in boxes(root)})
+    baselines = sorted({float(text.get("y")) for text in root.iter(f"{SVG}text")})
+    assert len(tops) > 1
+    for k, top in enumerate(tops):
+        own = [y for y in baselines if (bottoms[k - 1] if k else 0) < y < top]
+        assert len(own) == 3 and top - own[-1] >= LINE / 2  # below the letters of the last line
+        assert own[0] - LINE / 2 >= (bottoms[k - 1] if k else 0)

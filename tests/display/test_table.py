@@ -51,11 +51,19 @@ def test_html_has_every_cell_and_no_markup_of_its_data():
     assert found.cells[:8] == ["op", "bytes", "time", "share", "dot_general", "4.1 kB", "250 ms", "50.0%"]
     assert found.cells[8] == "<script>alert(1)</script>" and "script" not in found.tags
     assert "a title &amp; more" in TABLE.html() and 'title="4,096 bytes"' in TABLE.html()
+    assert re.findall("<code>(.*?)</code>", TABLE.html()) == [
+        "dot_general",
+        "&lt;script&gt;alert(1)&lt;/script&gt;",
+        "-",
+    ]
 
 
 def test_long_tables_are_cut_in_notebooks():
     text = Table("", COLUMNS, ROWS * 10).html()
     assert text.count("<tr>") == 21 and "and 10 more rows" in text
+    assert Table("", COLUMNS, ROWS[:1] * 20).html().count("<tr>") == 21
+    assert "more rows" not in Table("", COLUMNS, ROWS[:1] * 20).html()
+    assert "and 1 more rows" in Table("", COLUMNS, ROWS[:1] * 21).html()
 
 
 def test_rows_are_plain_and_sums_come_first_in_notebooks():

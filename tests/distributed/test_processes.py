@@ -27,6 +27,15 @@ def test_single_process_has_nothing_to_do():
     assert not processes.preempted(3)
 
 
+def test_arguments_are_not_completed_from_the_environment(monkeypatch: pytest.MonkeyPatch):
+    environment = {processes.COORDINATOR: "127.0.0.1:1234", processes.NUM_PROCESSES: "2", processes.PROCESS: "0"}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    for given in (("127.0.0.1:1235",), (None, 2), (None, None, 1)):
+        with pytest.raises(ShardingError, match="only some of coordinator, num_processes and process"):
+            sharding.initialize(*given)
+
+
 @pytest.mark.parametrize(
     ("given", "found"),
     [
@@ -61,7 +70,7 @@ def test_missing_coordinator():
     begun = time.monotonic()
     with pytest.raises(ShardingError, match="can't reach the coordinator at 127.0.0.1:1: Connection refused"):
         sharding.initialize("127.0.0.1:1", 2, 1, timeout=1)
-    assert time.monotonic() - begun < 30
+    assert 1 <= time.monotonic() - begun < 30
 
 
 @pytest.mark.parametrize(("host", "is_name"), [("127.0.0.1", False), ("localhost", True)])

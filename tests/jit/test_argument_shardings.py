@@ -52,6 +52,17 @@ def test_specs_that_are_no_prefix_are_an_error_with_the_path(specs, message):
         broadcast_specs(specs, TREES, "in_shardings", "f")
 
 
+def test_a_long_tree_is_cut_to_160_characters_in_an_error():
+    for number in range(1, 80):
+        tree = {"a": [1.0] * number}
+        whole = f"the argument is {jax.tree.structure(tree)}".replace("PyTreeDef(", "").removesuffix(")")
+        with pytest.raises(ShardingError, match="the argument is") as error:
+            broadcast_specs(({"a": [P()] * (number + 1)},), [tree], "in_shardings", "f")
+        text = next(line for line in error.value.found if line.startswith("the argument is"))
+        shown = text.removeprefix("the argument is ")
+        assert text == whole or (shown.endswith("...") and len(shown) == 160 and whole.startswith(text[:-3]))
+
+
 def test_error_of_out_shardings_names_the_result():
     with pytest.raises(ShardingError, match=r"(?s)f: out_shardings\n.*the result is .*different types"):
         broadcast_specs((P(), P()), [{"a": 1}], "out_shardings", "f")

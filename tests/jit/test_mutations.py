@@ -116,8 +116,9 @@ def test_only_variables_are_written_back():
         state["n"] += 1
         return state["n"]
 
-    with pytest.raises(ShardingError, match=r"(?s)state/n was mutated, and is not an nnx.Variable"):
+    with pytest.raises(ShardingError, match=r"(?s)state/n was mutated, and is not an nnx.Variable") as error:
         sharding.jit(count, mutable=True)({"n": jnp.zeros(())})
+    assert "mutable=True, to have" not in str(error.value)
 
 
 def test_a_variable_that_occurs_twice_is_an_error():
@@ -195,6 +196,50 @@ def test_a_lost_static_attribute_is_an_error_that_names_it():
         sharding.jit(counted_step)(Counted(), X)
     with pytest.raises(ShardingError, match=r"state/m/layers/0.deterministic was changed from False to True"):
         sharding.jit(lambda state, x: state["m"].eval() or state["m"].layers[0](x))({"m": Counted()}, X)
+
+
+@pytest.mark.parametrize("mutable", [False, True])
+def test_an_object_of_another_type_in_an_objects_place_is_an_error(mutable):
+    class Twice(nnx.Module):
+        def __init__(self, layer):
+            self.kernel, self.bias = layer.kernel, layer.bias
+
+    def step(model, x):
+        model.linear = Twice(model.linear)
+        return x @ model.linear.kernel
+
+    with pytest.raises(ShardingError, match=r"(?s)model/linear: a Linear was replaced by a Twice.*return the changed"):
+        sharding.jit(step, mutable=mutable)(Counted(), X)
+
+    def returned(model, x):
+        return step(model, x), model
+
+    y, model = sharding.jit(returned)(Counted(), X)
+    assert type(model.linear) is Twice
+    np.testing.assert_allclose(y, X @ model.linear.kernel[...], rtol=1e-5, atol=1e-6)
+
+
+def test_other_entries_in_the_functions_own_copy_of_a_container_are_no_change():
+    def step(state):
+        state["pair"] = tuple(state["pair"])
+        state["m"] = [state["m"].linear.kernel]
+        return state["m"][0][...] @ state["pair"][0]
+
+    state = {"pair": [X, X], "m": Counted()}
+    y = sharding.jit(step)(state)
+    np.testing.assert_allclose(y, state["m"].linear.kernel[...] @ X, rtol=1e-5, atol=1e-6)
+    assert type(state["pair"]) is list
+
+
+def test_an_attribute_that_is_removed_or_none_is_no_change():
+    def step(model, x):
+        model.linear.bias = None
+        del model.layers
+        return x @ model.linear.kernel
+
+    model = Counted()
+    np.testing.assert_allclose(sharding.jit(step)(model, X), X @ model.linear.kernel[...], rtol=1e-5, atol=1e-6)
+    assert model.linear.bias is not None
 
 
 def test_a_returned_object_keeps_its_static_attributes():

@@ -109,3 +109,65 @@ def test_a_ref_that_comes_in_twice_is_an_error():
         sharding.jit(lambda a, b: a[...] + b[...])(ref, ref)
     with pytest.raises(sharding.ShardingError, match="a is the mutable array that is closed over"):
         sharding.jit(lambda a: a[...] + ref[...])(ref)
+
+
+def assert_close(found, expected):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), found, expected)
+
+
+def in_scan(total, x):
+    def step(carry, row):
+        total[1] = total[0] + jnp.tanh(row)
+        return carry + row, total[1]
+
+    return jax.lax.scan(step, x[0], x)
+
+
+def in_while(total, x):
+    def step(i):
+        total[i] += x[i] * total[0]
+        return i + 2
+
+    return jax.lax.while_loop(lambda i: (i < 8) & (x[0, 0] < 9), step, 0)
+
+
+def in_cond(total, x):
+    def step(carry, row):
+        def written():
+            total[2] = row
+            return row * 2
+
+        return carry, jax.lax.cond(row[0] > 0, written, lambda: total[2] + row)
+
+    return jax.lax.scan(step, 0, x)
+
+
+@pytest.mark.parametrize("body", [in_scan, in_while, in_cond])
+@pytest.mark.parametrize("has_own", [True, False], ids=["own", ""])
+def test_a_loop_in_a_nested_jit_writes_a_ref_of_the_enclosing_program(body, has_own):
+    def program(jit):
+        def outer(x):
+            total = jax.new_ref(x * 0.5)
+
+            def inner(x):
+                own = jax.new_ref(x) if has_own else x
+                y = body(total, sharding.annotate(x, P("data", "tensor")))
+                return y, own[...]
+
+            return jit(inner)(x), total[...]
+
+        return outer
+
+    expected = jax.jit(program(jax.jit))(X)
+    for jit in (jax.jit, sharding.jit):
+        assert_close(jit(program(sharding.jit))(X), expected)
+
+
+@pytest.mark.parametrize("body", [in_scan, in_while, in_cond])
+def test_a_loop_writes_a_ref_that_is_closed_over(body):
+    found = []
+    for jit in (jax.jit, sharding.jit):
+        total = jax.new_ref(jnp.ones((8, 8)))
+        step = jit(lambda x, total=total: body(total, x))
+        found.append((step(X), step(X * 2), total[...]))
+    assert_close(*found)

@@ -55,6 +55,20 @@ def test_a_reduce_scatter_stores_its_shard(platform, share):
         assert found < temporaries(then_squared, *args, platform="cpu", sizes=sizes, in_shardings=specs)
 
 
+def test_what_only_products_read_takes_half_on_tpu():
+    """A carry, and its next value."""
+
+    def rolled(x, w):
+        def body(carry, _):
+            y, total = carry
+            return (jnp.roll(y, 1, 0), total + y @ w), None
+
+        return jax.lax.scan(body, (jnp.sin(x), x), None, length=4)[0][1]
+
+    found = temporaries(rolled, FULL, FULL, platform="tpu")
+    assert found == temporaries(rolled, FULL, FULL, platform="gpu") - 2 * N * N * 2
+
+
 @pytest.mark.parametrize("platform", TRAITS)
 def test_every_platform_has_a_stored_error(platform):
     error = PEAK_ERRORS[platform]

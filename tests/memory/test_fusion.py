@@ -53,6 +53,17 @@ def test_a_cheap_op_is_duplicated_and_an_expensive_one_stored():
         assert found.pop("dot") == [] and found == expected
 
 
+@pytest.mark.parametrize(("size", "is_stored"), [(31, True), (32, False), (33, False)])
+def test_a_sum_is_stored_where_that_moves_less_than_computing_it_in_each_of_three_consumers(size, is_stored):
+    """Three reads of 64 elements, against one of 64, a write and three reads of the result."""
+    wide = [make("x", shape=(32,), role="argument"), make("y", shape=(32,), role="argument")]
+    a = make("a", *wide, shape=(size,))
+    ends = [make(name, a, shape=(size,)) for name in "bcd"]
+    found = stored(*wide, a, *ends, make("dot", *ends, role="unfusible"))
+    assert ("a" in found) == is_stored
+    assert all(found[name] == ([] if is_stored else ["a"]) for name in "bcd")
+
+
 def test_an_expensive_op_read_by_one_kernel_is_fused():
     x = argument()
     a = make("a", x, elementwise=True, expensive=True)

@@ -55,6 +55,19 @@ def test_a_collective_with_nothing_beside_it_has_a_result_of_its_own():
     assert x.root in steps[-1].operands  # it lives until the collective has ended
 
 
+def test_an_empty_array_takes_no_time_to_make():
+    """A collective is hidden behind the work next to it; what takes none is left for later."""
+
+    def order(size):
+        x = kernel("x", size=64 * MEGABYTES)
+        reduced, small, other = kernel("all-reduce", x), kernel("small", x, size=size), kernel("other", x)
+        end = kernel("end", reduced, small, other)
+        return names(xla_gpu_order([x, reduced, small, other, end], [end.root]))
+
+    assert order(4) == ["x", "all-reduce", "small", "other", "end"]
+    assert order(0) == ["x", "all-reduce", "other", "small", "end"]
+
+
 def test_independent_collectives_of_one_group_are_combined_on_cpus():
     x = kernel("x")
     grouped = [kernel("all-reduce", x, group="data") for _ in range(3)]

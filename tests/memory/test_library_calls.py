@@ -2,10 +2,13 @@
 
 import jax
 import jax.numpy as jnp
+import pytest
 from support import peak_memory
 
 import sharding
 from sharding.memory import usage
+from sharding.memory.compiler_traits import TRAITS
+from sharding.memory.device_program import lower
 
 
 def temporary_bytes(f, *args):
@@ -21,6 +24,15 @@ def test_products_of_16_bits_are_widened_only_where_the_left_operand_is_transpos
     assert straight <= 2 * 2048 * 384 + 4 * 2048 < 4 * 2048 * (256 + 384) <= turned
 
 
+@pytest.mark.parametrize(("size", "is_large"), [(4095, False), (4096, True), (4097, True)])
+def test_a_library_reduces_from_4096_elements_on_on_cpus(size, is_large):
+    with sharding.mesh({"data": 1}, devices=jax.devices()[:1]):
+        assignment = sharding.jit(lambda x: x.sum()).complete(peak_memory.floats(size)).assignment
+    for platform, traits in TRAITS.items():
+        (one,) = [one for one in lower(assignment, traits).body.instructions if one.name == "reduce_sum"]
+        assert one.is_library_reduction == (is_large and platform == "cpu")
+
+
 def test_a_matrix_is_read_transposed_and_other_dims_are_moved():
     def moved_bytes(equation, *shapes):
         args = [peak_memory.floats(*shape) for shape in shapes]
@@ -28,3 +40,5 @@ def test_a_matrix_is_read_transposed_and_other_dims_are_moved():
 
     assert moved_bytes("ka,kb->ab", (64, 32), (64, 32)) == 0
     assert moved_bytes("kla,klb->ab", (8, 8, 32), (8, 8, 32)) == 8 * 8 * 32 * 4
+    assert moved_bytes("kla,klb->ab", (2, 1, 32), (2, 1, 32)) == 2 * 32 * 4
+    assert moved_bytes("kla,klb->ab", (1, 1, 32), (1, 1, 32)) == 0  # only dims of size 1 move

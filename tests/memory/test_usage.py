@@ -10,6 +10,7 @@ from support.train_steps.step import MESHES, STYLES
 import sharding
 from sharding import P
 from sharding.memory import usage
+from sharding.memory.compiler_traits import TRAITS
 from sharding.memory.heap_simulator import block_bytes
 
 STEPS = small_models.STEPS | hand_written.STEPS
@@ -147,3 +148,20 @@ def test_a_tpu_counts_stacks_until_a_loop_fills_them():
     for f in (stacked, plain):
         found = memory_of(f, peak_memory.floats(2048, 256), peak_memory.floats(256, 256), platform="tpu").lifetimes
         assert (found.peak_bytes(has_stacks=False) < found.peak_bytes()) == (f is stacked)
+
+
+@pytest.mark.parametrize("platform", TRAITS)
+def test_arguments_and_results_in_the_hosts_memory_take_none_of_the_device(platform):
+    def taken(kind):
+        with sharding.mesh(data=8) as mesh:
+            there = jax.sharding.NamedSharding(mesh, P("data"), memory_kind=kind)
+            step = sharding.jit(
+                lambda x, y: jnp.sin(x) + jax.device_put(y, jax.memory.Space.Device), in_shardings=(P("data"), there)
+            )
+            found = usage(
+                step.complete(*[jax.ShapeDtypeStruct((8, 64), jnp.float32)] * 2).assignment, platform=platform
+            )
+        return found.argument_bytes
+
+    assert taken("device") == 2 * 64 * 4
+    assert taken("pinned_host") == 64 * 4

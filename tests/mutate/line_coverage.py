@@ -45,6 +45,8 @@ class LineRecorder:
     file: Path
     found: dict[str, Any] = field(default_factory=dict)
     hits: defaultdict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
+    paths: dict[str, str] = field(default_factory=dict)
+    """Name of a file as it was imported -> its path relative to the root, or nothing."""
 
     def pytest_sessionstart(self) -> None:
         monitoring = sys.monitoring
@@ -53,12 +55,17 @@ class LineRecorder:
         monitoring.set_events(monitoring.COVERAGE_ID, monitoring.events.LINE)
 
     def _line(self, code: CodeType, line: int) -> Any:
-        name = code.co_filename
-        if name.startswith(str(self.root)) and code.co_name != "<module>":
-            path = Path(name).relative_to(self.root).as_posix()
-            if path.startswith(self.rooms):
-                self.hits[path].add(line)
+        if code.co_name != "<module>" and (path := self._path(code.co_filename)):
+            self.hits[path].add(line)
         return sys.monitoring.DISABLE
+
+    def _path(self, name: str) -> str:
+        """The path of a file in the rooms, however it was imported: `sharding/models` is a link to `models`."""
+        if name not in self.paths:
+            file, root = Path(name).resolve(), self.root.resolve()
+            path = file.relative_to(root).as_posix() if file.is_relative_to(root) else ""
+            self.paths[name] = path if path.startswith(self.rooms) else ""
+        return self.paths[name]
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:

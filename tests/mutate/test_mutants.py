@@ -1,11 +1,12 @@
 """Mutants of small files: what is changed, what is left alone, and that the choice is reproducible."""
 
 import ast
+import sys
 from pathlib import Path
 
 import pytest
 
-from mutate.line_coverage import TestLines, covering_tests
+from mutate.line_coverage import LineRecorder, TestLines, covering_tests
 from mutate.mutants import Mutant, mutant, sample
 
 
@@ -84,6 +85,20 @@ def test_where_a_mutant_is(tmp_path, text, lines, statement, at_import):
     found = (mutant(tmp_path, path, index) for index in range(3))
     one = next(m for m in found if "<=" in m.change)
     assert (one.lines, one.statement, one.at_import) == (range(*lines), range(*statement), at_import)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="sys.monitoring")
+def test_lines_count_for_the_file_that_a_link_leads_to(tmp_path):
+    for name in ("sharding", "models", "others"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.py").write_text("def f():\n    return 1\n")
+    (tmp_path / "sharding/models").symlink_to(tmp_path / "models")
+    recorder = LineRecorder(tmp_path, ("sharding/", "models/"), tmp_path / "lines.json")
+    for name in ("sharding/models/a.py", "models/a.py", "sharding/a.py", "others/a.py", "../a.py"):
+        module = compile("def f():\n    return 1\n", str(tmp_path / name), "exec")
+        recorder._line(module, 1)
+        recorder._line(next(part for part in module.co_consts if hasattr(part, "co_name")), len(name))
+    assert recorder.hits == {"models/a.py": {len("sharding/models/a.py"), len("models/a.py")}, "sharding/a.py": {13}}
 
 
 def test_tests_that_execute_a_line_come_most_specific_first():

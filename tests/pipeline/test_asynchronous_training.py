@@ -329,8 +329,14 @@ def test_ends_are_updated_with_their_stages(made, stages):
     close(state[0].nu["last"], states[-1][0].nu["last"], 2e-5)
 
 
+def deferred(stages, microbatches):
+    """A plain step, whose last stage completes its weights' gradients after the first stage."""
+    return schedules.zb_h1(stages=stages, microbatches=microbatches), lambda stage, t: 0
+
+
 @pytest.mark.parametrize(
-    ("made", "stages"), [(vertical_sync, 2), *(pytest.param(two_buffers, n, marks=pytest.mark.slow) for n in (1, 4))]
+    ("made", "stages"),
+    [(vertical_sync, 2), (deferred, 3), *(pytest.param(two_buffers, n, marks=pytest.mark.slow) for n in (1, 4))],
 )
 def test_what_both_ends_share_gets_both_gradients(made, stages):
     schedule, version = made(stages, microbatches=12)

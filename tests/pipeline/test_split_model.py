@@ -188,6 +188,12 @@ def test_variables_that_are_not_parameters():
     text = refusal(counting, 2)
     assert "steps, not a parameter" in text
     assert "only variables of type nnx.Param" in text
+    for name in "abc":
+        setattr(counting, name, nnx.BatchStat(jnp.zeros(())))
+    assert "a, b, c, steps, not parameters" in refusal(counting, 2)
+    for name in "de":
+        setattr(counting, name, nnx.BatchStat(jnp.zeros(())))
+    assert "a, b, c, d and 2 more, not parameters" in refusal(counting, 2)
 
 
 def test_a_model_without_ends():

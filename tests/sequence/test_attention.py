@@ -111,6 +111,8 @@ def test_errors():
     check_error("keys and values of one shape", v=(2, 16, 8, 4))
     check_error("that differ only in heads", k=(2, 12, 4, 4))
     check_error("query heads that are a multiple of key heads", k=(2, 16, 3, 4))
+    for q, k in (((2, 16, 8, 4), (2, 16, 0, 4)), ((2, 16, 0, 4),) * 2, ((0, 16, 8, 4),) * 2, ((2, 16, 8, 0),) * 2):
+        check_error("query heads that are a multiple of key heads", q=q, k=k)
     check_error("each .batch, length", q=(2, 16, 8), k=(2, 16, 8))
 
 

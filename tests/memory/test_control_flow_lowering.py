@@ -1,0 +1,88 @@
+"""Loops and branches as a device runs them."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+import sharding
+from sharding import P, annotate
+from sharding.memory.compiler_traits import TRAITS
+from sharding.memory.device_program import lower
+from sharding.memory.instruction import all_instructions
+
+MATRIX = jax.ShapeDtypeStruct((8, 16), jnp.float32)
+
+
+def rounds(number):
+    """A loop in the devices of a pipe, with a reshard over the other axes in each round."""
+
+    def loop(x):
+        return lax.fori_loop(0, number(), lambda _, x: annotate(jnp.sin(annotate(x, P("data"))), P("tensor")), x)
+
+    return jax.shard_map(loop, in_specs=P(), out_specs=P(), axis_names={"pipe"}, check_vma=False)
+
+
+@pytest.mark.parametrize("platform", TRAITS)
+@pytest.mark.parametrize(
+    ("number", "kind"),
+    [(lambda: 3, "collective-permute"), (lambda: lax.axis_index("pipe"), "all-gather")],
+    ids=["all devices", "some devices"],
+)
+def test_a_loop_permutes_only_where_all_devices_run_it(number, kind, platform):
+    with sharding.mesh(pipe=2, data=2, tensor=2):
+        assignment = sharding.jit(rounds(number)).complete(MATRIX).assignment
+    kinds = {"all-gather", "all-to-all", "collective-permute"}
+    found = {one.name for one in all_instructions(lower(assignment, TRAITS[platform]).body)}
+    assert found & kinds == {kind}
+
+
+def scanned(x, n):
+    return lax.scan(lambda c, w: (jnp.tanh(c * w + n), c.sum(axis=1)), x, jnp.arange(3.0))
+
+
+def over_columns(x, n):
+    return lax.scan(lambda c, column: (c * n + column, None), x[:, 0], x.T)[0]
+
+
+def repeated(x, n):
+    return lax.while_loop(lambda c: c[0] < n, lambda c: (c[0] + 1, jnp.sin(c[1]) + x), (0.0, x))
+
+
+def branched(x, n):
+    return lax.cond(n > 0, lambda x: jnp.sin(x) + jnp.flip(x, 1), lambda x: x[:, ::-1], x)
+
+
+def solved(x, n):
+    def solve(_, y):
+        return jnp.cumsum(jnp.tanh(y * n), axis=1) * x
+
+    return lax.custom_linear_solve(lambda v: v * n, x, solve, transpose_solve=solve)
+
+
+def mapped(x, n):
+    return jax.shard_map(
+        lambda x, n: jnp.sort(x * n, axis=1), in_specs=(P("data"), P()), out_specs=P("data"), axis_names={"data"}
+    )(x, n)
+
+
+def mapped_twice(x, n):
+    def inner(x):
+        return jax.shard_map(jnp.exp, in_specs=P(), out_specs=P(), axis_names={"one"})(x * 2)
+
+    return jax.shard_map(inner, in_specs=P("data"), out_specs=P("data"), axis_names={"data"})(x) * n
+
+
+@pytest.mark.parametrize("platform", TRAITS)
+@pytest.mark.parametrize(
+    "f", [scanned, over_columns, repeated, branched, solved, mapped, mapped_twice], ids=lambda f: f.__name__
+)
+def test_a_program_on_a_sharded_batch_is_that_of_a_share_of_it(f, platform):
+    def instructions(rows, devices):
+        args = jax.ShapeDtypeStruct((rows, 16), jnp.float32), jax.ShapeDtypeStruct((), jnp.float32)
+        with sharding.mesh(data=devices, one=1, devices=jax.devices()[:devices]):
+            assignment = sharding.jit(f, in_shardings=(P("data"), None)).complete(*args).assignment
+        body = lower(assignment, TRAITS[platform]).body
+        return [(one.name, one.role, one.shape, one.num_bytes, len(one.operands)) for one in all_instructions(body)]
+
+    assert instructions(64, 8) == instructions(8, 1)

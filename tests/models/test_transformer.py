@@ -1,0 +1,39 @@
+"""What transformers have in common: presets that fit, and the loss."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from sharding.models import bert, gpt, gpt_moe, transformer, vit
+
+FAMILIES = ((gpt, gpt.GPT), (bert, bert.BERT), (vit, vit.ViT), (gpt_moe, gpt_moe.GPTMoE))
+PRESETS = {name: (config, model) for family, model in FAMILIES for name, config in family.PRESETS.items()}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_large_presets_are_scanned_and_recomputed_and_tiny_ones_exact(name):
+    config, model = PRESETS[name]
+    params = gpt.num_params(jax.eval_shape(lambda: model(config, rngs=nnx.Rngs(0))))
+    assert config.scan == config.remat == (params > 2e8)
+    assert config.dtype == ("float32" if params < 2e7 else "bfloat16")
+    assert config.features % config.heads == config.heads % config.kv_heads == 0
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_losses_are_minus_the_log_of_the_targets_probability(dtype):
+    logits = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 5)) * 4, dtype)
+    targets = jnp.asarray([[0, 4, 2], [1, 1, 3]])
+    found = transformer.losses(logits, targets)
+    expected = [[-jax.nn.log_softmax(row.astype(jnp.float32))[t] for row, t in zip(*one, strict=True)]
+                for one in zip(logits, targets, strict=True)]  # fmt: skip
+    assert found.shape == (2, 3) and found.dtype == jnp.float32
+    np.testing.assert_allclose(found, np.asarray(expected), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(transformer.loss(logits, targets), found.mean(), rtol=1e-6)
+
+
+def test_large_logits_do_not_overflow():
+    logits = jnp.asarray([[1e4, -1e4, 0.0]])
+    np.testing.assert_allclose(transformer.losses(logits, jnp.asarray([0])), [0.0], atol=1e-6)
+    np.testing.assert_allclose(transformer.losses(logits, jnp.asarray([1])), [2e4], rtol=1e-6)
