@@ -7,11 +7,13 @@ Shape suffixes as in `transformer_layers`, and V vocabulary.
 
 import dataclasses
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+
+from sharding import kernels
 
 from .text_generation import LanguageModel, generate
 from .transformer import config_errors, loss, run, stack
@@ -194,6 +196,23 @@ class GPT(nnx.Module):
 
     def __call__(self, tokens_BS: jax.Array, key: jax.Array | None = None) -> jax.Array:
         """Logits [B, S, V] of the token after each position; a `key` enables dropout."""
+        return self.after_blocks(self._after_last_block(tokens_BS, key))
+
+    def cross_entropy(self, tokens_BS: jax.Array, targets_BS: jax.Array, key: jax.Array | None = None) -> jax.Array:
+        """Mean cross entropy in nats of the targets; where kernels run, logits are not stored."""
+        if not kernels.runs_kernels(self.config.kernels):
+            return loss(self(tokens_BS, key), targets_BS)
+        x_BSM = self.stream.branch_input(self.final_norm(self._after_last_block(tokens_BS, key)))
+        losses: Any = kernels.linear_cross_entropy(
+            x_BSM,
+            self._output_table(x_BSM.dtype),
+            targets_BS,
+            transposed=True,
+            implementation=self.config.kernels,
+        )
+        return jnp.mean(losses)
+
+    def _after_last_block(self, tokens_BS: jax.Array, key: jax.Array | None) -> jax.Array:
         if tokens_BS.shape[1] > self.config.context:
             raise ValueError(
                 f"GPT: {tokens_BS.shape[1]} tokens in a sequence exceed the context of {self.config.context}"
@@ -201,7 +220,7 @@ class GPT(nnx.Module):
         keys = (None, None) if key is None else jax.random.split(key)
         start = 0 if self.token_positions is None else self.token_positions(tokens_BS.shape[1])
         x_BSM = self.before_blocks(tokens_BS, start, keys[0])
-        return self.after_blocks(run(self.blocks, x_BSM, keys[1], self.config))
+        return run(self.blocks, x_BSM, keys[1], self.config)
 
     def before_blocks(
         self, tokens_BS: jax.Array, start: jax.Array | int = 0, key: jax.Array | None = None
@@ -218,13 +237,15 @@ class GPT(nnx.Module):
     def after_blocks(self, x_BSM: jax.Array) -> jax.Array:
         """Logits [B, S, V] from the last block's output."""
         x_BSM = self.stream.branch_input(self.final_norm(x_BSM))
-        table_VM = (self.embed if self.head is None else self.head).table[...]
-        return jnp.einsum("BSM,VM->BSV", x_BSM, table_VM.astype(x_BSM.dtype))
+        return jnp.einsum("BSM,VM->BSV", x_BSM, self._output_table(x_BSM.dtype))
+
+    def _output_table(self, dtype: Any) -> jax.Array:
+        return (self.embed if self.head is None else self.head).table[...].astype(dtype)
 
 
 def next_token_loss(model: GPT, tokens: jax.Array, key: jax.Array | None = None) -> jax.Array:
     """Mean next-token cross entropy in nats per token, of tokens [B, S + 1]."""
-    return loss(model(tokens[:, :-1], key), tokens[:, 1:])
+    return model.cross_entropy(tokens[:, :-1], tokens[:, 1:], key)
 
 
 def num_params(model: nnx.Module) -> int:

@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from sharding import kernels
+
 from ...models import gpt, layouts, text_generation, transformer_block
 from ...models.remat_policy import REMAT_POLICY
 from .. import tensor_parallel
@@ -88,6 +90,8 @@ def build(
 
     def loss(model: gpt.GPT, tokens: jax.Array, key: jax.Array | None) -> jax.Array:
         inputs, targets = examples(tokens)
+        if kernels.runs_kernels(config.kernels):
+            return model.cross_entropy(inputs, targets, key)
         return tensor_parallel.loss(model(inputs, key), targets)
 
     training = train_functions(

@@ -330,3 +330,20 @@ def test_a_sequence_beyond_the_context_is_an_error():
 def test_config_errors(changes, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(SMALL, **changes)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_kernels_have_the_loss_and_gradients_of_plain_jax(tied):
+    """Attention, norms and cross entropy."""
+    tokens = jax.random.randint(jax.random.key(1), (2, 17), 0, 64)
+    found = {}
+    for choice in ("xla", "pallas"):
+        config = dataclasses.replace(SMALL, kernels=choice, tied=tied, vocab=64, context=16)
+        graph, state = nnx.split(gpt.GPT(config, rngs=nnx.Rngs(0)))
+
+        def loss(state, graph=graph):
+            return gpt.next_token_loss(nnx.merge(graph, state), tokens)
+
+        found[choice] = jax.jit(jax.value_and_grad(loss))(state)
+        assert ("kernel_call" in str(jax.make_jaxpr(loss)(state))) == (choice == "pallas")
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5), found["pallas"], found["xla"])
