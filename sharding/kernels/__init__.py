@@ -16,6 +16,7 @@ Example:
 
 from .collective_matmul import all_gather_matmul, matmul_reduce_scatter
 from .dot_product_attention import attention
+from .grouped_matmul import grouped_matmul
 from .implementation import runs_kernels
 from .layer_norm import layer_norm
 from .linear_cross_entropy import linear_cross_entropy
@@ -26,6 +27,7 @@ from .with_rule import with_rule
 __all__ = [
     "all_gather_matmul",
     "attention",
+    "grouped_matmul",
     "layer_norm",
     "linear_cross_entropy",
     "matmul_reduce_scatter",
