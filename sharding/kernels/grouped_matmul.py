@@ -35,8 +35,8 @@ def grouped_matmul(
         x_TM: [T, M].
         w_EMF: [E, M, F], of the dtype of `x`.
         group_sizes_E: integers [E], how many rows each group has, of at most T rows in all.
-        implementation: `"megablox"`, JAX's Pallas kernels for TPUs; `"xla"`, `jax.lax.ragged_dot`; or `"auto"`, megablox
-            on TPUs.
+        implementation: `"megablox"`, JAX's Pallas kernels for TPUs; `"xla"`, `jax.lax.ragged_dot`; or `"auto"`,
+            megablox on TPUs.
 
     Returns:
         [T, F], in the dtype of `x`; rows beyond the groups are 0.
