@@ -94,8 +94,6 @@ def predict(case: Case, compiler: CompilerName = "cpu", options: dict[str, bool 
         eval(f"step.trace({call_text(case)})", names)
     except Exception as e:
         raise Rejected(f"{type(e).__name__}: {e}") from e
-    if case.engine == "xla":
-        raise Rejected('nothing is predicted with engine="xla"')
     if compiler != "cpu" and any(a.type.place == "ref" for a in case.arguments):
         raise Rejected("an argument that only exists on devices")
     entered = on_mesh(case) if compiler == "cpu" else ahead_of_time(case, compiler)

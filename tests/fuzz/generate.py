@@ -83,7 +83,7 @@ def generate(rng: random.Random) -> Case:
         coarse=coarse,
         out_kinds=out_kinds,
         keywords=rng.randint(1, len(arguments)) if g.chance(0.1) else 0,
-        engine=rng.choices(("sharding", "shardy", "xla"), (16, 3, 1))[0],
+        engine=rng.choices(("sharding", "shardy"), (16, 4))[0],  # XLA's own computes some wrongly, or aborts
         policy="shardy" if g.chance(0.4 if trained else 0.2) else "storage",
         explicit=g.chance(0.15),
     )
