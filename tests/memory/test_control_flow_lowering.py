@@ -60,6 +60,27 @@ def solved(x, n):
     return lax.custom_linear_solve(lambda v: v * n, x, solve, transpose_solve=solve)
 
 
+@pytest.mark.parametrize("options", [{"symmetric": True}, {}, {"transpose_solve": lambda vecmat, y: vecmat(y)}])
+def test_a_linear_solve_takes_what_its_solve_function_does(options):
+    def solve(_, y):
+        return jnp.cumsum(y * 2, axis=0)
+
+    def by_solver(w, x):
+        matrix = w * 3.0  # which the solution does not need
+        return lax.custom_linear_solve(lambda v: matrix @ v, x, lambda _, y: solve(_, y) * w[:, 0], **options)
+
+    def directly(w, x):
+        return solve(None, x) * w[:, 0]
+
+    def instructions(f):
+        args = jax.ShapeDtypeStruct((32, 32), jnp.float32), jax.ShapeDtypeStruct((32,), jnp.float32)
+        with sharding.mesh(data=1, devices=jax.devices()[:1]):
+            body = lower(sharding.jit(f).complete(*args).assignment, TRAITS["gpu"]).body
+        return [(one.name, one.shape, [x.shape for x in one.operands]) for one in body.live_instructions()]
+
+    assert instructions(by_solver) == instructions(directly)
+
+
 def mapped(x, n):
     return jax.shard_map(
         lambda x, n: jnp.sort(x * n, axis=1), in_specs=(P("data"), P()), out_specs=P("data"), axis_names={"data"}

@@ -55,6 +55,14 @@ def test_a_collective_with_nothing_beside_it_has_a_result_of_its_own():
     assert x.root in steps[-1].operands  # it lives until the collective has ended
 
 
+def test_the_operand_of_the_last_collective_lives_until_the_end():
+    x, y = kernel("x"), kernel("y")
+    reduced, other = kernel("all-reduce", x), kernel("other", y)
+    steps = xla_gpu_order([x, y, reduced, other], [reduced.root, other.root])
+    assert names(steps)[-1] == "other"
+    assert steps[-1].operands == [y.root, x.root]
+
+
 def test_an_empty_array_takes_no_time_to_make():
     """A collective is hidden behind the work next to it; what takes none is left for later."""
 

@@ -114,6 +114,7 @@ BY_HAND = {
     "an elementwise chain is one kernel": (lambda x: jnp.sin(x * 2 + 1) * x, 0),
     "the operand of a dot is stored": (lambda x: (jnp.sin(x * 2 + 1) * x) @ x, 1),
     "a stack of five, the carry and the next one": (loop, 7),
+    "an elementwise result is written into its operand's buffer": (lambda x: jnp.sin(x @ x) @ x, 1),
     "an update is written in place": (lambda x: lax.dynamic_update_slice(x @ x, x[:1], (3, 0)) @ x, 1),
     "an update of an argument is written into a copy": (
         lambda x: lax.dynamic_update_slice(x, x[:1] * 2, (3, 0)) @ x,
