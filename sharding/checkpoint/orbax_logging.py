@@ -36,7 +36,7 @@ def silence_orbax() -> None:
 
 
 def _names_orbax(record: logging.LogRecord) -> bool:
-    """Whether an error is one of a task that Orbax defines, or was raised below a function of Orbax."""
+    """Whether an error is of a task that Orbax defines, was raised below a function of Orbax, or is TensorStore's."""
     trace = record.exc_info[2] if record.exc_info else None
-    files = [frame.filename for frame in traceback.extract_tb(trace)]
-    return any("/orbax/" in text for text in (record.getMessage(), *files))
+    texts = [record.getMessage(), *(frame.filename for frame in traceback.extract_tb(trace))]
+    return any(name in text for text in texts for name in ("/orbax/", "tensorstore_spec="))

@@ -70,6 +70,8 @@ def test_forgotten_errors_of_orbax_are_not_logged(shown: list[BaseException], ca
         loop = asyncio.get_running_loop()
         waiting = [asyncio.create_task(fails()), asyncio.create_task(theirs["fails"](ValueError()))]
         waiting.append(loop.run_in_executor(None, theirs["writes"], KeyError()))
+        waiting.append(loop.create_future())
+        waiting[-1].set_exception(OSError("DATA_LOSS: Error opening driver [tensorstore_spec='{}']"))
         await asyncio.wait(waiting)
 
     asyncio.run(forget())
