@@ -8,15 +8,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import jax
-from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from . import paths
-from .cost import Topology, topology
+from .cost import Topology
+from .cost.topology import topology_of_sizes
 from .display import Drawing
 from .display.text_table import ruled
-from .errors import ShardingError, raise_together
+from .errors import ShardingError
 from .explain import (
     CompileTime,
     Estimate,
@@ -24,6 +23,7 @@ from .explain import (
     Lock,
     MemoryReport,
     Verification,
+    boundary_shardings,
     communication,
     compile_time,
     estimate,
@@ -37,13 +37,13 @@ from .explain import report as reports
 from .explain.conflict_list import Conflicts
 from .explain.explicit_shardings import ExplicitShardings
 from .explain.replication_reasons import ReplicatedDims
+from .explain.suggestions import Suggestions, suggestions
 from .explain.unknown_ops import UnknownOps, unknown_ops
 from .explain.why import Why, why
-from .graph import Annotation, Places, Trips
+from .graph import Places, Trips
 from .hardware import Chip, Devices, Platform
-from .mesh import current
 from .propagation import Assignment, PendingSum, partial_sums
-from .propagation.added_annotation import with_annotation
+from .propagation.added_annotation import with_annotations
 from .spec import Spec, sizes_text, to_partition_spec
 
 MAX_DISPLAYED_OPS = 10_000
@@ -91,25 +91,12 @@ class Completion:
 
         An argument in the host's memory has a `NamedSharding`, which names its kind of memory.
         """
-        kinds = self._graph.memory_kinds
-        specs = [self._in_memory(self.boundary(v), kinds.get(v)) for v in self._graph.inputs]
-        trees, at = [], 0
-        for tree in self._in_trees:
-            trees.append(jax.tree.unflatten(tree, specs[at : at + tree.num_leaves]))
-            at += tree.num_leaves
-        return tuple(trees)
+        return boundary_shardings.of_arguments(self.assignment, self._in_trees)
 
     @property
     def out_shardings(self) -> Any:
         """PartitionSpecs of the result, a pytree with its structure; as for arguments in the host's memory."""
-        pairs = list(zip(self._graph.outputs, self._graph.output_memory_kinds, strict=True))
-        of_result = pairs[: self._out_tree.num_leaves]  # behind it: the new values of arguments that are changed
-        return jax.tree.unflatten(self._out_tree, [self._in_memory(self.boundary(v), kind) for v, kind in of_result])
-
-    def _in_memory(self, spec: P, kind: str | None) -> P | NamedSharding:
-        sizes = self.assignment.sizes
-        mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))
-        return spec if kind is None else NamedSharding(mesh, spec, memory_kind=kind)
+        return boundary_shardings.of_result(self.assignment, self._out_tree)
 
     def boundary(self, value: int) -> P:
         """The PartitionSpec of an argument or result, limited to axes that divide its dims."""
@@ -191,15 +178,15 @@ class Completion:
         if len(shapes) > 1 and not found.keys() <= self._graph.names.keys():
             candidates = {label: f"{list(self._graph.shapes[v])}" for label, v in found.items()}
             raise paths.ambiguous(path, candidates, "of different shapes")
-        annotations: dict[int, Annotation] = {}
-        failures: list[ShardingError] = []
-        for name, v in found.items():
-            try:
-                sizes, is_end = self.assignment.sizes, v in self._ends
-                annotations[v] = with_annotation(self._graph, name, v, spec, sizes, priority=priority, is_end=is_end)
-            except ShardingError as error:
-                failures.append(error)
-        raise_together(f"{self.name}: annotate({path!r}, {spec})", failures)
+        annotations = with_annotations(
+            self._graph,
+            found,
+            spec,
+            self.assignment.sizes,
+            priority=priority,
+            ends=self._ends,
+            asked=f"{self.name}: annotate({path!r}, {spec})",
+        )
         return self._of(self.assignment.with_annotations(annotations))
 
     def with_trips(self, trips: Trips) -> Completion:
@@ -266,11 +253,32 @@ class Completion:
 
     def _topology(self, hardware: Devices | Chip | str | None) -> Topology:
         """The mesh with its devices and links."""
-        mesh = current()
-        sizes = self.assignment.sizes
-        if mesh is None or dict(mesh.shape) != dict(sizes):
-            return topology(AbstractMesh(tuple(sizes.values()), tuple(sizes)), hardware or self._devices)
-        return topology(mesh, hardware)
+        return topology_of_sizes(self.assignment.sizes, hardware, self._devices)
+
+    def _known_topology(self, hardware: Devices | Chip | str | None) -> Topology | None:
+        """The same; None if none are given and the mesh's own devices are unknown."""
+        try:
+            return self._topology(hardware)
+        except ShardingError:
+            if hardware is not None:
+                raise
+            return None
+
+    def suggest(self, limit: int = 3, hardware: Devices | Chip | str | None = None) -> Suggestions:
+        """The single annotations that would save most, each with the costs of the program that has it.
+
+        Tried are other specs of arguments, and of arrays that conflicts and replication make costly; equal layers are
+        annotated together. Nothing compiles; takes some seconds.
+
+        Args:
+            limit: how many, at most.
+            hardware: as for `estimate`; without known devices, times are 0.
+
+        Raises:
+            ShardingError: hardware that does not fit the mesh.
+        """
+        on, given = self._known_topology(hardware), (self._donated_leaves, self._platform)
+        return suggestions(self.assignment, self._of, on, *given, limit=limit)
 
     def report(self, path: str | os.PathLike[str], hardware: Devices | Chip | str | None = None) -> Path:
         """Writes a self-contained HTML report.
@@ -294,18 +302,12 @@ class Completion:
         return found
 
     def _contents(self, hardware: Devices | Chip | str | None = None, *, with_costs: bool = True) -> dict[str, Any]:
-        try:
-            on = self._topology(hardware)
-        except ShardingError:
-            if hardware is not None:
-                raise
-            on = None
         return reports.contents(
             self.assignment,
             name=self.name,
             donated=self._donated_leaves,
             platform=self._platform,
-            on=on,
+            on=self._known_topology(hardware),
             with_costs=with_costs,
         )
 

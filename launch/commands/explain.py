@@ -39,9 +39,12 @@ def run(config: Explain) -> None:
         print(completion.communication())
     if config.memory:
         print(completion.memory())
+    if config.suggest:
+        print(completion.suggest())
     for fact in facts:
         print(fact)
-    shown = config.check or config.lock or config.report or config.why or config.communication or config.memory
+    files = config.check or config.lock or config.report
+    shown = files or config.why or config.communication or config.memory or config.suggest
     if not (shown or facts):
         print(completion)
 

@@ -40,6 +40,8 @@ class Explain:
     """List the collectives of a step, each with the source line and the reason."""
     memory: bool = False
     """Show peak memory by category."""
+    suggest: bool = False
+    """List the single annotations that would save most, with what a step then sends, holds and takes."""
     aot: Annotated[str | None, arg(metavar="DEVICES")] = None
     """Compile ahead of time for hardware you don't have, such as v5p:8x8x8 (extra tpu) or h100:64x8 (extra cuda13).
     Compares predictions with the compiled program."""

@@ -145,6 +145,16 @@ def known_topology(m: Mesh | AbstractMesh) -> Topology | None:
         return None
 
 
+def topology_of_sizes(
+    sizes: Mapping[str, int], hardware_like: Devices | Chip | str | None, own: Devices | None
+) -> Topology:
+    """The topology of the current mesh if it has these axes, else of a mesh of these axes on its own devices."""
+    mesh = current()
+    if mesh is None or dict(mesh.shape) != dict(sizes):
+        return topology(AbstractMesh(tuple(sizes.values()), tuple(sizes)), hardware_like or own)
+    return topology(mesh, hardware_like)
+
+
 def byte_costs(on: Topology | None) -> dict[str, float]:
     """Axis -> the time of a byte over the network, relative to the links inside of hosts or slices.
 

@@ -44,7 +44,7 @@ def notes(assignment: Assignment, conflicts: Conflicts, platform: Platform) -> I
         yield f"{num_tied} outputs reuse donated inputs' shardings"
     if conflicts:
         lost = sum(c.bytes_lost for c in conflicts)
-        yield f"{len(conflicts)} conflicts, {lost} bytes per device more than requested (.conflicts)"
+        yield f"{len(conflicts)} conflicts, {lost} bytes per device more than requested (.conflicts, .suggest())"
     if graph.unknown:
         listed = ", ".join(f"{k} (x{n})" for k, n in sorted(graph.unknown.items()))
         size = sum(one.num_bytes * one.count for one in unknown_ops(assignment))

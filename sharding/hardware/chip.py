@@ -140,3 +140,19 @@ class Chip:
             return self
         memory = self.memory_bytes_per_second / parts
         return dataclasses.replace(self, rates=self.rates.shared(parts), memory_bytes_per_second=memory)
+
+    def without_overheads(self) -> Chip:
+        """The chip at its rates alone: no fixed time per op, collective or message."""
+
+        def at_once(wire: Wire) -> Wire:
+            return dataclasses.replace(wire, latency_seconds=0.0)
+
+        return dataclasses.replace(
+            self,
+            wire=at_once(self.wire),
+            core_wire=self.core_wire and at_once(self.core_wire),
+            network=at_once(self.network),
+            op_seconds=0.0,
+            collective_seconds=0.0,
+            collectives=tuple(dataclasses.replace(c, start_seconds=0.0) for c in self.collectives),
+        )

@@ -1,13 +1,13 @@
-"""One more annotation of a value, beside those that a program has."""
+"""One more annotation of one or several values, beside those that a program has."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from jax.sharding import PartitionSpec as P
 
 from ..annotations import axis_rules
-from ..errors import ShardingError
+from ..errors import ShardingError, raise_together
 from ..graph import Annotation, Graph, joined
 from ..spec import indivisible, to_partition_spec
 
@@ -50,3 +50,35 @@ def with_annotation(
             fix="P.UNCONSTRAINED for the dims annotated already, or a program without that annotation",
         )
     return both
+
+
+def with_annotations(
+    graph: Graph,
+    found: Mapping[str, int],
+    spec: P,
+    sizes: Mapping[str, int],
+    *,
+    priority: int,
+    ends: Collection[int],
+    asked: str,
+) -> dict[int, Annotation]:
+    """The annotations of several values after adding another; as `with_annotation`, with all errors together.
+
+    Args:
+        graph: the program.
+        found: name -> value.
+        spec: to add.
+        sizes: mesh axis sizes.
+        priority: of the annotation.
+        ends: the arguments and results.
+        asked: the request, for errors.
+    """
+    annotations: dict[int, Annotation] = {}
+    failures: list[ShardingError] = []
+    for name, v in found.items():
+        try:
+            annotations[v] = with_annotation(graph, name, v, spec, sizes, priority=priority, is_end=v in ends)
+        except ShardingError as error:
+            failures.append(error)
+    raise_together(asked, failures)
+    return annotations

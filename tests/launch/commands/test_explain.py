@@ -33,6 +33,11 @@ def test_the_ledger_and_the_memory(capsys):
     assert "peak" in shown
 
 
+def test_the_annotations_that_would_save_most(capsys):
+    shown = explain(capsys, "--mesh", "fsdp=2,tensor=2", "--suggest")
+    assert shown.startswith("annotate ") and "peak memory" in shown
+
+
 def test_a_page(capsys, tmp_path):
     path = tmp_path / "page.html"
     shown = explain(capsys, "--mesh", "data=2,tensor=4", "--devices", "v5p:2x2x2", "--report", str(path))
