@@ -277,8 +277,8 @@ class Completion:
         Raises:
             ShardingError: hardware that does not fit the mesh.
         """
-        on, given = self._known_topology(hardware), (self._donated_leaves, self._platform)
-        return suggestions(self.assignment, self._of, on, *given, limit=limit)
+        on, donated = self._known_topology(hardware), self._donated_leaves
+        return suggestions(self.assignment, self._of, on, donated, self._platform, limit=limit)
 
     def report(self, path: str | os.PathLike[str], hardware: Devices | Chip | str | None = None) -> Path:
         """Writes a self-contained HTML report.
