@@ -99,6 +99,18 @@ class Suggestion:
 class Suggestions(tuple[Suggestion, ...], Tabular):
     """The annotations that would save most, best first; each is for the program as it is, without the others."""
 
+    idle_axes: tuple[str, ...]
+    """The mesh axes that nothing in memory at the peak is sharded over."""
+    peak_bytes: int
+    """Peak memory of the program as it is."""
+
+    def __new__(
+        cls, found: Iterable[Suggestion] = (), *, idle_axes: Sequence[str] = (), peak_bytes: int = 0
+    ) -> Suggestions:
+        made = super().__new__(cls, found)
+        made.idle_axes, made.peak_bytes = tuple(idle_axes), peak_bytes
+        return made
+
     def tables(self) -> list[Table]:
         """One table."""
         rows = [
@@ -108,10 +120,15 @@ class Suggestions(tuple[Suggestion, ...], Tabular):
             for s in self
         ]
         title = "annotations that would save most" if self else "no single annotation found that would save much"
-        return [Table(title, COLUMNS, rows)]
+        return [Table("; ".join([title, *self._notes()]), COLUMNS, rows)]
+
+    def _notes(self) -> list[str]:
+        return [
+            f"axis {axis!r} splits none of the {bytes_text(self.peak_bytes)} at the peak" for axis in self.idle_axes
+        ]
 
     def __str__(self) -> str:
-        return "\n".join(map(str, self)) or self.tables()[0].title
+        return "\n".join([*self._notes(), *map(str, self)] if self else [self.tables()[0].title])
 
     __repr__ = __str__
 
@@ -155,7 +172,8 @@ def suggestions(
             best.append(candidate)
             seen.add(after)
     before = costs(assignment, on) if best else now
-    return Suggestions(
+    shares = memory(assignment, donated=donated, platform=platform).by_axis.values()
+    found = (
         Suggestion(
             names=candidate.target.names,
             spec=_spec(candidate.axes),
@@ -167,6 +185,8 @@ def suggestions(
         )
         for candidate in best
     )
+    idle = [share.axis for share in shares if share.num_devices > 1 and not share.split_bytes]
+    return Suggestions(found, idle_axes=idle, peak_bytes=now.peak_bytes)
 
 
 def _worth_costing(assignment: Assignment) -> list[tuple[Candidate, float]]:
@@ -206,7 +226,8 @@ def _product(after: Costs, before: Costs, work: float) -> float:
     sent = (after.sent_bytes + least) / (before.sent_bytes + least)
     lost = (after.lost_bytes + least) / (before.lost_bytes + least)
     time = after.seconds / before.seconds if before.seconds else work
-    peak, arguments = after.peak_bytes / before.peak_bytes, after.argument_bytes / max(before.argument_bytes, 1)
+    peak = (after.peak_bytes + 1) / (before.peak_bytes + 1)
+    arguments = (after.argument_bytes + 1) / (before.argument_bytes + 1)
     return time * sent * peak * math.sqrt(arguments * lost)
 
 

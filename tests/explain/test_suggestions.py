@@ -164,6 +164,19 @@ def test_without_known_devices_there_are_no_times():
     assert "per step" not in str(found)
 
 
+def test_an_axis_that_splits_nothing_is_said():
+    found = of_update(rows=P("data"), data=2, tensor=4).suggest(limit=1)
+    assert found.idle_axes == ("tensor",)
+    assert str(found).startswith("axis 'tensor' splits none of the ")
+    assert of_update(rows=P(("data", "tensor")), data=2, tensor=4).suggest(limit=1).idle_axes == ()
+
+
+def test_a_program_without_arguments():
+    with sharding.mesh(data=8):
+        found = sharding.jit(lambda: jnp.ones((64, 64)) * 2).complete().suggest()
+    assert len(found) <= 3
+
+
 def test_nothing_to_save_on_one_device():
     found = of_update(data=1, devices=1).suggest()
     assert found == () and "no single annotation" in str(found)
