@@ -61,6 +61,8 @@ class _Products:
         """Per product those that it depends on, and its own bit."""
         self.readers = self.reached(body.instructions[::-1], users(body.instructions))
         """Per product those that depend on it, and its own bit."""
+        self.left = (1 << len(products)) - 1
+        """Those that are in no group yet: what depends on the others is not asked again."""
 
     def reached(
         self, instructions: Sequence[Instruction], neighbours: Mapping[Instruction, Sequence[Instruction]]
@@ -101,11 +103,12 @@ class _Products:
         every = -1
         for one in group:
             n = self.number[one]
+            self.left &= ~(1 << n)
             united |= self.needs[n]
             some |= self.readers[n]
             every &= self.readers[n]
-        for n in _numbers(some & ~every):  # the others need all of it already
-            for m in _numbers(united & ~self.needs[n]):
+        for n in _numbers(some & ~every & self.left):  # the others need all of it already
+            for m in _numbers(united & ~self.needs[n] & self.left):
                 self.readers[m] |= 1 << n
             self.needs[n] |= united
 

@@ -232,7 +232,7 @@ def test_work_grows_with_the_number_of_ops(program, tmp_path):
 @pytest.mark.parametrize(
     ("program", "n"),
     [
-        (gradient_of_chain, 40), (layers_of_three_products, 16), (loops, 12), (callbacks, 30),
+        (wide, 60), (gradient_of_chain, 40), (layers_of_three_products, 16), (loops, 12), (callbacks, 30),
         (carried_leaves, 40), (shard_maps, 30), (inside_shard_map, 120), (updates, 30),
     ],
 )  # fmt: skip
