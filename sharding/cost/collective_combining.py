@@ -46,18 +46,23 @@ class _Batches:
         self.open: dict[object, int] = {}
         self.before: list[int] = []
         """Per batch those that it depends on, and itself."""
+        self.read = 0
+        """The batches that others depend on."""
 
     def join(self, group: object, needed: int) -> int:
         """The batch of a collective that depends on the batches `needed`."""
-        for batch in range(needed.bit_length()):
-            if needed >> batch & 1:
-                needed |= self.before[batch]
+        rest = needed
+        while rest:
+            before = self.before[rest.bit_length() - 1]
+            needed, rest = needed | before, rest & ~before
         found = self.open.get(group)
         if found is None or needed >> found & 1:
             found = self.open[group] = len(self.before)
             self.before.append(1 << found)
-        if needed & ~self.before[found]:
+        if self.read >> found & 1 and needed & ~self.before[found]:
             self.before = [others | needed if others >> found & 1 else others for others in self.before]
+        self.before[found] |= needed
+        self.read |= needed
         return found
 
 

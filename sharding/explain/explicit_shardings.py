@@ -121,8 +121,10 @@ class _Types:
         ]
         params = eqn.primitive.get_bind_params(eqn.params)
         try:
-            result = jax.eval_shape(lambda *xs: eqn.primitive.bind(*xs, **params), *operands)
+            (result,) = jax.tree.leaves(jax.eval_shape(lambda *xs: eqn.primitive.bind(*xs, **params), *operands))
         except Exception:  # of several types: ambiguous, or operands that are sharded differently
+            return None
+        if result.sharding is None:  # of a callback
             return None
         entries = list(result.sharding.spec)
         while entries and entries[-1] is None:

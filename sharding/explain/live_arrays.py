@@ -74,19 +74,18 @@ class LiveArrays:
                 yield self.array(x, "results", own + table, 0, end, x.name, "", value=v)
 
     def live_at_peak(self, lifetimes: Lifetimes) -> Iterator[Array]:
-        """The buffers live at the peak of a body, and recursively in the loop or branch that runs then."""
-        timeline = lifetimes.timeline()
-        if not timeline:
-            return
-        step = max(range(len(timeline)), key=timeline.__getitem__)
-        phases = readers(lifetimes)
-        for buffer in lifetimes.buffers:
-            if buffer.is_temporary and buffer.born <= step <= buffer.dies:
-                now = max(k for k, (born, _) in enumerate(buffer.makers) if born <= step)
-                yield self.buffer_array(buffer, now, lifetimes, phases)
-        inner = lifetimes.nested.get(step, ())
-        if inner:
-            yield from self.live_at_peak(max(inner, key=Lifetimes.peak_bytes))
+        """The buffers live at the peak of a body, and in the loops and branches in it that run then."""
+        while timeline := lifetimes.timeline():
+            step = max(range(len(timeline)), key=timeline.__getitem__)
+            phases = readers(lifetimes)
+            for buffer in lifetimes.buffers:
+                if buffer.is_temporary and buffer.born <= step <= buffer.dies:
+                    now = max(k for k, (born, _) in enumerate(buffer.makers) if born <= step)
+                    yield self.buffer_array(buffer, now, lifetimes, phases)
+            inner = lifetimes.nested.get(step, ())
+            if not inner:
+                return
+            lifetimes = max(inner, key=Lifetimes.peak_bytes)
 
     def buffer_array(
         self, buffer: Buffer, now: int, lifetimes: Lifetimes, phases: Mapping[Instruction, Collection[str]]
@@ -154,8 +153,9 @@ def readers(lifetimes: Lifetimes) -> dict[Instruction, set[str]]:
     found: dict[Instruction, set[str]] = {}
     for step in lifetimes.steps:
         for kernel in step.kernels:
+            phases = {m.phase for m in kernel.members}
             for operand in kernel.operands:
-                found.setdefault(operand, set()).update(m.phase for m in kernel.members)
+                found.setdefault(operand, set()).update(phases)
     return found
 
 

@@ -6,7 +6,6 @@ A program point is one step of the schedule; a loop or branch contributes the st
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..memory import Usage
@@ -45,14 +44,14 @@ class MemoryTimeline:
 def memory_timeline(assignment: Assignment, usage: Usage) -> MemoryTimeline:
     """The timeline of a completed program, from its memory usage."""
     points = _ProgramPoints(LiveArrays(assignment, usage))
-    transient = tuple(points.body(usage.lifetimes, 0))
+    points.body(usage.lifetimes, 0)
     last = max(len(points.sources) - 1, 0)
     resident = (*points.arrays.arguments(), *points.arrays.results())
     return MemoryTimeline(
         sources=tuple(points.sources) or ("",),
         depths=tuple(points.depths) or (0,),
         resident=tuple(dataclasses.replace(a, born=0, dies=last) for a in resident),
-        transient=transient,
+        transient=tuple(points.transient),
     )
 
 
@@ -63,14 +62,15 @@ class _ProgramPoints:
         self.arrays = arrays
         self.sources: list[str] = []
         self.depths: list[int] = []
+        self.transient: list[Array] = []
 
-    def body(self, lifetimes: Lifetimes, depth: int) -> Iterator[Array]:
-        """Yields the arrays of a body and records its program points."""
+    def body(self, lifetimes: Lifetimes, depth: int) -> None:
+        """Records the program points and the arrays of a body, after those of the bodies inside it."""
         begun, ended = [], []
         for k, step in enumerate(lifetimes.steps):
             begun.append(len(self.sources))
             for inner in lifetimes.nested.get(k, ()):
-                yield from self.body(inner, depth + 1)
+                self.body(inner, depth + 1)
             ended.append(len(self.sources))
             self.sources.append(source(step.kernels[0].root, self.arrays.graph))
             self.depths.append(depth)
@@ -82,4 +82,4 @@ class _ProgramPoints:
             for k, ((born, _), dies) in enumerate(zip(buffer.makers, ends, strict=True)):
                 if born <= dies:
                     array = self.arrays.buffer_array(buffer, k, lifetimes, phases)
-                    yield dataclasses.replace(array, born=begun[born], dies=ended[dies])
+                    self.transient.append(dataclasses.replace(array, born=begun[born], dies=ended[dies]))

@@ -196,6 +196,12 @@ class Graph:
             waiting += scope.children.values()
 
     @cached_property
+    def inputs_used(self) -> list[bool]:
+        """For each argument, whether a result depends on it: others are not in the compiled program."""
+        assert self.scope is not None
+        return compat.inputs_used(self.scope.jaxpr, [True] * len(self.outputs))
+
+    @cached_property
     def regions(self) -> dict[int, Scope]:
         """id of an equation -> the innermost loop, branch or recomputation of it: XLA merges nothing across them."""
         found: dict[int, Scope] = {}

@@ -43,7 +43,8 @@ class Mutations(NamedTuple):
 
         Raises:
             ShardingError: a value was added to an argument; only values of variables can be written back. Or a static
-                attribute was changed of an argument that is not mutable and not returned.
+                attribute was changed of an argument that is not mutable and not returned, or parts of one that is
+                were moved.
         """
         leaves, values, statics, added, at = list[int](), [], list[tuple[int, StaticChange]](), [], 0
         results, out_tree = jax.tree.flatten(result)
@@ -53,8 +54,14 @@ class Mutations(NamedTuple):
                 changed = [k for k, (a, b) in enumerate(zip(old, new, strict=True)) if a is not b]
                 leaves += [at + k for k in changed]
                 values += [new[k] for k in changed]
-            elif not {*map(id, new)} <= {*map(id, old), *map(id, results)}:
-                added.append(f"{arguments.names[i]}: its pytree was mutated")
+            else:
+                known, place = {*map(id, old), *map(id, results)}, {path: k for k, path in enumerate(_leaf_paths(was))}
+                fresh = [(path, x) for path, x in zip(_leaf_paths(now), new, strict=True) if id(x) not in known]
+                if any(path not in place for path, _ in fresh):
+                    added.append(f"{arguments.names[i]}: its pytree was mutated")
+                else:
+                    leaves += [at + place[path] for path, _ in fresh]
+                    values += [x for _, x in fresh]
             if now != was and not static_attributes.contains(out_tree, now):
                 statics += [(i, change) for change in static_attributes.changes(was, now)]
             at += was.num_leaves
@@ -63,7 +70,8 @@ class Mutations(NamedTuple):
         if added:
             raise _error(arguments.signature.function, added, may_declare=False)
         _refuse_lost(statics, arguments)
-        return Mutations(leaves, values, tuple(statics))
+        is_mutable = [*map(arguments.signature.is_mutable, arguments.labels)]
+        return Mutations(leaves, values, tuple((i, change) for i, change in statics if is_mutable[i]))
 
     def updated(self, jaxpr: Any, arguments: Arguments) -> list[int]:
         """Which of these have a new value that must be written back.
@@ -128,7 +136,11 @@ def _leaf_paths(tree: Any) -> list[Any]:
 def _refuse_lost(statics: Sequence[tuple[int, StaticChange]], arguments: Arguments) -> None:
     """Raises for changed static attributes that cannot be, or are not to be, given to the caller's object."""
     is_mutable = [*map(arguments.signature.is_mutable, arguments.labels)]
-    lost = [(i, change) for i, change in statics if change.attributes is None or not is_mutable[i]]
+    lost = [
+        (i, change)
+        for i, change in statics
+        if (change.attributes is None or not is_mutable[i]) and (is_mutable[i] or not change.is_of_parts)
+    ]
     if lost:
         found = [change.text(arguments.names[i]) for i, change in lost]
         may_declare = all(change.attributes is not None for _, change in lost)

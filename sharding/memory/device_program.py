@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .. import compat
 from ..propagation import Assignment
 from ..rewrite.unread_gathers import without_unread_gathers
 from . import control_flow_lowering
@@ -65,6 +64,5 @@ def lower(assignment: Assignment, traits: CompilerTraits) -> DeviceProgram:
     emitter.body.results = outputs
     if traits.merges_products:
         merge_products(emitter.body)
-    used = compat.inputs_used(scope.jaxpr, [True] * len(outputs))
-    kept = frozenset(x for x, is_used in zip(inputs, used, strict=True) if is_used)
+    kept = frozenset(x for x, is_used in zip(inputs, g.inputs_used, strict=True) if is_used)
     return DeviceProgram(emitter.body, tuple(inputs), kept, tuple(outputs))

@@ -77,7 +77,7 @@ class Lowering:
             elif name in self.handlers:
                 self.handlers[name](self, i, eqn, scope, env, emitter)
             else:
-                self.lower_equation(eqn, scope, env, emitter)
+                self.lower_equation(i, eqn, scope, env, emitter)
         self.cursor.phase = outer
 
     def inline_call(self, i: int, eqn: Any, scope: Scope | None, env: Env, emitter: Emitter) -> None:
@@ -111,10 +111,10 @@ class Lowering:
         """Bind variables to the instructions that produce them."""
         env.update((v, x) for v, x in zip(variables, made, strict=True) if not compat.is_drop(v))
 
-    def op_of(self, eqn: Any, scope: Scope | None) -> Op | None:
+    def op_of(self, i: int, eqn: Any, scope: Scope | None) -> Op | None:
         """The graph's op of an equation, if both have the same operands and results."""
-        if scope is not None and (op := next((op for op in scope.opaque.values() if op.site[0] is eqn), None)):
-            return op
+        if scope is not None and i in scope.opaque:
+            return scope.opaque[i]
         for var in eqn.outvars:
             value = None if compat.is_drop(var) else self.graph_value(var, scope)
             if value is not None:
@@ -123,7 +123,7 @@ class Lowering:
                 return op if op is not None and has_all and op.site and op.site[0] is eqn else None
         return None
 
-    def lower_equation(self, eqn: Any, scope: Scope | None, env: Env, emitter: Emitter) -> None:
+    def lower_equation(self, i: int, eqn: Any, scope: Scope | None, env: Env, emitter: Emitter) -> None:
         """Lower an equation without a body."""
         name = eqn.primitive.name
         operands = [self.read(a, env) for a in eqn.invars]
@@ -138,7 +138,7 @@ class Lowering:
         operand_specs = [self.spec_of(a, scope) for a in eqn.invars]
         final_specs = result_specs = [self.spec_of(v, scope) for v in eqn.outvars]
         steps: list[Sequence[Step]] = [()] * len(result_specs)
-        op = self.op_of(eqn, scope)
+        op = self.op_of(i, eqn, scope)
         if op is not None and op.rule is not None:
             strategy = self.strategies.of(op)
             steps = list(strategy.result_steps)

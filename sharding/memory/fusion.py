@@ -12,7 +12,7 @@ priority_fusion.cc`)
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from .instruction import Instruction, users
@@ -72,25 +72,38 @@ class _Fusion:
     def costly(self, sizes: Mapping[Instruction, int]) -> set[Instruction]:
         """What is read faster from memory than computed again by each of several users."""
         found: set[Instruction] = set()
-        sources: dict[Instruction, frozenset[Instruction]] = {}
+        sources: dict[Instruction, set[Instruction]] = {}
         """Per instruction what must be read to compute it: itself if it is stored."""
         for one in self.instructions:
-            sources[one] = frozenset((one,))  # a slice is read as what it is, not as its operand
+            sources[one] = {one}  # a slice is read as what it is, not as its operand
             if _is_fusible(one) and one not in self.stored and one.name not in SLICES:
-                reads = frozenset[Instruction]().union(*(sources[x] for x in one.operands))
-                if self.is_costly(one, sizes[one], sum(sizes[x] for x in reads)):
+                reads = self.united_sources(one, sources)
+                if self.is_costly(one, sizes, reads):
                     found.add(one)
                 else:
                     sources[one] = reads
         return found
 
-    def is_costly(self, one: Instruction, size: int, read_size: int) -> bool:
+    def united_sources(self, one: Instruction, sources: dict[Instruction, set[Instruction]]) -> set[Instruction]:
+        """What must be read to compute the operands of an instruction.
+
+        The largest of the sets that nothing else needs is extended: a sum of n arrays, added one by one, takes n steps.
+        """
+        operands = dict.fromkeys(one.operands)
+        own = [x for x in operands if len(self.users[x]) == 1]
+        largest = max(own, key=lambda x: len(sources[x]), default=None)
+        found = set() if largest is None else sources.pop(largest)
+        found.update(*(sources[x] for x in operands if x is not largest))
+        return found
+
+    def is_costly(self, one: Instruction, sizes: Mapping[Instruction, int], reads: Collection[Instruction]) -> bool:
         """Whether several users move more if each computes it than if one kernel stores it for all."""
         readers = self.users[one]
         if len(readers) < 2:
             return False
         if one.expensive:
             return True
+        size, read_size = sizes[one], sum(sizes[x] for x in reads)
         if not all(_is_fusible(x) or x.fuses_operands for x in readers):  # it is stored for one of them anyway
             return read_size > size
         return len(readers) * read_size > read_size + (len(readers) + 1) * size
@@ -121,20 +134,20 @@ class _Fusion:
 
     def kernel_of(self, root: Instruction, readers: dict[Instruction, set[Instruction]]) -> Kernel:
         """The kernel of a root: producers with no other reader move into it, others are duplicated."""
-        members, inside, gone = [root], {root}, {root}
+        members, inside = [root], {root}
         seen = set(root.operands) if _is_fusible(root) or root.fuses_operands else set()
         waiting = [(-self.place[x], x) for x in seen]
         heapq.heapify(waiting)
         while waiting:
             _, producer = heapq.heappop(waiting)
-            others = readers[producer] - gone
+            others = len(readers[producer]) - (root in readers[producer])
             if root.fuses_operands and producer.phase == "backward" and producer in self.scaled:
                 continue
             if not _is_fusible(producer) or producer in self.stored or (producer in self.once and others):
                 continue
             members.append(producer)
             inside.add(producer)
-            readers[producer] = others
+            readers[producer].discard(root)
             for operand in dict.fromkeys(producer.operands):
                 readers[operand].add(root)
                 if not others:
@@ -142,8 +155,6 @@ class _Fusion:
                 if operand not in seen:
                     seen.add(operand)
                     heapq.heappush(waiting, (-self.place[operand], operand))
-            if not others:
-                gone.add(producer)
         members.sort(key=self.place.__getitem__)
         operands = dict.fromkeys(p for m in members for p in m.operands if p not in inside)
         return Kernel(root, members, list(operands))

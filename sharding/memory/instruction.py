@@ -76,6 +76,15 @@ class Body:
     """Instructions that run although no result depends on them, such as callbacks that print."""
     counts_bytes: bool = True
     """See `fusion.fuse`."""
+    all_names: frozenset[str] | None = None
+    """What `names` found: each level around asks for it."""
+
+    def names(self) -> frozenset[str]:
+        """The names of the instructions of a finished body and of its nested bodies, computed once."""
+        if self.all_names is None:
+            inner = (body.names() for one in self.instructions for body in one.bodies)
+            self.all_names = frozenset(one.name for one in self.instructions).union(*inner)
+        return self.all_names
 
     def live_instructions(self) -> list[Instruction]:
         """The instructions that a result or an effect depends on, in order, with all tuple elements of each."""
@@ -99,8 +108,12 @@ def users(instructions: Sequence[Instruction]) -> dict[Instruction, list[Instruc
 
 
 def all_instructions(body: Body) -> Iterator[Instruction]:
-    """The instructions of a body and of its nested bodies."""
-    for i in body.instructions:
-        yield i
-        for inner in i.bodies:
-            yield from all_instructions(inner)
+    """The instructions of a body, each before those of its nested bodies."""
+    waiting = [iter(body.instructions)]
+    while waiting:
+        one = next(waiting[-1], None)
+        if one is None:
+            waiting.pop()
+        else:
+            yield one
+            waiting += [iter(inner.instructions) for inner in reversed(one.bodies)]

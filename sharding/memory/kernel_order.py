@@ -16,7 +16,7 @@ from ..cost.collective_combining import combined_collectives
 from ..cost.latency_hiding import Part, Work, latency_hiding_order
 from .compiler_traits import Schedule
 from .fusion import Kernel
-from .instruction import Instruction, all_instructions
+from .instruction import Instruction
 from .sibling_fusion import fuse_siblings
 
 
@@ -91,7 +91,7 @@ def _work(unit: Sequence[Kernel], after: tuple[int, ...]) -> Work:
     return Work(
         microseconds=sum(map(_kernel_us, unit)),
         after=after,
-        communicates=any(x.name in gpu_latencies.COLLECTIVES for body in root.bodies for x in all_instructions(body)),
+        communicates=any(not body.names().isdisjoint(gpu_latencies.COLLECTIVES) for body in root.bodies),
     )
 
 

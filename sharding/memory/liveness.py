@@ -124,6 +124,7 @@ class _BufferAssignment:
         self.end = len(steps) - 1
         self.buffer_of: dict[Instruction, Buffer] = {}
         self.buffers: list[Buffer] = []
+        self.pairs: dict[Instruction, dict[int, int]] = {}
 
     def lifetimes(self) -> Lifetimes:
         nested: dict[int, list[Lifetimes]] = {}
@@ -177,7 +178,7 @@ class _BufferAssignment:
             return self.buffer_of.get(root.operands[0])
         if root.role == "tuple-element":
             source = root.operands[0]
-            at = next((at for at, element in source.in_place if element == root.element), None)
+            at = self.operand_in_place(source, root.element)
             if at is None or source.name == BARRIER:
                 return None if at is None else self.buffer_of.get(source.operands[at])
             return self.freed_buffer(source.operands[at], born)
@@ -185,24 +186,20 @@ class _BufferAssignment:
             return self.freed_buffer(root.operands[root.in_place[0][0]], born)
         if not root.elementwise or root in self.not_temporary:
             return None
+        scattered = read_otherwise(kernel)
         alike = [x for x in kernel.operands if x.shape == root.shape and x.num_bytes == root.num_bytes]
-        alike = [x for x in alike if self.is_elementwise(kernel, x)]
-        return next(filter(None, (self.freed_buffer(x, born) for x in alike)), None)
+        return next(filter(None, (self.freed_buffer(x, born) for x in alike if x not in scattered)), None)
+
+    def operand_in_place(self, source: Instruction, element: int) -> int | None:
+        """The index of the operand whose buffer a result of an instruction with several takes, if any."""
+        if source not in self.pairs:
+            self.pairs[source] = {result: at for at, result in reversed(source.in_place)}
+        return self.pairs[source].get(element)
 
     def freed_buffer(self, operand: Instruction, step: int) -> Buffer | None:
         """The buffer of an operand that is not read after a step."""
         buffer = self.buffer_of.get(operand)
         return buffer if buffer is not None and buffer.is_temporary and buffer.dies <= step else None
-
-    def is_elementwise(self, kernel: Kernel, operand: Instruction) -> bool:
-        """Whether every path in a kernel from an operand to the result is elementwise."""
-        reached = {operand}
-        for m in kernel.members:
-            if not reached.isdisjoint(m.operands):
-                if not m.elementwise:
-                    return False
-                reached.add(m)
-        return True
 
     def alias(self) -> None:
         """Alias each new loop carry or donated result to the old one, unless a kernel needs both at once.
@@ -215,7 +212,16 @@ class _BufferAssignment:
                 continue
             first = self.kernel_of[new.makers[0][1]]
             is_overwritten = any(first.root.operands[at] is argument for at, _ in first.root.in_place)
-            needs_both = argument in first.operands and not is_overwritten and not self.is_elementwise(first, argument)
+            needs_both = argument in first.operands and not is_overwritten and argument in read_otherwise(first)
             readers = (kernel for _, x in new.makers for kernel in self.readers.get(x, ()))
             is_early = new.is_temporary and new.born < self.last_read.get(argument, 0)
             new.is_temporary = is_early or needs_both or any(argument in kernel.operands for kernel in readers)
+
+
+def read_otherwise(kernel: Kernel) -> set[Instruction]:
+    """What a kernel reads on some path to its result that is not elementwise."""
+    found: set[Instruction] = set()
+    for m in reversed(kernel.members):
+        if not m.elementwise or m in found:
+            found.update(m.operands)
+    return found

@@ -7,10 +7,10 @@ of merged `q`, `k` and `v` lives as long as any of them, and one product hides l
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from ..cost.collective_combining import postorder
-from .instruction import Body, Instruction
+from .instruction import Body, Instruction, users
 
 MOST_BYTES = 64 * 2**20
 """Of the result of a small product and the operand that it doesn't share together."""
@@ -18,34 +18,21 @@ MOST_BYTES = 64 * 2**20
 
 def merge_products(body: Body) -> None:
     """Rewrite a body, its loops and its branches."""
-    products: list[Instruction] = []
-    needs: list[int] = []
-    """Per product a bit for each that it depends on, and its own."""
-    needed: dict[Instruction, int] = {}
-    candidates: dict[object, tuple[int, list[int]]] = {}
     for one in body.instructions:
         for inner in one.bodies:
             merge_products(inner)
-        needed[one] = 0
-        for x in one.operands:
-            needed[one] |= needed[x]
-        if one.name == "dot_general" and len(one.operands) == 2:
-            needed[one] |= 1 << len(products)
-            kind = str(one.eqn.params["dimension_numbers"]), one.itemsize, *(x.itemsize for x in one.operands)
-            for side, x in enumerate(one.operands):
-                candidates.setdefault((x, side, *kind), (side, []))[1].append(len(products))
-            products.append(one)
-            needs.append(needed[one])
+    candidates = _candidates(body)
+    shared = {one for _, alike in candidates for one in alike}
+    products = _Products([one for one in body.instructions if one in shared], body)
     merged: list[Instruction] = []
-    for side, alike in candidates.values():
-        left = [n for n in alike if products[n].name == "dot_general"]  # others are slices by now
-        while len(left) > 1:
-            sizes = [products[n].num_bytes + products[n].operands[1 - side].num_bytes for n in left]
-            group = _first_group(left, sizes, needs)
-            left = [n for n in left if n not in group]
+    for side, alike in candidates:
+        left = products.bits(one for one in alike if one.name == "dot_general")  # others are slices by now
+        while left & (left - 1):
+            group = products.first_group(left, side)
+            left &= ~products.bits(group)
             if len(group) > 1:
-                merged.append(_merged([products[n] for n in group], side))
-                _unite(group, needs)
+                products.unite(group)
+                merged.append(_merged(group, side))
     if merged:
         instructions = [*body.instructions, *merged]
         place = {one: k for k, one in enumerate(instructions)}
@@ -53,24 +40,85 @@ def merge_products(body: Body) -> None:
         body.instructions = [instructions[k] for k in order]
 
 
-def _first_group(left: Sequence[int], num_bytes: Sequence[int], needs: Sequence[int]) -> list[int]:
-    """The first product and those after it that run with it."""
-    group, smallest = [left[0]], num_bytes[0]
-    for n, size in zip(left[1:], num_bytes[1:], strict=True):
-        is_independent = all(not needs[m] >> n & 1 and not needs[n] >> m & 1 for m in group)
-        if is_independent and min(smallest, size) <= MOST_BYTES:
-            group.append(n)
-            smallest = min(smallest, size)
-    return group
+def _candidates(body: Body) -> list[tuple[int, list[Instruction]]]:
+    """Products of the same dims with a common operand, each list with the index of that operand."""
+    found: dict[object, tuple[int, list[Instruction]]] = {}
+    for one in body.instructions:
+        if one.name == "dot_general" and len(one.operands) == 2:
+            kind = str(one.eqn.params["dimension_numbers"]), one.itemsize, *(x.itemsize for x in one.operands)
+            for side, x in enumerate(one.operands):
+                found.setdefault((x, side, *kind), (side, []))[1].append(one)
+    return [(side, alike) for side, alike in found.values() if len(alike) > 1]
 
 
-def _unite(group: Sequence[int], needs: list[int]) -> None:
-    """What depends on one product of a group depends on all of it, and on what that needs."""
-    mask = sum(1 << n for n in group)
-    united = 0
-    for n in group:
-        united |= needs[n]
-    needs[:] = [needed | united if needed & mask else needed for needed in needs]
+class _Products:
+    """Products in the order of a body, and which depend on which. Sets of products are integers with a bit for each."""
+
+    def __init__(self, products: Sequence[Instruction], body: Body):
+        self.products = products
+        self.number = {one: n for n, one in enumerate(products)}
+        self.needs = self.reached(body.instructions, {one: one.operands for one in body.instructions})
+        """Per product those that it depends on, and its own bit."""
+        self.readers = self.reached(body.instructions[::-1], users(body.instructions))
+        """Per product those that depend on it, and its own bit."""
+        self.left = (1 << len(products)) - 1
+        """Those that are in no group yet: what depends on the others is not asked again."""
+
+    def reached(
+        self, instructions: Sequence[Instruction], neighbours: Mapping[Instruction, Sequence[Instruction]]
+    ) -> list[int]:
+        """Per product those that a walk along the neighbours of instructions meets."""
+        found: dict[Instruction, int] = {}
+        for one in instructions:
+            found[one] = 1 << self.number[one] if one in self.number else 0
+            for x in neighbours[one]:
+                found[one] |= found[x]
+        return [found[one] for one in self.products]
+
+    def bits(self, products: Iterable[Instruction]) -> int:
+        """The set of some products."""
+        found = 0
+        for one in products:
+            found |= 1 << self.number[one]
+        return found
+
+    def first_group(self, left: int, side: int) -> list[Instruction]:
+        """The first of some products and those after it that run with it."""
+        group: list[Instruction] = []
+        smallest = 0
+        while left:
+            n = (left & -left).bit_length() - 1
+            left ^= 1 << n
+            one = self.products[n]
+            num_bytes = one.num_bytes + one.operands[1 - side].num_bytes
+            if not group or min(smallest, num_bytes) <= MOST_BYTES:
+                smallest = min(smallest, num_bytes) if group else num_bytes
+                group.append(one)
+                left &= ~(self.needs[n] | self.readers[n])
+        return group
+
+    def unite(self, group: Sequence[Instruction]) -> None:
+        """What depends on one product of a group depends on all of it, and on what that needs."""
+        united = some = 0
+        every = -1
+        for one in group:
+            n = self.number[one]
+            self.left &= ~(1 << n)
+            united |= self.needs[n]
+            some |= self.readers[n]
+            every &= self.readers[n]
+        for n in _numbers(some & ~every & self.left):  # the others need all of it already
+            for m in _numbers(united & ~self.needs[n] & self.left):
+                self.readers[m] |= 1 << n
+            self.needs[n] |= united
+
+
+def _numbers(products: int) -> Iterator[int]:
+    """The numbers of the products in a set."""
+    while products:
+        low = products & -products
+        yield low.bit_length() - 1
+        products ^= low
 
 
 def _merged(products: Sequence[Instruction], side: int) -> Instruction:

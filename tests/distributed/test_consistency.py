@@ -1,7 +1,11 @@
 """Facts compared across processes: what differs is named with its line."""
 
-import pytest
+import random
 
+import pytest
+from support import process_threads
+
+from sharding import ShardingError
 from sharding.distributed import consistency
 
 
@@ -52,3 +56,33 @@ def test_a_line_for_each_fact_that_differs():
     for texts in ((one, {}), ({}, one)):
         (line,) = consistency._differences(3, texts[0], 0, texts[1])
         assert line == "process 3 differs from process 0, in texts too long to compare"
+
+
+def test_processes_with_the_same_facts_agree(monkeypatch: pytest.MonkeyPatch):
+    facts = {"jax": "1", "program": "a\nb"}
+    assert process_threads.run(monkeypatch, lambda index: consistency.agree(facts, about="test"), 3) == [None] * 3
+
+
+@pytest.mark.parametrize("odd", [0, 1, 2])
+def test_the_process_that_differs_from_most_is_named_in_all(odd, monkeypatch: pytest.MonkeyPatch):
+    def agree(index):
+        consistency.agree({"jax": "2" if index == odd else "1", "flags": "f"}, about="sharding.initialize()")
+
+    found = process_threads.run(monkeypatch, agree, 3)
+    first = 1 if odd == 0 else 0
+    assert [list(error.found) for error in found] == [
+        [f"process {odd} differs from process {first} in jax: 2, not 1"]
+    ] * 3
+    assert all(isinstance(error, ShardingError) and "sharding.initialize()" in str(error) for error in found)
+
+
+@pytest.mark.parametrize(("num_digits", "is_shown"), [(4 << 20, True), (11 << 19, False)])
+def test_texts_that_no_message_holds_are_not_shown(num_digits, is_shown, monkeypatch: pytest.MonkeyPatch):
+    """A digit takes about 0.7 bytes once it is packed, and the coordinator accepts 4 MiB."""
+    text = random.Random(0).randbytes(num_digits // 2).hex()
+
+    def agree(index):
+        consistency.agree({"program": text[index:]}, about="test")
+
+    found = process_threads.run(monkeypatch, agree, 2)
+    assert all(("too long to compare" not in str(error)) == is_shown for error in found)

@@ -1,15 +1,17 @@
 """Connecting processes: errors for inconsistent arguments, ports in use, and missing processes."""
 
+import os
 import socket
 import subprocess
 import sys
 import time
 
 import pytest
+from support import process_threads
 
 import sharding
 from sharding import ShardingError
-from sharding.distributed import processes
+from sharding.distributed import initialize, processes
 
 CONNECT = """
 import sys
@@ -85,3 +87,70 @@ def test_missing_processes(host: str, is_name: bool):
     assert ran.returncode == processes.CONNECT_ERROR
     assert "not all of 3 processes connected within 3 s" in ran.stderr, ran.stderr
     assert ("which other hosts cannot reach" in ran.stderr) == is_name
+
+
+def test_every_process_gets_the_texts_of_all_by_index(monkeypatch: pytest.MonkeyPatch):
+    def texts(index):
+        time.sleep(0.05 * (3 - index))  # a text is waited for
+        return processes.all_gather_text("one", f"text {index}"), processes.all_gather_text("two", f"{index}\0")
+
+    expected = ["text 0", "text 1", "text 2"], ["0\0", "1\0", "2\0"]
+    assert process_threads.run(monkeypatch, texts, 3) == [expected] * 3
+
+
+def test_a_process_at_another_topic_is_named(monkeypatch: pytest.MonkeyPatch):
+    topics = ("saving", "saving", "restoring")
+    found = process_threads.run(monkeypatch, lambda index: processes.barrier(topics[index]), 3)
+    others = [["process 2 at 'restoring'"]] * 2 + [["process 0 at 'saving'", "process 1 at 'saving'"]]
+    assert [list(error.found) for error in found] == others
+    assert [f"process {i} at {topics[i]!r}" in str(error) for i, error in enumerate(found)] == [True] * 3
+
+
+def test_a_process_that_never_comes_is_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(processes, "_TIMEOUT_SECONDS", 0.2)
+    found = process_threads.run(monkeypatch, lambda index: index != 1 and processes.barrier("saving"), 3)
+    assert found[1] is False
+    for index in (0, 2):
+        assert isinstance(found[index], processes.ConnectError)
+        (line,) = found[index].found
+        assert line.startswith("process 1 did not reach this barrier: DEADLINE_EXCEEDED") and "\n" not in line
+
+
+def test_the_coordinator_waits_for_all_others_which_go_on(monkeypatch: pytest.MonkeyPatch):
+    times = {}
+
+    def wait(index):
+        time.sleep(0.1 * index)
+        processes.coordinator_waits("end")
+        times[index] = time.monotonic()
+
+    assert process_threads.run(monkeypatch, wait, 3) == [None] * 3
+    assert times[1] < times[2] <= times[0]
+    monkeypatch.setattr(processes, "_TIMEOUT_SECONDS", 0.2)
+    (error, _, none) = process_threads.run(monkeypatch, lambda i: i != 1 and processes.coordinator_waits("end"), 3)
+    assert "process 1 did not reach" in str(error) and none is None
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_only_one_of_several_processes_exits_at_once(count, monkeypatch: pytest.MonkeyPatch):
+    codes = []
+    monkeypatch.setattr(processes.os, "_exit", codes.append)
+    process_threads.run(monkeypatch, lambda index: processes.exit_if_multiprocess(7), count)
+    assert codes == [7] * (count if count > 1 else 0)
+
+
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_the_cluster_that_jax_detects(is_alone, monkeypatch: pytest.MonkeyPatch):
+    detected = (None,) * 4 if is_alone else ("127.0.0.1", 2, 0, [0])
+    monkeypatch.setattr(processes.compat, "detected_cluster", lambda: detected)
+    if is_alone:
+        return sharding.initialize()
+    with pytest.raises(ShardingError, match="is not host:port"):
+        sharding.initialize()
+
+
+def test_an_error_that_ends_a_process_is_printed_before(monkeypatch: pytest.MonkeyPatch, capfd):
+    monkeypatch.setattr(initialize.os, "_exit", lambda code: os.write(2, f"exit {code}".encode()))
+    initialize._exit_with(processes.ConnectError("asked", found="nobody", required="somebody"))
+    printed = capfd.readouterr().err
+    assert printed.startswith("error: asked") and printed.endswith(f"exit {processes.CONNECT_ERROR}")

@@ -65,6 +65,14 @@ def test_a_constraint_is_a_reshard_and_the_backward_pass_needs_nothing():
     assert completed(jax.grad(lambda w, v, x: program(w, v, x).sum())).explicit() == forward
 
 
+def test_the_result_of_a_callback_is_named():
+    def f(w, v, x):
+        return jax.pure_callback(lambda x: x, jax.ShapeDtypeStruct(X.shape, X.dtype), annotate(x @ w, P("data")))
+
+    found = completed(f, (P(), P(), P("data"))).explicit()
+    assert [(one.op, one.spec) for one in found] == [("pure_callback", P())]
+
+
 def test_inside_a_scan():
     def f(w, v, x):
         return jax.lax.scan(lambda h, _: (annotate(jnp.tanh(h @ w) @ v, P("data")), None), x, None, length=3)[0]

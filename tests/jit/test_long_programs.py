@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
-from support.call_counts import num_calls
+from support.call_counts import calls_by_function, num_calls
 
 import sharding
 from sharding import P
@@ -67,6 +67,64 @@ def gathers(n):
     return f, (X, W)
 
 
+def layers_of_three_products(n):
+    def f(x, layers):
+        for a, b, c in layers:
+            x = x + (x @ a) * (x @ b) * (x @ c)
+        return x
+
+    return f, (X, [(W, W, W)] * n)
+
+
+def callbacks(n):
+    def f(x, w):
+        for _ in range(n):
+            x = jax.pure_callback(lambda x: x, X, x) @ w
+        return x
+
+    return f, (X, W)
+
+
+def carried_leaves(n):
+    def f(x, w):
+        return lax.scan(lambda c, row: ([p - row[0] * p for p in c], None), [w] * n, x)[0]
+
+    return f, (X, W)
+
+
+def shard_maps(n):
+    def product(x, w):
+        return lax.psum(x @ w, "tensor")
+
+    def f(x, w):
+        specs = {"in_specs": (P("data"), P()), "out_specs": P("data")}
+        for _ in range(n):
+            x = jax.shard_map(product, **specs, check_vma=False)(x, w)
+        return x
+
+    return f, (X, W)
+
+
+def inside_shard_map(n):
+    def body(x, w):
+        for i in range(n):
+            x = jnp.tanh(x @ w) if i % 3 else lax.psum(x, "tensor")
+        return x
+
+    def f(x, w):
+        return jax.shard_map(body, in_specs=(P("data"), P()), out_specs=P("data"), check_vma=False)(x, w)
+
+    return f, (X, W)
+
+
+def updates(n):
+    def f(x, leaves):
+        norm = jnp.sqrt(sum((p * p).sum() for p, _ in leaves))
+        return [(p - p / norm * x[0, 0], 0.9 * m + p) for p, m in leaves]
+
+    return f, (X, [(W, W)] * n)
+
+
 def nested(inside, around):
     """Programs of n bodies, each in the next."""
 
@@ -123,6 +181,7 @@ def uses(program, n, path):
     first, *_, last = c.assignment.graph.names
     yield from {
         "memory": lambda: (str(c.memory()), c.memory()._repr_html_()),
+        "memory of a GPU": lambda: c.memory(platform="gpu").peak_bytes,
         "communication": lambda: (str(c.communication()), c.communication().lowered("gpu")._repr_html_()),
         "estimate": lambda: str(c.estimate("h100")),
         "compile time": lambda: str(c.compile_time()),
@@ -168,6 +227,25 @@ def test_work_grows_with_the_depth_of_nested_bodies(name, tmp_path):
 @pytest.mark.parametrize("program", [conflicts, gathers])
 def test_work_grows_with_the_number_of_ops(program, tmp_path):
     assert not superlinear(program, 40, tmp_path / "report.html")
+
+
+@pytest.mark.parametrize(
+    ("program", "n"),
+    [
+        (wide, 60), (gradient_of_chain, 40), (layers_of_three_products, 16), (loops, 12), (callbacks, 30),
+        (carried_leaves, 40), (shard_maps, 30), (inside_shard_map, 120), (updates, 30),
+    ],
+)  # fmt: skip
+def test_no_function_is_called_more_than_in_proportion(program, n, tmp_path):
+    path = tmp_path / "report.html"
+    with sharding.mesh(data=2, tensor=4):
+        for use in uses(program, 2, path):
+            calls_by_function(use[1])  # what happens once, such as imports
+        half, whole = (
+            {(name, *one): k for name, use in uses(program, size, path) for one, k in calls_by_function(use).items()}
+            for size in (n, 2 * n)
+        )
+    assert not {one: (half.get(one, 0), k) for one, k in whole.items() if k > max(6 * n, 3 * half.get(one, 0))}
 
 
 @pytest.mark.slow

@@ -242,6 +242,51 @@ def test_an_attribute_that_is_removed_or_none_is_no_change():
     assert model.linear.bias is not None
 
 
+def test_parts_of_a_mutable_object_that_are_removed_or_none_are_so_for_the_caller():
+    def step(model, x):
+        model.linear.kernel[...] += 1
+        model.linear.bias = None
+        del model.layers
+        return (x @ model.linear.kernel).sum()
+
+    ours, theirs = Counted(), Counted()
+    kernel, jitted = ours.linear.kernel, sharding.jit(step, mutable=True)
+    np.testing.assert_allclose(jitted(ours, X), nnx.jit(step)(theirs, X), rtol=1e-5)
+    assert ours.linear.bias is None and not hasattr(ours, "layers") and ours.linear.kernel is kernel
+    np.testing.assert_allclose(kernel[...], theirs.linear.kernel[...])
+    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
+    ours, theirs = Counted(), Counted()  # the compiled program, again
+    np.testing.assert_allclose(jitted(ours, X), nnx.jit(step)(theirs, X), rtol=1e-5)
+    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
+
+
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda model: model.layers.pop(0),
+        lambda model: model.layers.append(model.layers[0]),
+        lambda model: setattr(model, "again", model.linear.bias),
+    ],
+)
+def test_parts_of_a_mutable_object_that_move_are_an_error(move):
+    def step(model, x):
+        move(model)
+        return model.linear(x)
+
+    with pytest.raises(ShardingError, match=r"(?s)model.*: parts of a (List|Counted) were moved.*return the changed"):
+        sharding.jit(step, mutable=True)(Counted(), X)
+
+
+def test_a_new_value_in_an_object_that_lost_a_part_is_not_lost_silently():
+    def step(model, x):
+        model.linear.bias = None
+        model.linear.kernel[...] += 1
+        return x @ model.linear.kernel
+
+    with pytest.raises(ShardingError, match=r"(?s)model/linear/kernel was mutated.*mutable=True"):
+        sharding.jit(step)(Counted(), X)
+
+
 def test_a_returned_object_keeps_its_static_attributes():
     def step(model, x):
         model.calls += 1

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import sharding
+from sharding import kernels
 from sharding.memory.compiler_traits import TRAITS
 from sharding.memory.device_program import lower
 from sharding.memory.instruction import all_instructions
@@ -51,3 +52,41 @@ def test_only_equal_equations_are_computed_once(platform):
     )
     assert count(lambda x, y: (x + 1.0) * (x + 2.0).sum())["add"] == 2
     assert count(lambda x, y: (x + 1.0) * (x + 1.0).sum())["add"] == 1
+
+
+def test_equations_of_different_constants_are_computed_apart():
+    def added(factor):
+        return lambda x: x + factor * jax.lax.broadcasted_iota(jnp.float32, x.shape, 0)
+
+    found = [one.name for one in instructions(lambda x: added(2)(x) * added(3)(x).sum(), SQUARE)]
+    assert found.count("add") == 2
+
+
+@pytest.mark.parametrize(("dtype", "is_rounded"), [("float32", False), ("int8", True), ("float64", True)])
+def test_a_cpu_converts_to_float32_what_it_has_not_rounded_yet(dtype, is_rounded):
+    half = jax.ShapeDtypeStruct((32, 32), jnp.bfloat16)
+    with jax.enable_x64(True):
+        found = instructions(lambda x: jnp.tanh(x).astype(dtype), half, platform="cpu")
+    tanh = next(one for one in found if one.name == "tanh")
+    assert tanh.itemsize == 4
+    converts = [one for one in found if one.name == "convert_element_type"]
+    assert [one.itemsize for one in converts] == ([jnp.dtype(dtype).itemsize] if is_rounded else [])
+
+
+def test_the_result_of_a_function_on_shards_is_the_value_of_the_program():
+    double = kernels.with_rule(lambda x: jnp.sin(x) * 2, "a b -> a b")
+    with sharding.mesh(data=1, devices=jax.devices()[:1]):
+        assignment = sharding.jit(lambda x: double(x) @ x).complete(SQUARE).assignment
+    body = lower(assignment, TRAITS["gpu"]).body
+    dot = next(one for one in body.instructions if one.name == "dot_general")
+    x, doubled = dot.operands[1], dot.operands[0]
+    op = next(op for op in assignment.graph.ops if op.name == "dot_general")
+    assert [doubled.value, x.value] == [*op.operands]
+    assert doubled.eqn.primitive.name == "kernel_call"
+    passed = kernels.with_rule(lambda x: x, "a b -> a b")
+    with sharding.mesh(data=1, devices=jax.devices()[:1]):
+        body = lower(sharding.jit(lambda x: passed(x) @ x).complete(SQUARE).assignment, TRAITS["gpu"]).body
+    dot = next(one for one in body.instructions if one.name == "dot_general")
+    assert (
+        dot.operands[0] is dot.operands[1] is body.arguments[0] and dot.operands[0].value == assignment.graph.inputs[0]
+    )

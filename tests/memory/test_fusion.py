@@ -1,5 +1,7 @@
 """Fused kernels by hand, and of products on accelerators."""
 
+import random
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -9,7 +11,7 @@ from sharding import P
 from sharding.memory.compiler_traits import TRAITS
 from sharding.memory.device_program import lower
 from sharding.memory.fusion import fuse
-from sharding.memory.instruction import Instruction
+from sharding.memory.instruction import Body, Instruction
 
 BIG = (64, 64)
 
@@ -122,3 +124,48 @@ def test_a_tpu_computes_an_activation_in_the_products_that_read_it():
         computed[platform] = sum(m.name == "tanh" for k in kernels for m in k.members)
     assert computed["gpu"] == 0
     assert computed["tpu"] >= 2  # the next product and the gradient of its weights
+
+
+@pytest.mark.parametrize(
+    ("name", "is_computed_inside"),
+    [("itself", True), ("times_sums", False), ("times_sums_again", False), ("times_a_scalar", True), ("sums", True)],
+)
+def test_what_is_scaled_by_broadcast_sums_is_stored_for_a_backward_product(name, is_computed_inside):
+    """As a softmax is: TPUs don't compute it inside of the product that reads it; a loss's scalar is no such scale."""
+    x = argument()
+    sums, scalar = make("reduce_sum", x, shape=(64, 1)), make("reduce_max", x, shape=(1, 1))
+    inverse = make("inverse", sums, shape=(64, 1), elementwise=True)
+    scaled = make("scaled", x, inverse, elementwise=True)
+    read = {
+        "itself": make("itself", x, elementwise=True),
+        "times_sums": scaled,
+        "times_sums_again": make("again", scaled, elementwise=True),
+        "times_a_scalar": make("by_scalar", x, scalar, elementwise=True),
+        "sums": make("of_sums", inverse, sums, shape=(64, 1), elementwise=True),
+    }[name]
+    read.phase = "backward"
+    dot = make("dot", read, x, role="unfusible", fuses_operands=True)
+    found = stored(x, sums, scalar, inverse, scaled, *([] if read is scaled else [read]), dot)
+    assert (read.name in found["dot"]) == is_computed_inside
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_kernels_of_a_random_program_compute_everything_that_they_need(seed):
+    """Members read members or stored arrays, all that kernels read is stored, and nothing is computed for no one."""
+    r = random.Random(seed)
+    made = [argument() for _ in range(3)]
+    for k in range(30):
+        role = r.choice(["fusible", "fusible", "fusible", "unfusible", "bitcast"])
+        operands = r.sample(made[-8:], r.choice([1, 2, 2]) if role != "bitcast" else 1)
+        made.append(make(f"i{k}", *operands, role=role, elementwise=True, expensive=r.random() < 0.3))
+    results = r.sample(made[-6:], 2)
+    alive = Body(made, made[:3], results).live_instructions()
+    kernels = fuse(alive, results)
+    roots = {k.root for k in kernels}
+    assert roots.issuperset(results)
+    for k in kernels:
+        assert k.members[-1] is k.root and roots.issuperset(k.operands)
+        assert all(x in k.members[:n] or x in k.operands for n, m in enumerate(k.members) for x in m.operands)
+        read = {x for m in k.members for x in m.operands}
+        assert read.issuperset(k.members[:-1]) and read.issuperset(k.operands)
+    assert {m for k in kernels for m in k.members} == {*alive}

@@ -66,14 +66,23 @@ def test_the_operand_of_the_last_collective_lives_until_the_end():
 def test_an_empty_array_takes_no_time_to_make():
     """A collective is hidden behind the work next to it; what takes none is left for later."""
 
-    def order(size):
-        x = kernel("x", size=64 * MEGABYTES)
-        reduced, small, other = kernel("all-reduce", x), kernel("small", x, size=size), kernel("other", x)
-        end = kernel("end", reduced, small, other)
-        return names(xla_gpu_order([x, reduced, small, other, end], [end.root]))
+    assert names_beside(size=4) == ["x", "all-reduce", "small", "other", "end"]
+    assert names_beside(size=0) == ["x", "all-reduce", "other", "small", "end"]
 
-    assert order(4) == ["x", "all-reduce", "small", "other", "end"]
-    assert order(0) == ["x", "all-reduce", "other", "small", "end"]
+
+@pytest.mark.parametrize(("roles", "is_free"), [(["bitcast"], True), (["bitcast", "fusible"], False)])
+def test_a_view_takes_no_time_to_make(roles, is_free):
+    order = names_beside(size=8 * MEGABYTES, roles=roles)
+    assert order == ["x", "all-reduce", *(["other", "small"] if is_free else ["small", "other"]), "end"]
+
+
+def names_beside(*, size, roles=("unfusible",)):
+    """The order of a collective, a kernel of a size whose members have some roles, and another one."""
+    x = kernel("x", size=64 * MEGABYTES)
+    reduced, small, other = kernel("all-reduce", x), kernel("small", x, size=size, role=roles[-1]), kernel("other", x)
+    small.members[:0] = [Instruction("view", role, [x.root], (1,), 4) for role in roles[:-1]]
+    end = kernel("end", reduced, small, other)
+    return names(xla_gpu_order([x, reduced, small, other, end], [end.root]))
 
 
 def test_independent_collectives_of_one_group_are_combined_on_cpus():

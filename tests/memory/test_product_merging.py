@@ -85,3 +85,13 @@ def test_merging_a_random_program_keeps_what_it_computes_and_its_order(seed):
         if one.operands != reads[one]:
             (product,) = one.operands
             assert one.name == "slice" and set(reads[one]) <= set(product.operands)
+
+
+@pytest.mark.parametrize(("rows", "count"), [(4096, 1), (2**16, 2)])
+def test_products_of_many_megabytes_stay_apart(rows, count):
+    """XLA:GPU merges products whose result and own operand take up to 64 MiB: here 4 and 68 MB."""
+    arrays = [jax.ShapeDtypeStruct(shape, "float32") for shape in ((rows, N), (N, N), (N, N))]
+    with sharding.mesh({"data": 1}, devices=jax.devices()[:1]):
+        completed = sharding.jit(lambda x, q, k: jnp.tanh(x @ q) + jnp.sin(x @ k)).complete(*arrays)
+    body = lower(completed.assignment, TRAITS["gpu"]).body
+    assert [one.name for one in body.live_instructions()].count("dot_general") == count

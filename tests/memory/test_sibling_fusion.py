@@ -1,5 +1,9 @@
 """Reductions that run with another reader of their array."""
 
+import random
+
+import pytest
+
 from sharding.memory.fusion import Kernel
 from sharding.memory.instruction import Instruction
 from sharding.memory.sibling_fusion import fuse_siblings
@@ -42,3 +46,23 @@ def test_small_arrays_and_other_kernels_stay_apart():
     a, b, total = kernel("a", x), kernel("b", x), kernel("reduce_sum", small, elements=1)
     c = kernel("c", small, elements=16)
     assert fused(x, small, a, b, c, total) == [[name] for name in ("x", "small", "a", "b", "c", "reduce_sum")]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_kernels_of_a_random_program_run_once_and_after_what_they_read(seed):
+    r = random.Random(seed)
+    kernels = [kernel("x"), kernel("y")]
+    for _ in range(20):
+        name = r.choice(["reduce_sum", "add"])
+        kernels.append(
+            kernel(name, *r.sample(kernels[-6:], min(2, len(kernels))), elements=r.choice([LARGE, LARGE, 1]))
+        )
+    units = fuse_siblings(kernels)
+    assert sorted(id(k) for unit in units for k in unit) == sorted(map(id, kernels))
+    done = set()
+    for unit in units:
+        assert all(done.issuperset(k.operands) for k in unit)
+        done |= {k.root for k in unit}
+        if len(unit) > 1:
+            assert any(k.root.name == "reduce_sum" for k in unit)
+            assert all(any({*k.operands} & {*other.operands} for other in unit if other is not k) for k in unit)
