@@ -31,6 +31,7 @@ def scan(
     One loop over the groups of steps that run backward together, whatever the number of steps and snapshots: it
     restores a snapshot, runs forward, writes snapshots on the way, then runs the group backward. The last group keeps
     its residuals from the forward pass. ``body`` may close over arrays, which have gradients as with `jax.lax.scan`.
+    Gradients are bit-equal to those of `jax.lax.scan` where compilers round a step alike with and without residuals.
     Forward-mode derivatives of the gradient (``jax.hessian``) work, reverse-mode ones of it don't.
 
     Args:

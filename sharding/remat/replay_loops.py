@@ -147,7 +147,7 @@ class Replay:
 
         def run(number: Any, held: tuple[Arrays, Arrays]) -> tuple[Arrays, Arrays]:
             carry, ys = held
-            carry, y = lax.optimization_barrier(self.derivative.step(self.constants, carry, self.x(start + number)))
+            carry, y = self.derivative.step(self.constants, carry, self.x(start + number))
             return carry, [_put(old, new, start + number) for old, new in zip(ys, y if ys else [], strict=True)]
 
         return lax.fori_loop(0, length, run, (carry, ys))
@@ -161,7 +161,7 @@ class Replay:
             return (carry, [_put(old, new, step) for old, new in zip(ys, y if ys else [], strict=True)]), residuals
 
         if length == 1:
-            held, residuals = lax.optimization_barrier(run((carry, ys), start))
+            held, residuals = _once(lambda held: run(held, start), (carry, ys), start)
         else:
             held, residuals = lax.scan(run, (carry, ys), start + jnp.arange(length))
         carry, ys = held
@@ -180,6 +180,28 @@ class Replay:
         if length == 1:
             return run(ct, (start, residuals))[0]
         return lax.scan(run, ct, (start + jnp.arange(length), residuals), reverse=True)[0]
+
+
+def _once(run: Callable[[Any], tuple[Any, Any]], held: Any, start: Any) -> tuple[Any, Any]:
+    """`run(held)` in a loop of one iteration, which compilers take for one of several.
+
+    They then compute residuals as in the forward pass: outside a loop, they would drop the step's result, fuse the rest
+    differently, and round differently.
+    """
+    tree = None
+
+    def body(_: Any, both: tuple[Any, Arrays]) -> tuple[Any, Arrays]:
+        nonlocal tree
+        held, results = run(both[0])
+        leaves, tree = jax.tree.flatten(results)
+        return held, leaves
+
+    shapes = jax.eval_shape(lambda held: jax.tree.leaves(run(held)[1]), held)
+    empty = [lax.full(one.shape, 0, one.dtype) for one in shapes]
+    times = lax.optimization_barrier(jnp.asarray(start >= 0, jnp.int32))
+    held, leaves = lax.fori_loop(0, times, body, (held, empty))
+    assert tree is not None
+    return held, jax.tree.unflatten(tree, leaves)
 
 
 def numbers(turns: Sequence[Turn]) -> dict[str, Any]:
