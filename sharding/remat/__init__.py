@@ -25,6 +25,7 @@ from .chain import Chain
 from .checkpoint_schedule import Schedule
 from .layer_scan import scan
 from .revolve import revolve
+from .rotor import rotor
 from .sequential import sequence
 from .sublinear import chen, sqrt
 
@@ -41,6 +42,7 @@ __all__ = [
     "Snapshot",
     "chen",
     "revolve",
+    "rotor",
     "scan",
     "sequence",
     "sqrt",
