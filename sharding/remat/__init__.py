@@ -26,6 +26,7 @@ from .checkpoint_schedule import Schedule
 from .layer_scan import scan
 from .revolve import revolve
 from .rotor import rotor
+from .selection import Policy, Selection, select
 from .sequential import sequence
 from .sublinear import chen, sqrt
 
@@ -38,12 +39,15 @@ __all__ = [
     "Place",
     "Record",
     "Restore",
+    "Policy",
     "Schedule",
+    "Selection",
     "Snapshot",
     "chen",
     "revolve",
     "rotor",
     "scan",
+    "select",
     "sequence",
     "sqrt",
 ]

@@ -104,7 +104,8 @@ class _Solver:
         for length in range(1, steps + 1):
             for start in range(steps - length + 1):
                 options = list(self.options(found, start, start + length))
-                found[start, start + length] = _best(*map(np.concatenate, zip(*options, strict=True)), self.limit)
+                taken, costs, stops = (np.concatenate(one) for one in zip(*options, strict=True))
+                found[start, start + length] = _best(taken, costs, stops, self.limit)
         return found
 
     def options(self, found: dict[tuple[int, int], Front], start: int, stop: int) -> Iterator[tuple[np.ndarray, ...]]:
