@@ -45,7 +45,7 @@ from .distributed.initialize import initialize
 # isort: on
 
 if TYPE_CHECKING:
-    from . import checkpoint, expert, kernels, pipeline, sequence, tensor, zero
+    from . import checkpoint, expert, kernels, pipeline, remat, sequence, tensor, zero
 
 __all__ = [
     "Comparison",
@@ -69,6 +69,7 @@ __all__ = [
     "pipeline",
     "prioritized",
     "put",
+    "remat",
     "rules",
     "same",
     "sequence",
@@ -77,7 +78,7 @@ __all__ = [
     "zero",
 ]
 
-_LAZY = ("checkpoint", "expert", "kernels", "pipeline", "sequence", "tensor", "zero")
+_LAZY = ("checkpoint", "expert", "kernels", "pipeline", "remat", "sequence", "tensor", "zero")
 
 
 def __getattr__(name: str) -> Any:

@@ -21,7 +21,7 @@ FLOORS = [
     ["annotations", "kernels"],
     ["distributed", "expert", "graph", "pipeline", "sequence", "tensor", "xla", "zero"],
     ["checkpoint", "cost", "models", "propagation"],
-    ["rewrite"],
+    ["remat", "rewrite"],
     ["memory"],
     ["explain"],
     ["completion"],

@@ -31,10 +31,10 @@ Example:
     [((2, 3, 5), [0, 0]), ((2, 3, 3), [5, 5])]
 """
 
+from ..display.chart import Chart
 from . import cutting, schedules
 from .asynchronous_training import train_async
 from .cutting import Cut, cut
-from .gantt_chart import Chart
 from .gradient import Executor, ValueAndGrad, place, value_and_grad
 from .placed_stages import PlacedStages
 from .schedule import Schedule

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from html import escape
-from pathlib import Path
 from typing import NamedTuple
 
+from ..display.chart import Chart
 from .task_table import KINDS, LETTERS, Kind, Task, TaskTable
 
 ROW, BOX, LEFT, TOP, MARGIN = 34, 28, 76, 30, 12
@@ -26,23 +25,6 @@ STYLES: dict[Kind, str] = {
     "backward-input": 'fill="#ffe8cc" stroke="#333" stroke-dasharray="4 2"',
     "backward-weight": 'fill="#d3f0d3" stroke="#333" stroke-dasharray="1 2"',
 }
-
-
-@dataclass(frozen=True)
-class Chart:
-    """An SVG drawing, displayed by Jupyter."""
-
-    svg: str
-
-    def __str__(self) -> str:
-        return self.svg
-
-    def _repr_svg_(self) -> str:
-        return self.svg
-
-    def save(self, path: str | Path) -> None:
-        """Writes the SVG file."""
-        Path(path).write_text(self.svg, encoding="utf-8")
 
 
 class Span(NamedTuple):

@@ -10,10 +10,11 @@ from itertools import accumulate, islice
 from numbers import Real
 from pathlib import Path
 
+from ..display.chart import Chart
 from ..errors import ShardingError
 from .chrome_trace import write_trace
 from .dependencies import Dependencies
-from .gantt_chart import Chart, chart
+from .gantt_chart import chart
 from .task_table import Task, TaskTable
 from .validity import check
 
