@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from ..errors import ShardingError
-from . import elimination, exhaustive, linear_program, relaxation
+from . import elimination, exhaustive, lagrangian, linear_program, relaxation
 from .problem import Problem
 from .solution import Solution
 
@@ -34,9 +34,10 @@ ALGORITHMS: Mapping[str, Solver] = {
     "alpa": linear_program.solve,
     "autoparallel": relaxation.solve,
     "exhaustive": exhaustive.solve,
+    "lagrangian": lagrangian.solve,
     "optcnn": elimination.solve,
 }
-"""Solvers by the name of the system that published them."""
+"""Solvers by the name of the system that published them; `lagrangian` is our own, and what "auto" takes."""
 
 
 def solve(
@@ -67,7 +68,7 @@ def solve(
     if not seconds > 0:
         raise ShardingError(f"planner.solve(seconds={seconds})", required="a positive number of seconds")
     if algorithm == "auto":
-        algorithm = "alpa"
+        algorithm = "lagrangian"
     if algorithm not in ALGORITHMS:
         near = difflib.get_close_matches(algorithm, ["auto", *ALGORITHMS], n=1, cutoff=0.4)
         raise ShardingError(
