@@ -12,8 +12,9 @@ Example:
 """
 
 from .algorithms import ALGORITHMS, Solver, solve
+from .pareto_frontier import Point, frontier
 from .problem import FORBIDDEN, Problem
 from .problem_file import read
 from .solution import Solution
 
-__all__ = ["ALGORITHMS", "FORBIDDEN", "Problem", "Solution", "Solver", "read", "solve"]
+__all__ = ["ALGORITHMS", "FORBIDDEN", "Point", "Problem", "Solution", "Solver", "frontier", "read", "solve"]

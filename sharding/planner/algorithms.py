@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from ..errors import ShardingError
-from . import elimination, exhaustive, lagrangian, linear_program, relaxation
+from . import elimination, exhaustive, lagrangian, linear_program, markov_chain, pareto_frontier, relaxation
 from .problem import Problem
 from .solution import Solution
 
@@ -34,8 +34,10 @@ ALGORITHMS: Mapping[str, Solver] = {
     "alpa": linear_program.solve,
     "autoparallel": relaxation.solve,
     "exhaustive": exhaustive.solve,
+    "flexflow": markov_chain.solve,
     "lagrangian": lagrangian.solve,
     "optcnn": elimination.solve,
+    "tensoropt": pareto_frontier.solve,
 }
 """Solvers by the name of the system that published them; `lagrangian` is our own, and what "auto" takes."""
 

@@ -29,7 +29,7 @@ PART_ENTRIES = 30_000
 LARGEST_TREE = 1000
 """Nodes of a tree; larger ones take more steps, one per level."""
 NUM_FORESTS = 24
-HEAT = 1.0
+HEAT = 0.03
 """First temperature, as a multiple of a node's mean cost."""
 
 
