@@ -16,7 +16,7 @@ from .core_problem import Core
 from .linear_program import build, largest, minimise
 from .problem import FORBIDDEN
 
-MOST_NEW_TIMES = 5
+MOST_NEW_TIMES = 12
 """Times that are added at once."""
 
 
@@ -24,7 +24,7 @@ class Outcome(NamedTuple):
     """What is known at the end."""
 
     choice: np.ndarray | None
-    """The optimal one, if it was found in time."""
+    """The best found that fits; the optimal one if its cost is the bound."""
     bound: float
 
 
@@ -47,14 +47,14 @@ def minimise_core(core: Core, *, seconds: float) -> Outcome:
             return Outcome(None, FORBIDDEN)
         if result.mip_dual_bound is not None:
             bound = max(bound, float(result.mip_dual_bound) + core.constant)
-        if result.status != 0:
+        choice = None if result.x is None else largest(core.problem, result.x)
+        if choice is None:
             return Outcome(None, bound)
-        choice = largest(core.problem, result.x)
         excess = core.excess(choice)
-        new = _worst(excess, times)
         if excess.max(initial=0.0) <= 0:
-            return Outcome(choice, core.cost(choice))
-        if not new:
+            return Outcome(choice, core.cost(choice) if result.status == 0 else bound)
+        new = _worst(excess, times)
+        if result.status != 0 or not new:
             return Outcome(None, bound)
         times += new
     return Outcome(None, bound)

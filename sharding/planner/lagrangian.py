@@ -1,10 +1,10 @@
-"""The solver for large problems: reductions, an integer program if what is left is small, else priced annealing.
+"""The solver for large problems: reductions, an integer program if what is left is small, else prices for memory.
 
 Memory has a price per byte at each time (a Lagrange multiplier), which turns the limit into node costs. Prices rise at
-times that exceed the limit and fall at others, while random forests of nodes are minimised exactly under costs with
-shrinking random noise (`_anneal`). From the cheapest choice that fits, trees of further forests are changed if that
-costs less and still fits (`_descend`), and integer programs decide parts of the problem: the neighbourhood of a node, or
-the strategies in which choices found so far differ (`_merge`).
+times that exceed the limit and fall at others, while message passing gives bounds and choices under them, and random
+forests of nodes improve those (`_price`). From the cheapest choice that fits, trees of further forests are changed if
+that costs less and still fits (`_descend`), and integer programs decide parts of the problem: the neighbourhood of a
+node, or the strategies that message passing deems nearly the best (`_merge`).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import numpy as np
 from .core_problem import Core
 from .cutting_planes import minimise_core
 from .forests import Forest, random_forest
+from .message_passing import Messages
 from .problem import FORBIDDEN, Problem
 from .reduction import Reduction
 from .solution import Solution, nothing_found
@@ -29,8 +30,10 @@ PART_ENTRIES = 30_000
 LARGEST_TREE = 1000
 """Nodes of a tree; larger ones take more steps, one per level."""
 NUM_FORESTS = 24
-HEAT = 0.03
-"""First temperature, as a multiple of a node's mean cost."""
+STEP = 0.1
+"""By which part prices change at first, at most."""
+MERGE_SECONDS = 15
+"""Of the integer program of a part."""
 
 
 def solve(problem: Problem, *, memory_bytes: float | None = None, seconds: float = 60, seed: int = 0) -> Solution:
@@ -41,8 +44,9 @@ def solve(problem: Problem, *, memory_bytes: float | None = None, seconds: float
 
     References:
         Lagrange multipliers for memory, as the winner of the ASPLOS 2025 contest ("Soft Constraints, Strong Solutions");
-        Hamze and de Freitas, "From Fields to Trees", UAI 2004, for moves of trees; Blum et al., "Construct, Merge, Solve
-        & Adapt", Computers & Operations Research 68 (2016), for programs over the union of choices.
+        Kolmogorov, "Convergent Tree-Reweighted Message Passing for Energy Minimization", PAMI 28 (2006); Hamze and de
+        Freitas, "From Fields to Trees", UAI 2004; Angelelli, Mansini, Speranza, "Kernel Search", Computers & Operations
+        Research 37 (2010).
     """
     start = time.monotonic()
     problem = problem.limited(memory_bytes)
@@ -82,6 +86,8 @@ class _Search:
         """Recent choices that annealing ended with."""
         self.entries = PART_ENTRIES
         self.prices = np.zeros(len(core.memory.limit))
+        self.gaps = np.zeros(len(core.soft))
+        """By how much a node's strategies are worse than its best one, by message passing."""
 
     @property
     def left(self) -> float:
@@ -98,9 +104,9 @@ class _Search:
         entries = sum(matrix.size for matrix in self.core.problem.edge_costs)
         if entries <= MOST_ENTRIES and self._solved(0.6 * self.left):
             return
-        share = min(0.7, max(0.05, num_nodes / 6000))
+        share = min(0.7, max(0.15, num_nodes / 6000))
         while self.left > 0 and self.best_cost > self.bound:
-            self._anneal(time.monotonic() + share * self.left)
+            self._price(time.monotonic() + share * self.left)
             if self.best is None:
                 continue
             self._descend(time.monotonic() + 0.2 * share * self.left)
@@ -114,7 +120,7 @@ class _Search:
         self.bound = max(self.bound, outcome.bound)
         if outcome.choice is not None:
             self._offer(outcome.choice)
-        return outcome.choice is not None or outcome.bound >= FORBIDDEN
+        return self.bound >= self.best_cost or outcome.bound >= FORBIDDEN
 
     def _offer(self, choice: np.ndarray) -> bool:
         """Keeps a choice that fits and is the cheapest so far."""
@@ -134,39 +140,44 @@ class _Search:
             return self.forests[-1]
         return self.forests[int(self.rng.integers(NUM_FORESTS))]
 
-    def _anneal(self, until: float) -> None:
-        """Minimises forests under falling noise and adapting prices, from a new start."""
-        core, rng = self.core, self.rng
-        size, num_nodes = len(core.soft), core.problem.num_nodes
-        noise = rng.gumbel(size=10 * size)
-        choice = np.zeros(num_nodes, np.int64)
-        for _ in range(2 * NUM_FORESTS):
-            self._forest().minimise(core.soft, choice)
-        scale = max(1.0, abs(self.core.problem.cost(choice)) if self.best is None else self.best_cost - core.constant)
-        scale = min(scale, core.barrier)
+    def _price(self, until: float) -> None:
+        """Finds prices of memory, and choices by message passing and forests under them."""
+        core, size = self.core, len(self.core.soft)
         limit = max(1.0, float(core.memory.limit.max(initial=1.0)))
-        floor = 1e-7 * scale / limit / max(1, len(self.prices))
-        prices = np.full(len(self.prices), 1e5 * floor)
+        messages = Messages(core.arcs, self.rng)
+        for _ in range(4):
+            messages.run(core.soft)
+        choice = messages.choice(core.soft)
+        self._offer(choice)
+        scale = max(1.0, abs(min(core.problem.cost(choice), core.barrier, self.best_cost - core.constant)))
+        floor = 1e-6 * scale / limit / max(1, len(self.prices))
+        prices = np.maximum(self.prices, 2e4 * floor * (not self.prices.any()))
         begin = time.monotonic()
-        heat = HEAT * scale / num_nodes * 10 ** rng.uniform(-0.5, 0.5)
-        while (now := time.monotonic()) < until:
-            cooled = (now - begin) / (until - begin)
-            temperature = heat * max(0.0, 1 - cooled / 0.85) ** 3
-            at = int(rng.integers(9 * size))
-            costs = core.soft + core.memory.prices(prices, size) - temperature * noise[at : at + size]
-            self._forest().minimise(costs, choice)
+        steepness = STEP * 10 ** self.rng.uniform(-1, 0) if self.prices.any() else STEP
+        while (now := time.monotonic()) < until and self.best_cost > self.bound:
+            done = (now - begin) / (until - begin)
+            costs = core.soft + core.memory.prices(prices, size)
+            self._bound(messages.run(costs) - float(prices @ core.memory.limit))
+            choice = messages.choice(costs)
             excess = core.excess(choice)
             self._offer(choice)
-            step = 0.1 * (1 - cooled) + 0.01
+            for _ in range(2):
+                self._forest().minimise(costs, choice)
+            self._offer(choice)
+            if not len(prices):
+                continue
             change = np.clip(10 * excess / limit, -1, 1)
-            if cooled > 0.85:
+            if done > 0.85:
                 # The end only makes it fit.
-                change, step = np.where(excess > 0, np.maximum(change, 0.2), 0.0), 0.1
-            prices = np.maximum(prices * np.exp(step * change), floor)
-        self.prices = prices
-        self.found.append(choice.copy())
-        if self.best is not None:
-            self.found.append(self.best)
+                change = np.where(excess > 0, np.maximum(change, 0.1), 0.0)
+            prices = np.maximum(prices * np.exp((steepness * (1 - done) + 0.005) * change), floor)
+        self.prices, self.found = prices, deque([*self.found, choice], maxlen=self.found.maxlen)
+        totals, starts = messages.totals(core.soft + core.memory.prices(prices, size)), core.arcs.offsets[:-1]
+        self.gaps = totals - np.repeat(np.minimum.reduceat(totals, starts), core.arcs.sizes)
+
+    def _bound(self, bound: float) -> None:
+        """Keeps a bound of the core, rounded against the error of its sum."""
+        self.bound = max(self.bound, bound - 1e-9 * abs(bound) + self.core.constant)
 
     def _descend(self, until: float) -> None:
         """Changes trees of forests as long as that costs less and fits."""
@@ -217,30 +228,57 @@ class _Search:
         return self._offer(now)
 
     def _merge(self) -> None:
-        """An integer program around a random node, or over the strategies of recent choices there."""
+        """An integer program over part of the strategies, those of the best choice among them."""
         assert self.best is not None
-        core, rng = self.core, self.rng
-        allowed = [np.array([strategy]) for strategy in self.best]
-        whole = rng.random() < 0.5 or len(self.found) < 2
-        union = [np.unique([x[node] for x in (*self.found, self.best)]) for node in range(len(allowed))]
-        entries = 0.0
-        for node in self._around(int(rng.integers(len(allowed)))):
-            own = np.arange(core.problem.num_strategies[node]) if whole else union[node]
-            allowed[node] = own
-            near = core.arcs.target[core.arcs.by_source[core.arcs.first[node] : core.arcs.first[node + 1]]]
-            entries += sum(len(own) * len(allowed[other]) for other in near if len(allowed[other]) > 1)
-            if entries > self.entries:
-                break
-        part = core.restricted(allowed)
-        start, seconds = time.monotonic(), min(20.0, self.left)
-        outcome = minimise_core(part, seconds=seconds) if part.nodes else None
-        choice = np.zeros(0, np.int64) if outcome is None else outcome.choice
+        kinds = [self._neighbourhood, self._kernel]
+        allowed = kinds[int(self.rng.integers(len(kinds)))]()
+        part = self.core.restricted(allowed)
+        start, choice = time.monotonic(), np.zeros(0, np.int64)
+        if part.nodes:
+            choice = minimise_core(part, seconds=min(MERGE_SECONDS, self.left)).choice
         if choice is not None:
             self._offer(part.restore(choice))
         # Programs should take some seconds: neither many trivial ones nor one that never ends.
         took = time.monotonic() - start
-        self.entries = int(min(MOST_ENTRIES, self.entries * 1.2) if took < 3 and choice is not None else self.entries)
-        self.entries = self.entries if choice is not None else max(1000, self.entries // 2)
+        if took < 0.2 * MERGE_SECONDS:
+            self.entries = int(1.3 * self.entries)
+        elif took > 0.9 * MERGE_SECONDS:
+            self.entries = max(1000, self.entries // 2)
+
+    def _neighbourhood(self) -> list[np.ndarray]:
+        """All strategies of the nodes around a random one, and the best choice's of the others."""
+        assert self.best is not None
+        arcs, entries = self.core.arcs, 0
+        allowed = [np.array([strategy]) for strategy in self.best]
+        for node in self._around(int(self.rng.integers(len(allowed)))):
+            allowed[node] = np.arange(arcs.sizes[node])
+            near = arcs.target[arcs.by_source[arcs.first[node] : arcs.first[node + 1]]]
+            entries += sum(len(allowed[node]) * len(allowed[other]) for other in near if len(allowed[other]) > 1)
+            if entries > self.entries:
+                break
+        return allowed
+
+    def _kernel(self) -> list[np.ndarray]:
+        """Strategies that message passing deems nearly as good as the best ones, and those of choices found."""
+        assert self.best is not None
+        arcs = self.core.arcs
+        known = np.zeros(len(self.gaps), bool)
+        for choice in (*self.found, self.best):
+            known[arcs.offsets[:-1] + choice] = True
+        # Blurred, so that no two kernels are equal.
+        gaps = self.gaps * np.exp(self.rng.normal(0, 0.7, len(self.gaps)))
+        pairs = self.core.problem.edges
+        ascending, low, high = np.sort(gaps), 0, len(gaps) - 1
+        while low < high:
+            middle = (low + high + 1) // 2
+            counts = np.add.reduceat((gaps <= ascending[middle]) | known, arcs.offsets[:-1], dtype=np.int64)
+            free = (counts[pairs] > 1).all(axis=1)
+            if (counts[pairs].prod(axis=1) * free).sum() <= self.entries:
+                low = middle
+            else:
+                high = middle - 1
+        inside = (gaps <= ascending[low]) | known
+        return [np.flatnonzero(own) for own in np.split(inside, arcs.offsets[1:-1])]
 
     def _around(self, start: int) -> list[int]:
         """All nodes that a node is connected to, nearest first, in random order at equal distance."""

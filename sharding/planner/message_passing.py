@@ -2,9 +2,10 @@
 
 Messages move costs between nodes and edges without changing any choice's cost. With `m[u, s]` the message of u to s,
 
-    bound = sum_s min [c_s + sum_u m[u, s]] + sum_(s, t) min [e_st - m[t, s] - m[s, t]]
+    h_s(p) = c_s(p) + sum_u m[u, s](p),        m[s, t](q) = min_p [w_s h_s(p) - m[t, s](p) + e_st(p, q)] - constant,
 
-is below every choice's cost, and rises from pass to pass. Nodes are in a random order; those that don't depend on each
+where `1 / w_s` is the larger of the numbers of neighbours before and after s. The constants and the least of each h_s,
+taken on the way back, add up to a bound that no choice is below. Nodes are in a random order; those that don't depend on each
 other in it are processed together.
 
 Reference: Kolmogorov, "Convergent Tree-Reweighted Message Passing for Energy Minimization", IEEE Transactions on Pattern
@@ -41,6 +42,10 @@ class _Sends(NamedTuple):
     first: np.ndarray
     counts: np.ndarray
     """Of each arc's message."""
+    share: np.ndarray
+    """Part of its node's total that a message carries, per arc."""
+    sender: np.ndarray
+    """The source among the nodes of the level, per arc."""
 
 
 class Messages:
@@ -60,19 +65,21 @@ class Messages:
         num_arcs = len(arcs.source)
         self._reply = np.roll(np.arange(num_arcs), num_arcs // 2)
         n = len(arcs.sizes)
-        forward = np.bincount(arcs.source[later], minlength=n)
-        weight = 1.0 / np.maximum(1, np.maximum(forward, np.bincount(arcs.source[~later], minlength=n)))
+        ahead = np.bincount(arcs.source[later], minlength=n)
+        weight = 1.0 / np.maximum(1, np.maximum(ahead, np.bincount(arcs.source[~later], minlength=n)))
         levels = [np.flatnonzero(depth == d) for d in range(int(depth.max(initial=-1)) + 1)]
-        self._forward = [self._sends(np.flatnonzero(later & (depth[arcs.source] == d)), weight) for d in range(len(levels))]
-        backward = [np.flatnonzero(~later & (depth[arcs.source] == d)) for d in range(len(levels))]
-        self._backward = [self._sends(ids, weight) for ids in reversed(backward)]
+        by_depth = [np.flatnonzero(depth[arcs.source] == d) for d in range(len(levels))]
+        forward = [ids[later[ids]] for ids in by_depth]
+        backward = [ids[~later[ids]] for ids in by_depth]
+        self._forward = [self._sends(nodes, ids, weight) for nodes, ids in zip(levels, forward, strict=True)]
+        self._backward = [self._sends(nodes, ids, weight) for nodes, ids in zip(levels, backward, strict=True)][::-1]
         self._rounding = [
             (Segments.of(arcs, nodes), Rows.of(arcs, ids, arcs.start[ids]))
             for nodes, ids in zip(levels, backward, strict=True)
         ]
         self._from_later = np.repeat(~later, received)
 
-    def _sends(self, ids: np.ndarray, weight: np.ndarray) -> _Sends:
+    def _sends(self, nodes: np.ndarray, ids: np.ndarray, weight: np.ndarray) -> _Sends:
         arcs = self.arcs
         inner, outer = arcs.sizes[arcs.source[ids]], arcs.sizes[arcs.target[ids]]
         counts, at = inner * outer, ranges(inner * outer)
@@ -89,35 +96,39 @@ class Messages:
             target=np.repeat(arcs.offsets[arcs.target[ids]], outer) + ranges(outer),
             first=first,
             counts=outer,
+            share=weight[arcs.source[ids]],
+            sender=np.searchsorted(nodes, arcs.source[ids]),
         )
 
     def totals(self, costs: np.ndarray) -> np.ndarray:
         """Node costs with all received messages."""
         return costs + np.bincount(self._column, self.values, len(costs))
 
-    def run(self, costs: np.ndarray) -> None:
-        """One pass through the order and back, for node costs [all strategies]."""
+    def run(self, costs: np.ndarray) -> float:
+        """One pass through the order and back, for node costs [all strategies]; returns the bound."""
         total = self.totals(costs)
-        for send in (*self._forward, *self._backward):
-            if not len(send.entries):
-                continue
-            own = send.weight * total[send.source] - self.values[send.reply]
-            values = own[send.spread]
-            values += send.entries
-            new = np.minimum.reduceat(values, send.starts)
-            new -= np.repeat(np.minimum.reduceat(new, send.first), send.counts)
-            np.add.at(total, send.target, new - self.values[send.places])
-            self.values[send.places] = new
-
-    def bound(self, costs: np.ndarray) -> float:
-        """What no choice is below, for node costs [all strategies]."""
-        least = float(np.minimum.reduceat(self.totals(costs), self.arcs.offsets[:-1]).sum())
         for send in self._forward:
-            if len(send.entries):
-                values = send.entries - self.values[send.reply][send.spread]
-                rest = np.minimum.reduceat(values, send.starts) - self.values[send.places]
-                least += float(np.minimum.reduceat(rest, send.first).sum())
+            self._send(send, total)
+        least = 0.0
+        for send, (segments, _) in zip(self._backward, reversed(self._rounding), strict=True):
+            smallest = np.minimum.reduceat(total[segments.columns], segments.starts)
+            least += float(smallest.sum()) - float((send.share * smallest[send.sender]).sum())
+            least += self._send(send, total)
         return least
+
+    def _send(self, send: _Sends, total: np.ndarray) -> float:
+        """Sends the messages of a level in one direction; returns what is taken off them so that their least is 0."""
+        if not len(send.entries):
+            return 0.0
+        own = send.weight * total[send.source] - self.values[send.reply]
+        values = own[send.spread]
+        values += send.entries
+        new = np.minimum.reduceat(values, send.starts)
+        least = np.minimum.reduceat(new, send.first)
+        new -= np.repeat(least, send.counts)
+        np.add.at(total, send.target, new - self.values[send.places])
+        self.values[send.places] = new
+        return float(least.sum())
 
     def choice(self, costs: np.ndarray) -> np.ndarray:
         """Each node's best strategy in order, given those before it and the messages of those after it."""
