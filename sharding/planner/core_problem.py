@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,7 +10,7 @@ import numpy as np
 from .forests import Arcs
 from .live_memory import LiveMemory
 from .problem import FORBIDDEN, Problem
-from .reduction import Part, Reduction
+from .problem_reduction import Part, Reduction
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -28,9 +29,9 @@ class Core:
     barrier: float
 
     @classmethod
-    def of(cls, reduction: Reduction) -> Core:
-        """Reduces, and numbers what is left."""
-        reduction.run()
+    def of(cls, reduction: Reduction, until: float = math.inf) -> Core:
+        """Reduces until nothing changes, or until a time of `time.monotonic`, and numbers what is left."""
+        reduction.run(until)
         nodes = list(reduction.costs)
         number = {node: k for k, node in enumerate(nodes)}
         triples = [(number[i], number[j], m) for i in nodes for j, m in reduction.edges[i].items() if i < j]
@@ -73,7 +74,8 @@ class Core:
     def restricted(self, allowed: list[np.ndarray]) -> Core:
         """The core in which each node takes one of its allowed strategies, reduced again."""
         memory = self.memory
-        usages = np.split(memory.usages, memory.offset[1:])
+        counts = self.problem.num_strategies[memory.node]
+        usages = (memory.usages[at : at + count] for at, count in zip(memory.offset, counts, strict=True))
         spans = zip(memory.node.tolist(), memory.first.tolist(), memory.end.tolist(), usages, strict=True)
         edges = zip(self.problem.edges.tolist(), self.problem.edge_costs, strict=True)
         reduction = Reduction(

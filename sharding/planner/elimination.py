@@ -107,7 +107,7 @@ def optcnn(problem: Problem) -> Elimination:
     return state
 
 
-def eliminate_all(state: Elimination, most_entries: float = MOST_ENTRIES) -> bool:
+def eliminate_all(state: Elimination, most_entries: float) -> bool:
     """Eliminates nodes, those with the smallest table first, as long as tables are small; whether none is left."""
     queue = [(state.size(i), i) for i in state.costs]
     heapq.heapify(queue)
@@ -141,7 +141,7 @@ def solve(problem: Problem, *, memory_bytes: float | None = None, seconds: float
     """
     problem, start = problem.limited(memory_bytes), time.monotonic()
     state = optcnn(problem)
-    if not eliminate_all(state):
+    if not eliminate_all(state, MOST_ENTRIES):
         size = min(state.size(i) for i in state.costs)
         found = f"{len(state.costs)} nodes left, the next table has {size:,} entries"
         required = f"tables of at most {MOST_ENTRIES:,} entries"

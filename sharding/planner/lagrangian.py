@@ -20,7 +20,7 @@ from .cutting_planes import minimise_core
 from .forests import Forest, random_forest
 from .message_passing import Messages
 from .problem import FORBIDDEN, Problem
-from .reduction import Reduction
+from .problem_reduction import Reduction
 from .solution import Solution, nothing_found
 
 MOST_ENTRIES = 150_000
@@ -32,6 +32,8 @@ LARGEST_TREE = 1000
 NUM_FORESTS = 24
 STEP = 0.1
 """By which part prices change at first, at most."""
+REDUCTION_SHARE = 0.3
+"""Part of the time that reductions may take."""
 MERGE_SECONDS = 15
 """Of the integer program of a part."""
 
@@ -50,7 +52,7 @@ def solve(problem: Problem, *, memory_bytes: float | None = None, seconds: float
     """
     start = time.monotonic()
     problem = problem.limited(memory_bytes)
-    core = Core.of(Reduction.of(problem))
+    core = Core.of(Reduction.of(problem), start + REDUCTION_SHARE * seconds)
     search = _Search(core, np.random.default_rng(seed), start, start + seconds)
     try:
         search.run()

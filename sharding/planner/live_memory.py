@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .forests import ranges
-from .reduction import Part
+from .problem_reduction import Part
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

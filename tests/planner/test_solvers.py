@@ -87,7 +87,10 @@ def test_five_nodes_within_limits(algorithm, limit, cost):
     assert planner.solve(chain, algorithm, memory_bytes=limit).cost == cost
 
 
-def test_equal_seeds_give_equal_choices():
+def test_equal_seeds_give_equal_choices(monkeypatch):
+    from sharding.planner import markov_chain
+
+    monkeypatch.setattr(markov_chain, "PROPOSALS", 2000)
     problem = random_problem(5, nodes=8)
     for algorithm in ("lagrangian", "flexflow"):
         first, second = (planner.solve(problem, algorithm, seed=3).choice for _ in range(2))

@@ -12,6 +12,8 @@ A merged node has a part of memory for each lifetime.
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -62,9 +64,12 @@ class Reduction:
 
     @classmethod
     def of(cls, problem: Problem) -> Reduction:
-        """The reduction of a problem, not yet reduced."""
-        spans = problem.spans.tolist()
-        parts = ((i, Part(*span, usage)) for i, (span, usage) in enumerate(zip(spans, problem.usages, strict=True)))
+        """The reduction of a problem, not yet reduced; memory counts where some choice exceeds the limit."""
+        largest = problem.memory_over_time([int(np.argmax(usage)) for usage in problem.usages])
+        exceeded = np.concatenate([[0], np.cumsum(largest > problem.memory_bytes)])
+        counted = exceeded[problem.spans[:, 0]] < exceeded[problem.spans[:, 1]]
+        spans = zip(problem.spans.tolist(), problem.usages, strict=True)
+        parts = ((i, Part(*span, usage)) for i, (span, usage) in enumerate(spans) if counted[i])
         edges = ((i, j, m) for (i, j), m in zip(problem.edges.tolist(), problem.edge_costs, strict=True))
         return cls(problem.costs, edges, parts, np.full(len(problem.times), problem.memory_bytes))
 
@@ -79,9 +84,9 @@ class Reduction:
         mask[strategies] = True
         self._select(node, mask)
 
-    def run(self) -> None:
-        """Reduces until nothing changes."""
-        while self._queue:
+    def run(self, until: float = math.inf) -> None:
+        """Reduces until nothing changes, or until a time of `time.monotonic`."""
+        while self._queue and time.monotonic() < until:
             node = next(iter(self._queue))
             del self._queue[node]
             if node in self.costs:
