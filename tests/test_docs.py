@@ -24,7 +24,7 @@ README = ROOT / "README.md"
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 PACKAGES = """
 sharding sharding.checkpoint sharding.cost sharding.expert sharding.explain sharding.hardware sharding.kernels
-sharding.pipeline
+sharding.pipeline sharding.planner
 sharding.pipeline.cutting sharding.pipeline.schedules sharding.rules sharding.sequence sharding.tensor sharding.zero
 """.split()
 README_LINES = 150

@@ -1,6 +1,7 @@
 """Search for parallel plans: one strategy per node, at least cost, within a memory limit at every time.
 
-In: a `Problem`, built by `Problem.of` or read from a file. Out: a `Solution`, by one of many solvers behind one signature.
+In: a `Problem`, built by `Problem.of` or read from a file. Out: a `Solution`, by one of many solvers with one
+signature.
 
 Example:
     >>> from sharding import planner

@@ -19,8 +19,8 @@ def solve(problem: Problem, *, memory_bytes: float | None = None, seconds: float
     """The cheapest of all choices, by depth-first branch and bound.
 
     Nodes are decided in order, cheapest strategy first. A partial choice is left when its cost and the least that
-    undecided nodes and edges can add reach the best cost, or when its memory and the least of undecided nodes exceed the
-    limit at some time. Exponential in the number of nodes; `seed` has no effect.
+    undecided nodes and edges can add reach the best cost, or when its memory and the least of undecided nodes exceed
+    the limit at some time. Exponential in the number of nodes; `seed` has no effect.
 
     Raises:
         ShardingError: more than 1e12 choices, or nothing fits.

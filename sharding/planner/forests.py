@@ -100,7 +100,9 @@ class Segments(NamedTuple):
         counts = arcs.sizes[nodes]
         inner = ranges(counts)
         starts = np.cumsum(counts) - counts
-        return cls(nodes, np.repeat(arcs.offsets[nodes], counts) + inner, starts, counts, np.repeat(counts, counts) - inner)
+        return cls(
+            nodes, np.repeat(arcs.offsets[nodes], counts) + inner, starts, counts, np.repeat(counts, counts) - inner
+        )
 
     def argmin(self, values: np.ndarray) -> np.ndarray:
         """The first strategy of least value of each node."""

@@ -45,10 +45,10 @@ def solve(problem: Problem, *, memory_bytes: float | None = None, seconds: float
         ShardingError: nothing fits, or none was found in time.
 
     References:
-        Lagrange multipliers for memory, as the winner of the ASPLOS 2025 contest ("Soft Constraints, Strong Solutions");
-        Kolmogorov, "Convergent Tree-Reweighted Message Passing for Energy Minimization", PAMI 28 (2006); Hamze and de
-        Freitas, "From Fields to Trees", UAI 2004; Angelelli, Mansini, Speranza, "Kernel Search", Computers & Operations
-        Research 37 (2010).
+        Lagrange multipliers for memory, as the winner of the ASPLOS 2025 contest ("Soft Constraints, Strong
+        Solutions"); Kolmogorov, "Convergent Tree-Reweighted Message Passing for Energy Minimization", PAMI 28 (2006);
+        Hamze and de Freitas, "From Fields to Trees", UAI 2004; Angelelli, Mansini, Speranza, "Kernel Search", Computers
+        & Operations Research 37 (2010).
     """
     start = time.monotonic()
     problem = problem.limited(memory_bytes)

@@ -45,8 +45,8 @@ def solve(problem: Problem, *, memory_bytes: float | None = None, seconds: float
 
     References:
         Zheng et al., "Alpa: Automating Inter- and Intra-Operator Parallelism for Distributed Deep Learning", OSDI 2022,
-        section 4.2. Deviation: edges' sums equal the nodes' variables, which is the same polytope as Alpa's inequalities.
-    """
+        section 4.2. Deviation: edges' sums equal the nodes' variables, which is the same polytope as Alpa's
+    inequalities. """
     problem, start = problem.limited(memory_bytes), time.monotonic()
     result = minimise(build(problem), num_integers=int(problem.num_strategies.sum()), seconds=seconds)
     choice = None if result.x is None else largest(problem, result.x)
@@ -69,8 +69,8 @@ def build(problem: Problem) -> Program:
 
     objective = _objective(problem)
     upper = np.where(objective >= FORBIDDEN, 0.0, 1.0)
-    parts = [_one_strategy(problem), *_marginals(problem)]
-    equal = scipy.sparse.vstack([scipy.sparse.csr_array(part) for part in parts]).tocsr()
+    parts: list[Any] = [_one_strategy(problem), *_marginals(problem)]
+    equal: Any = scipy.sparse.vstack([scipy.sparse.csr_array(part) for part in parts]).tocsr()
     memory, limit = _memory(problem)
     padding = scipy.sparse.csr_array((memory.shape[0], len(objective) - memory.shape[1]))
     return Program(
@@ -85,16 +85,16 @@ def build(problem: Problem) -> Program:
 
 def minimise(program: Program, *, num_integers: int, seconds: float) -> Any:
     """HiGHS's result; the first `num_integers` variables are whole numbers."""
-    from scipy.optimize import Bounds, LinearConstraint, milp
+    from scipy.optimize import milp
 
     integrality = (np.arange(len(program.objective)) < num_integers).astype(int)
-    constraints = [LinearConstraint(program.equal, program.right, program.right)]
+    constraints: list[Any] = [(program.equal, program.right, program.right)]
     if program.memory.shape[0]:
-        constraints.append(LinearConstraint(program.memory, -np.inf, program.limit))
+        constraints.append((program.memory, -np.inf, program.limit))
     return milp(
         program.objective,
         integrality=integrality,
-        bounds=Bounds(0, program.upper),
+        bounds=(0, program.upper),
         constraints=constraints,
         options={"time_limit": max(0.1, seconds), "mip_rel_gap": 0.0},
     )
@@ -132,9 +132,7 @@ def _marginals(problem: Problem) -> list[Any]:
         own = [
             start + np.arange(m.size).reshape(m.shape) for start, m in zip(starts[:-1], problem.edge_costs, strict=True)
         ]
-        rows = [
-            (f + np.indices(entries.shape)[side]).ravel() for f, entries in zip(first[:-1], own, strict=True)
-        ]
+        rows = [(f + np.indices(entries.shape)[side]).ravel() for f, entries in zip(first[:-1], own, strict=True)]
         nodes = [offsets[i] + np.arange(c) for i, c in zip(problem.edges[:, side], counts, strict=True)]
         row = np.concatenate([np.zeros(0), *rows, np.arange(first[-1])]).astype(np.int64)
         column = np.concatenate([np.zeros(0), *(entries.ravel() for entries in own), *nodes]).astype(np.int64)
@@ -157,6 +155,9 @@ def _memory(problem: Problem) -> tuple[Any, np.ndarray]:
         rows.append(np.repeat(np.arange(first, end), len(used)))
         columns.append(np.tile(problem.flat.offsets[i] + used, end - first))
         values.append(np.tile(more[used], end - first))
-    index = (np.concatenate([np.zeros(0), *rows]).astype(np.int64), np.concatenate([np.zeros(0), *columns]).astype(np.int64))
+    index = (
+        np.concatenate([np.zeros(0), *rows]).astype(np.int64),
+        np.concatenate([np.zeros(0), *columns]).astype(np.int64),
+    )
     shape = len(times), int(problem.flat.offsets[-1])
     return scipy.sparse.csr_array((np.concatenate([np.zeros(0), *values]), index), shape=shape), limit

@@ -1,7 +1,7 @@
 """Memory over time of a reduced problem, for all nodes at once.
 
-Only the times at which some choice exceeds the limit count. Consecutive ones with the same parts alive are one, with the
-smallest limit.
+Only the times at which some choice exceeds the limit count. Consecutive ones with the same parts alive are one, with
+the smallest limit.
 """
 
 from __future__ import annotations

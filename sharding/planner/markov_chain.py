@@ -51,8 +51,8 @@ class Chain:
 def solve(problem: Problem, *, memory_bytes: float | None = None, seconds: float = 60, seed: int = 0) -> Solution:
     """A cheap choice by Metropolis-Hastings from each node's cheapest strategy.
 
-    A random node proposes a random strategy. It is accepted with probability `min(1, exp(-increase / temperature))`; the
-    increase has a price for memory above the limit; the temperature falls from a node's mean cost to a thousandth.
+    A random node proposes a random strategy. It is accepted with probability `min(1, exp(-increase / temperature))`;
+    the increase has a price for memory above the limit; the temperature falls from a node's mean cost to a thousandth.
 
     Raises:
         ShardingError: no choice that fits was found.

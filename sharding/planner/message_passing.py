@@ -2,14 +2,15 @@
 
 Messages move costs between nodes and edges without changing any choice's cost. With `m[u, s]` the message of u to s,
 
-    h_s(p) = c_s(p) + sum_u m[u, s](p),        m[s, t](q) = min_p [w_s h_s(p) - m[t, s](p) + e_st(p, q)] - constant,
+    h_s(p) = c_s(p) + sum_u m[u, s](p),
+    m[s, t](q) = min_p [w_s h_s(p) - m[t, s](p) + e_st(p, q)] - constant,
 
 where `1 / w_s` is the larger of the numbers of neighbours before and after s. The constants and the least of each h_s,
-taken on the way back, add up to a bound that no choice is below. Nodes are in a random order; those that don't depend on each
-other in it are processed together.
+taken on the way back, add up to a bound that no choice is below. Nodes are in a random order; those that don't depend
+on each other in it are processed together.
 
-Reference: Kolmogorov, "Convergent Tree-Reweighted Message Passing for Energy Minimization", IEEE Transactions on Pattern
-Analysis and Machine Intelligence 28 (2006), section 4.
+Reference: Kolmogorov, "Convergent Tree-Reweighted Message Passing for Energy Minimization", IEEE Transactions on
+Pattern Analysis and Machine Intelligence 28 (2006), section 4.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """TensorOpt's frontier: for each peak memory, the least cost.
 
-Table entries are sets of (cost, memory at each time) of which none is dominated. Nodes are eliminated one by one: sets of
-joined tables are added up pairwise, sets of the eliminated node's strategies are united, and dominated members dropped.
-"""
+Table entries are sets of (cost, memory at each time) of which none is dominated. Nodes are eliminated one by one: sets
+of joined tables are added up pairwise, sets of the eliminated node's strategies are united, and dominated members
+dropped. """
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def solve(problem: Problem, *, memory_bytes: float | None = None, seconds: float
 def _eliminated(problem: Problem) -> _Set:
     """The set of the whole problem."""
     n, times = problem.num_nodes, len(problem.times)
-    tables = [((i,), _node_table(problem, i)) for i in range(n)]
+    tables: list[tuple[tuple[int, ...], Table]] = [((i,), _node_table(problem, i)) for i in range(n)]
     tables += [
         (tuple(edge), _edge_table(matrix, n, times))
         for edge, matrix in zip(problem.edges.tolist(), problem.edge_costs, strict=True)
@@ -141,9 +141,7 @@ def _table_size(problem: Problem, tables: list[tuple[tuple[int, ...], Table]], n
     return math.prod(int(problem.num_strategies[i]) for i in (node, *_scope(tables, node)))
 
 
-def _without(
-    problem: Problem, node: int, tables: list[tuple[tuple[int, ...], Table]]
-) -> tuple[tuple[int, ...], Table]:
+def _without(problem: Problem, node: int, tables: list[tuple[tuple[int, ...], Table]]) -> tuple[tuple[int, ...], Table]:
     """The table over a node's neighbours that replaces it."""
     scope = _scope(tables, node)
     result: Table = {}

@@ -124,8 +124,8 @@ class Problem:
     def write(self, path: str | Path) -> None:
         """Writes a JSON file that `planner.read` reads, compressed if the path ends with `.gz`.
 
-            {"problem": {"name": ..., "nodes": {"intervals": [[first, end], ...], "costs": [...], "usages": [...]},
-                         "edges": {"nodes": [[i, j], ...], "costs": [[row by row], ...]}, "usage_limit": bytes}}
+        {"problem": {"name": ..., "nodes": {"intervals": [[first, end], ...], "costs": [...], "usages": [...]},
+                     "edges": {"nodes": [[i, j], ...], "costs": [[row by row], ...]}, "usage_limit": bytes}}
         """
         content: dict[str, Any] = {
             "name": self.name,

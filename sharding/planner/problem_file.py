@@ -68,4 +68,3 @@ def _edges(costs: list[list[float]], pairs: list[list[int]], matrices: list[list
         if key not in known:
             known[key] = np.asarray(entries, np.float64).reshape(shape)
         yield pair[0], pair[1], known[key]
-

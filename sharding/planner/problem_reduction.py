@@ -1,7 +1,7 @@
 """Reductions that keep an optimal choice: most of a large problem is decided, tied or dominated.
 
-- A strategy is removed if it is forbidden, or if another one costs no more whatever the neighbours take and uses no more
-  memory (`_dominated`; Goldstein's criterion of dead-end elimination).
+- A strategy is removed if it is forbidden, or if another one costs no more whatever the neighbours take and uses no
+  more memory (`_dominated`; Goldstein's criterion of dead-end elimination).
 - A node with one strategy becomes part of its neighbours' costs.
 - A node whose strategy follows from a neighbour's, because all other pairs are forbidden, is merged into it.
 - Parallel edges are added up; an edge whose costs are a sum over its two nodes becomes node costs.
@@ -69,7 +69,7 @@ class Reduction:
         exceeded = np.concatenate([[0], np.cumsum(largest > problem.memory_bytes)])
         counted = exceeded[problem.spans[:, 0]] < exceeded[problem.spans[:, 1]]
         spans = zip(problem.spans.tolist(), problem.usages, strict=True)
-        parts = ((i, Part(*span, usage)) for i, (span, usage) in enumerate(spans) if counted[i])
+        parts = ((i, Part(a, b, usage)) for i, ((a, b), usage) in enumerate(spans) if counted[i])
         edges = ((i, j, m) for (i, j), m in zip(problem.edges.tolist(), problem.edge_costs, strict=True))
         return cls(problem.costs, edges, parts, np.full(len(problem.times), problem.memory_bytes))
 

@@ -13,7 +13,8 @@ def plain_frontier(problem):
     best = [
         (peak, cost)
         for cost, peak in found
-        if peak <= problem.memory_bytes and not any(c <= cost and p <= peak and (c, p) != (cost, peak) for c, p in found)
+        if peak <= problem.memory_bytes
+        and not any(c <= cost and p <= peak and (c, p) != (cost, peak) for c, p in found)
     ]
     return sorted(best, reverse=True)
 
@@ -35,7 +36,14 @@ def test_it_is_that_of_all_choices(seed):
 
 def test_a_chain():
     points = planner.frontier(five_nodes(is_chain=True))
-    assert [(point.peak_bytes, point.cost) for point in points] == [(18, 24), (15, 26), (13, 29), (12, 30), (9, 33), (8, 46)]
+    assert [(point.peak_bytes, point.cost) for point in points] == [
+        (18, 24),
+        (15, 26),
+        (13, 29),
+        (12, 30),
+        (9, 33),
+        (8, 46),
+    ]
 
 
 def test_too_many_points_are_refused(monkeypatch):
