@@ -23,6 +23,13 @@ class Solver(Protocol):
 
     Raises:
         ShardingError: the limit is below every choice's peak, or no choice was found.
+
+    Example:
+        >>> from sharding import planner
+        >>> def cheapest(solver: planner.Solver, problem: planner.Problem) -> float:
+        ...     return solver(problem, seconds=5).cost
+        >>> cheapest(planner.ALGORITHMS["optcnn"], planner.Problem.of([[3, 1]]))
+        1.0
     """
 
     def __call__(

@@ -46,7 +46,7 @@ def solve(problem: Problem, *, memory_bytes: float | None = None, seconds: float
     References:
         Zheng et al., "Alpa: Automating Inter- and Intra-Operator Parallelism for Distributed Deep Learning", OSDI 2022,
         section 4.2. Deviation: edges' sums equal the nodes' variables, which is the same polytope as Alpa's
-    inequalities. """
+    inequalities."""
     problem, start = problem.limited(memory_bytes), time.monotonic()
     result = minimise(build(problem), num_integers=int(problem.num_strategies.sum()), seconds=seconds)
     choice = None if result.x is None else largest(problem, result.x)

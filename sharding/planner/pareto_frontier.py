@@ -2,7 +2,7 @@
 
 Table entries are sets of (cost, memory at each time) of which none is dominated. Nodes are eliminated one by one: sets
 of joined tables are added up pairwise, sets of the eliminated node's strategies are united, and dominated members
-dropped. """
+dropped."""
 
 from __future__ import annotations
 

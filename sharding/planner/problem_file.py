@@ -22,6 +22,15 @@ from .problem import Problem
 def read(path: str | Path) -> Problem:
     """The problem in a `.json` or `.json.gz` file.
 
+    Example:
+        >>> import pathlib, tempfile
+        >>> from sharding import planner
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = pathlib.Path(folder) / "problem.json.gz"
+        ...     planner.Problem.of([[3, 1]], name="small").write(path)
+        ...     planner.read(path)
+        Problem('small': 1 nodes, 2 strategies, 0 edges, no memory limit)
+
     Raises:
         ShardingError: the file is absent or not JSON, a key is missing, or the numbers don't fit together.
     """
