@@ -45,7 +45,7 @@ from .distributed.initialize import initialize
 # isort: on
 
 if TYPE_CHECKING:
-    from . import checkpoint, expert, kernels, pipeline, remat, sequence, tensor, zero
+    from . import checkpoint, expert, kernels, pipeline, planner, remat, sequence, tensor, zero
 
 __all__ = [
     "Comparison",
@@ -67,6 +67,7 @@ __all__ = [
     "layout",
     "mesh",
     "pipeline",
+    "planner",
     "prioritized",
     "put",
     "remat",
@@ -78,7 +79,7 @@ __all__ = [
     "zero",
 ]
 
-_LAZY = ("checkpoint", "expert", "kernels", "pipeline", "remat", "sequence", "tensor", "zero")
+_LAZY = ("checkpoint", "expert", "kernels", "pipeline", "planner", "remat", "sequence", "tensor", "zero")
 
 
 def __getattr__(name: str) -> Any:

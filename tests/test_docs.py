@@ -24,8 +24,8 @@ README = ROOT / "README.md"
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 PACKAGES = """
 sharding sharding.checkpoint sharding.cost sharding.expert sharding.explain sharding.hardware sharding.kernels
-sharding.pipeline sharding.pipeline.cutting sharding.pipeline.schedules sharding.remat sharding.rules sharding.sequence
-sharding.tensor sharding.zero
+sharding.pipeline sharding.pipeline.cutting sharding.pipeline.schedules sharding.planner sharding.remat sharding.rules
+sharding.sequence sharding.tensor sharding.zero
 """.split()
 README_LINES = 150
 LINK = re.compile(r"\]\(([^()\s]+)\)")

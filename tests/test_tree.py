@@ -18,7 +18,7 @@ FLOORS = [
     ["compat", "errors"],
     ["hardware", "paths", "rules", "spec"],
     ["display", "mesh"],
-    ["annotations", "kernels"],
+    ["annotations", "kernels", "planner"],
     ["distributed", "expert", "graph", "pipeline", "sequence", "tensor", "xla", "zero"],
     ["checkpoint", "cost", "models", "propagation"],
     ["remat", "rewrite"],
