@@ -21,6 +21,7 @@ from .implementation import runs_kernels
 from .layer_norm import layer_norm
 from .linear_cross_entropy import linear_cross_entropy
 from .rms_norm import rms_norm
+from .rotary import rotary
 from .scaled_softmax import scaled_softmax
 from .with_rule import with_rule
 
@@ -32,6 +33,7 @@ __all__ = [
     "linear_cross_entropy",
     "matmul_reduce_scatter",
     "rms_norm",
+    "rotary",
     "runs_kernels",
     "scaled_softmax",
     "with_rule",
