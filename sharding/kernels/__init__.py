@@ -22,6 +22,7 @@ from .layer_norm import layer_norm
 from .linear_cross_entropy import linear_cross_entropy
 from .rms_norm import rms_norm
 from .rotary import rotary
+from .saved_values import save_all_but
 from .scaled_softmax import scaled_softmax
 from .with_rule import with_rule
 
@@ -35,6 +36,7 @@ __all__ = [
     "rms_norm",
     "rotary",
     "runs_kernels",
+    "save_all_but",
     "scaled_softmax",
     "with_rule",
 ]
