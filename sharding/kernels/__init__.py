@@ -14,6 +14,7 @@ Example:
     P('data',)
 """
 
+from .bias_gelu_dropout import bias_gelu_dropout, dropout
 from .collective_matmul import all_gather_matmul, matmul_reduce_scatter
 from .dot_product_attention import attention
 from .grouped_matmul import grouped_matmul
@@ -29,6 +30,8 @@ from .with_rule import with_rule
 __all__ = [
     "all_gather_matmul",
     "attention",
+    "bias_gelu_dropout",
+    "dropout",
     "grouped_matmul",
     "layer_norm",
     "linear_cross_entropy",
