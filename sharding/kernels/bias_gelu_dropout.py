@@ -85,7 +85,7 @@ def dropout(x: jax.Array, key: jax.Array | None, *, rate: float, implementation:
         >>> import jax.numpy as jnp
         >>> from sharding import kernels
         >>> kernels.dropout(jnp.ones(8), jax.random.key(0), rate=0.5)
-        Array([0., 2., 2., 2., 0., 2., 2., 0.], dtype=float32)
+        Array([0., 0., 2., 2., 0., 2., 2., 0.], dtype=float32)
     """
     if key is None or not rate:
         return x

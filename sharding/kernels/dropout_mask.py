@@ -55,7 +55,7 @@ def place(shape: tuple[int, ...], key: jax.Array) -> Place:
 
 def obstacle(x: Any, key: Any) -> str:
     """Why a kernel can't draw the mask, or an empty text."""
-    if not jax.config.read("jax_threefry_partitionable"):
+    if not getattr(jax.config, "jax_threefry_partitionable"):  # noqa: B009 unknown to the type checker
         return "jax_threefry_partitionable=True"
     if str(jax.random.key_impl(key)) != "threefry2x32" or key.ndim != (not is_typed(key)):
         return "one key of threefry2x32"

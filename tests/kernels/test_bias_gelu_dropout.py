@@ -160,6 +160,11 @@ def test_large_arrays_compile(platform, described):
     del platform
 
 
+def test_masks_need_partitionable_random_numbers():
+    with jax.threefry_partitionable(False), pytest.raises(ShardingError, match="jax_threefry_partitionable=True"):
+        kernels.dropout(jnp.ones((2, 4)), KEY, rate=0.5, implementation="mosaic_tpu")
+
+
 @pytest.mark.parametrize(
     "call, message",
     [
