@@ -15,6 +15,8 @@ from jax.ad_checkpoint import checkpoint_name
 from ..errors import ShardingError
 
 NAMES = {
+    "attention_output": "the output of `attention`, in blocks or by the TPU kernel",
+    "attention_logsumexp": "the logsumexp of each of its queries",
     "norm_input": "the input of a norm that keeps its input",
     "norm_output": "the output of a norm",
     "norm_rate": "1 / standard deviation of each row, of a norm that keeps its output",
