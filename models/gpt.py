@@ -29,7 +29,6 @@ from .transformer_layers import (
     causal_attention,
     dropout,
     normal,
-    rotate,
 )
 
 __all__ = [
@@ -53,7 +52,6 @@ __all__ = [
     "loss",
     "next_token_loss",
     "num_params",
-    "rotate",
 ]
 
 

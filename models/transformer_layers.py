@@ -137,26 +137,11 @@ def _causal_mask(length: int, keys: int, start: jax.Array | int) -> jax.Array:
     return jnp.arange(keys)[None, :] <= start + jnp.arange(length)[:, None]
 
 
-def rotate(x_BSND: jax.Array, start: jax.Array | int = 0) -> jax.Array:
-    """Rotary position embedding: pairs (i, i + D/2) rotated at frequencies from 1 to 1/10,000 per position.
-
-    `start` is the first position, or all positions [S].
-
-    References: Su et al., RoFormer, arXiv:2104.09864, section 3.2.
-    """
-    length, half = x_BSND.shape[1], x_BSND.shape[3] // 2
-    speed = 10_000.0 ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    position_S = _positions(length, start)
-    angle = (position_S[:, None] * speed[None, :])[None, :, None, :]
-    a, b = jnp.split(x_BSND.astype(jnp.float32), 2, axis=-1)
-    rotated = [a * jnp.cos(angle) - b * jnp.sin(angle), b * jnp.cos(angle) + a * jnp.sin(angle)]
-    return jnp.concatenate(rotated, axis=-1).astype(x_BSND.dtype)
-
-
 def _positions(length: int, start: jax.Array | int) -> jax.Array:
-    if isinstance(start, int):
-        return jnp.arange(start, start + length, dtype=jnp.float32)
-    return start.astype(jnp.float32) if start.ndim else start + jnp.arange(length, dtype=jnp.float32)
+    """Positions [S] that begin at `start`, or are `start`."""
+    if isinstance(start, int) or not start.ndim:
+        return start + jnp.arange(length)
+    return start
 
 
 def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
@@ -252,7 +237,8 @@ class Attention(nnx.Module):
         k_BSGD, v_BSGD = k_BSG1D.squeeze(3), v_BSG1D.squeeze(3)
         q_BSHD = q_BSGQD.reshape(*x_BSM.shape[:2], config.heads, config.head_features)
         if config.positions == "rotary":
-            q_BSHD, k_BSGD = rotate(q_BSHD, start), rotate(k_BSGD, start)
+            at_S = _positions(x_BSM.shape[1], start)
+            q_BSHD, k_BSGD = (kernels.rotary(y, at_S, implementation=config.kernels) for y in (q_BSHD, k_BSGD))
         return q_BSHD, k_BSGD, v_BSGD
 
     def _out(self, out_BSHD: jax.Array) -> jax.Array:

@@ -44,6 +44,7 @@ from jaxlib._jax import CompileOnlyPyClient as _CompileOnlyPyClient
 from jaxlib.mlir.dialects import sdy as _sdy
 
 _source.register_exclusion(os.path.dirname(__file__))  # our own frames never count as the user's line
+checks_manual_axes: Any = _config._check_vma  # a context: whether values say along which manual axes they vary
 
 MULTIPLIES_16_BITS = HAS_MOSAIC_GPU = tuple(map(int, jax.__version__.split(".")[:2])) >= (0, 11)
 """Whether XLA:CPU's library multiplies matrices of bfloat16 as they are; whether Pallas has today's GPU kernels."""

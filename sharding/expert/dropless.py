@@ -6,12 +6,13 @@ Each device runs this on its own tokens in a `shard_map`, since the number of ro
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from .. import kernels
 from ..errors import ShardingError
 from ..mesh import platform
 from . import token_exchange
@@ -35,8 +36,10 @@ def run(x_GSM: jax.Array, routing: Routing, experts: Experts, *, axes: MeshAxes 
     # Choices not dispatched get an index after all experts, whose rows no device computes.
     chosen_NK = jnp.where(routing.wanted_GSK, routing.experts_GSK, num_experts).reshape(tokens, -1)
     weights_NK = jnp.where(routing.wanted_GSK, routing.weights_GSK, 0).reshape(tokens, -1)
+    matmul = functools.partial(kernels.grouped_matmul, implementation=experts.implementation)
+    local = functools.partial(_local, activation=experts.activation, matmul=matmul)
     if axes is None:
-        return _local(x_NM, chosen_NK, weights_NK, experts.up, experts.down, experts.activation).reshape(x_GSM.shape)
+        return local(x_NM, chosen_NK, weights_NK, experts.up, experts.down).reshape(x_GSM.shape)
     axes_of_tokens = axes.token_axes(tokens)
     if axes.expert_axis_size > 1 and axes.expert not in axes_of_tokens:
         raise ShardingError(
@@ -47,9 +50,7 @@ def run(x_GSM: jax.Array, routing: Routing, experts: Experts, *, axes: MeshAxes 
         )
     up, down = P(axes.expert, None, axes.hidden), P(axes.expert, axes.hidden)
     rows = P(axes_of_tokens or None)
-    local = functools.partial(
-        _local, activation=experts.activation, axes=axes, ragged=platform() in token_exchange.RAGGED
-    )
+    local = functools.partial(local, axes=axes, ragged=platform() in token_exchange.RAGGED)
     run = jax.shard_map(local, in_specs=(rows, rows, rows, up, down), out_specs=rows)
     return run(x_NM, chosen_NK, weights_NK, experts.up, experts.down).reshape(x_GSM.shape)
 
@@ -60,7 +61,9 @@ def _local(
     weights_NK: jax.Array,
     up_EMF: jax.Array,
     down_EFM: jax.Array,
-    activation: Any,
+    *,
+    activation: Callable[[jax.Array], jax.Array],
+    matmul: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
     axes: MeshAxes | None = None,
     ragged: bool = False,
 ) -> jax.Array:
@@ -73,10 +76,9 @@ def _local(
     count_E = jnp.sum(chosen_NK.reshape(-1, 1) == jnp.arange(num_experts)[None, :], axis=0, dtype=jnp.int32)
 
     def ffn(rows_RM: jax.Array, count_E: jax.Array) -> jax.Array:
-        hidden_RF = activation(jax.lax.ragged_dot(rows_RM, up_EMF, count_E))
-        out_RM = jax.lax.ragged_dot(hidden_RF, down_EFM, count_E)
-        # Rows of a ragged dot after the last group are undefined.
-        return jnp.where((jnp.arange(len(out_RM)) < jnp.sum(count_E))[:, None], out_RM, 0)
+        return matmul(
+            activation(matmul(rows_RM, up_EMF, count_E)), down_EFM, count_E
+        )  # 0 beyond the last expert's rows
 
     if axes is None or axes.expert is None or parts == 1:
         out_RM = ffn(rows_RM, count_E)

@@ -16,3 +16,5 @@ class Experts(NamedTuple):
     down: jax.Array
     """[E, F, M]."""
     activation: Callable[[jax.Array], jax.Array]
+    implementation: str = "auto"
+    """Of the grouped matmuls of dropless experts."""

@@ -48,13 +48,14 @@ class MoE(nnx.Module):
             ``top_k``: "switch" for 1, "gshard" for 2, "noisy_top_k" for more.
         capacity_factor: each expert has a capacity of C = factor * K S / E tokens per group of S; with ``top_k=2``, 1.0
             is GShard's. ``math.inf``: capacity for every token. None: dropless; rows are sorted by expert and computed
-            by grouped matmuls.
+            by grouped matmuls, which are kernels on TPUs.
         groups: number of groups of tokens, each with its own capacity. Default: one per sequence.
         batch_axes: other axes that shard the batch; those absent from a mesh are ignored.
         hidden_axis: shards the hidden features of each expert; ignored if absent from a mesh.
         length_axis: shards the sequence length, and the capacity of each expert if divisible; ignored if absent from a
             mesh. Slots are assigned in array order, so tokens must come in their original order.
         activation: between an expert's two matrices.
+        implementation: of the grouped matmuls of dropless experts, as for `kernels.grouped_matmul`.
 
     Raises:
         ShardingError: no such router, top_k above the number of experts, or a capacity_factor that is not positive;
@@ -86,13 +87,14 @@ class MoE(nnx.Module):
         hidden_axis: str | None = "tensor",
         length_axis: str | None = "seq",
         activation: Callable[[jax.Array], jax.Array] = jax.nn.gelu,
+        implementation: str = "auto",
     ):
         sizes = {"features": features, "hidden": hidden, "num_experts": num_experts, "groups": groups}
         _check_arguments(sizes, top_k, capacity_factor)
         self.top_k, self.capacity_factor, self.groups = top_k, capacity_factor, groups
         self.axis, self.batch_axes = axis, tuple(batch_axes)
         self.hidden_axis, self.length_axis = hidden_axis, length_axis
-        self.activation = activation
+        self.activation, self.implementation = activation, implementation
         self.router = _router(router, top_k)(features, num_experts, top_k, rngs=rngs)
         self.up = _expert_matrices(rngs, num_experts, features, hidden)
         self.down = _expert_matrices(rngs, num_experts, hidden, features)
@@ -145,7 +147,7 @@ class MoE(nnx.Module):
         if axes is not None:
             hidden = axes.hidden or U
             up, down = annotate(up, P(axes.expert, U, hidden)), annotate(down, P(axes.expert, hidden, U))
-        return Experts(up, down, self.activation)
+        return Experts(up, down, self.activation, self.implementation)
 
 
 def _balance(routing: Routing, num_experts: int, dropped: jax.Array) -> Balance:

@@ -14,6 +14,7 @@ Example:
     P('data',)
 """
 
+from .bias_gelu_dropout import bias_gelu_dropout, dropout
 from .collective_matmul import all_gather_matmul, matmul_reduce_scatter
 from .dot_product_attention import attention
 from .grouped_matmul import grouped_matmul
@@ -21,18 +22,24 @@ from .implementation import runs_kernels
 from .layer_norm import layer_norm
 from .linear_cross_entropy import linear_cross_entropy
 from .rms_norm import rms_norm
+from .rotary import rotary
+from .saved_values import save_all_but
 from .scaled_softmax import scaled_softmax
 from .with_rule import with_rule
 
 __all__ = [
     "all_gather_matmul",
     "attention",
+    "bias_gelu_dropout",
+    "dropout",
     "grouped_matmul",
     "layer_norm",
     "linear_cross_entropy",
     "matmul_reduce_scatter",
     "rms_norm",
+    "rotary",
     "runs_kernels",
+    "save_all_but",
     "scaled_softmax",
     "with_rule",
 ]

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from . import chunked_attention, tpu_attention
 from .attention_masks import Scores
 from .chunked_attention import Segments
+from .saved_values import saved
 from .with_rule import with_rule
 
 MODULES: dict[str, Any] = {"xla_chunked": chunked_attention, "mosaic_tpu": tpu_attention}
@@ -46,7 +47,8 @@ def _keep(
     implementation: str, scores: Scores, q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments
 ) -> tuple[tuple[jax.Array, jax.Array], Any]:
     found: tuple[jax.Array, jax.Array] = attend(implementation, scores, q, k, v, segments)
-    return found, (q, k, v, segments, *found)
+    out, lse = saved(found[0], "attention_output"), saved(found[1], "attention_logsumexp")
+    return (out, lse), (q, k, v, segments, out, lse)
 
 
 def _gradients(implementation: str, scores: Scores, kept: Any, cotangents: Any) -> tuple[Any, ...]:

@@ -36,7 +36,7 @@ class KernelCall:
 
     def results(self, operands: Sequence[Any]) -> list[Any]:
         """Shapes and dtypes of the results, given those of the operands."""
-        return jax.eval_shape(self.function, *operands)
+        return result_shapes(self.function, operands)
 
     def vmapped(self, mapped: Sequence[bool]) -> KernelCall:
         """The call with a leading batch dim, which some operands have and all results."""
@@ -114,17 +114,25 @@ def _abstract_eval(*operands: Any, call: KernelCall) -> list[Any]:
 
 def _result(x: Any, operands: Sequence[Any]) -> Any:
     """The abstract value of a result, which differs along the manual axes that some operand differs along."""
-    differing = [a for a in operands if getattr(a, "mat", None) is not None and a.mat.varying]
+    differing = [a for a in operands if varying_axes(a)]
     if not differing:
         return ShapedArray(x.shape, x.dtype)
     like = differing[0]
-    kind = type(like.mat)(varying=frozenset().union(*(a.mat.varying for a in differing)))
+    kind = type(like.mat)(varying=frozenset().union(*map(varying_axes, differing)))
     sharding = like.sharding.update(spec=PartitionSpec(*(None,) * len(x.shape)))
     return like.update(shape=x.shape, dtype=x.dtype, weak_type=False, sharding=sharding, manual_axis_type=kind)
 
 
-def _lowered(*operands: Any, call: KernelCall) -> list[Any]:
-    return call.function(*operands)
+def _lowered(ctx: Any, *operands: Any, call: KernelCall) -> Any:
+    avals = [_without_manual_axes(a) for a in ctx.avals_in]
+    with compat.checks_manual_axes(False):  # Pallas calls don't say along which manual axes their results vary
+        return mlir.lower_fun(call.function, multiple_results=True)(ctx.replace(avals_in=avals), *operands)
+
+
+def _without_manual_axes(aval: Any) -> Any:
+    if not varying_axes(aval):
+        return aval
+    return aval.update(manual_axis_type=type(aval.mat)(varying=frozenset()))
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: KernelCall) -> Any:
@@ -164,7 +172,19 @@ def _batch(args: Sequence[Any], dims: Sequence[Any], *, call: KernelCall) -> Any
 compat.ad.primitive_jvps[kernel_call_p] = _jvp
 compat.ad.primitive_transposes[kernel_call_p] = _transpose
 batching.primitive_batchers[kernel_call_p] = _batch
-mlir.register_lowering(kernel_call_p, mlir.lower_fun(_lowered, multiple_results=True))
+mlir.register_lowering(kernel_call_p, _lowered)
+
+
+def varying_axes(aval: Any) -> frozenset[Any]:
+    """The manual axes that a value differs along."""
+    mat = getattr(aval, "mat", None)
+    return frozenset() if mat is None else mat.varying
+
+
+def result_shapes(function: Callable[..., Any], operands: Sequence[Any]) -> Any:
+    """Shapes and dtypes of what a function returns, of operands that may be those of manual code."""
+    with compat.checks_manual_axes(False):
+        return jax.eval_shape(function, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands))
 
 
 def with_dim(array: Array, names: tuple[str, ...]) -> Array:

@@ -1,7 +1,8 @@
 """Layer norm (Ba, Kiros and Hinton, Layer Normalization, arXiv:1607.06450), fused with its scale and bias.
 
-One pass over memory forward, one backward, which computes mean and variance again instead of keeping them. Gradients of
-scale and bias are summed in float32 over a device's rows, then over devices.
+One pass over memory forward, one backward, which computes mean and variance again instead of keeping them, or takes the
+output in place of the input (`invertible_norm.py`). Gradients of scale and bias are summed in float32 over a device's
+rows, then over devices.
 
 Shape suffixes: M features.
 """
@@ -10,14 +11,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
 from . import row_kernel
 from .implementation import XLA, Candidate, backend, choose
+from .invertible_norm import invertible_norm, keeps_output
 from .row_kernel import Along, RowKernel
+from .saved_values import saved
 from .with_rule import with_rule
 
 IMPLEMENTATIONS = (
@@ -27,7 +30,13 @@ IMPLEMENTATIONS = (
 
 
 def layer_norm(
-    x: jax.Array, scale_M: jax.Array, bias_M: jax.Array, *, epsilon: float = 1e-6, implementation: str = "auto"
+    x: jax.Array,
+    scale_M: jax.Array,
+    bias_M: jax.Array,
+    *,
+    epsilon: float = 1e-6,
+    keep: Literal["input", "output"] = "input",
+    implementation: str = "auto",
 ) -> jax.Array:
     """`(x - mean(x)) / sqrt(variance(x) + epsilon) * scale + bias` over the last dim, in float32.
 
@@ -36,13 +45,15 @@ def layer_norm(
         scale_M: [M].
         bias_M: [M].
         epsilon: added to the variance.
+        keep: what the derivative takes: the input, or the output, which the next matmul keeps anyway, and a number per
+            row. Gradients are then NaN where a scale is 0, which can't be known when this is traced.
         implementation: `"mosaic_tpu"`, `"mosaic_gpu"`, `"xla"`, or `"auto"`: the kernel of the current mesh's platform.
 
     Returns:
         [..., M], in the dtype of `x`.
 
     Raises:
-        ShardingError: the implementation is unknown or can't take these arrays.
+        ShardingError: the implementation, or what to keep, is unknown or can't take these arrays.
 
     Example:
         >>> import jax.numpy as jnp
@@ -51,7 +62,11 @@ def layer_norm(
         Array([0., 2.], dtype=float32)
     """
     chosen = choose("layer_norm", IMPLEMENTATIONS, implementation, x, scale_M, bias_M)
-    return reference(x, scale_M, bias_M, epsilon) if chosen == XLA else _layer_norm(x, scale_M, bias_M, epsilon, chosen)
+    if keeps_output("layer_norm", keep):
+        return invertible_norm(x, scale_M, bias_M, epsilon, chosen)
+    if chosen == XLA:
+        return saved(reference(saved(x, "norm_input"), scale_M, bias_M, epsilon), "norm_output")
+    return _layer_norm(x, scale_M, bias_M, epsilon, chosen)
 
 
 def reference(x: jax.Array, scale_M: jax.Array, bias_M: jax.Array, epsilon: float = 1e-6) -> jax.Array:
@@ -80,7 +95,8 @@ def _layer_norm(x: jax.Array, scale_M: jax.Array, bias_M: jax.Array, epsilon: fl
 
 
 def _keep(x: jax.Array, scale_M: jax.Array, bias_M: jax.Array, epsilon: float, implementation: str) -> Any:
-    return _layer_norm(x, scale_M, bias_M, epsilon, implementation), (x, scale_M, bias_M)
+    x = saved(x, "norm_input")
+    return saved(_layer_norm(x, scale_M, bias_M, epsilon, implementation), "norm_output"), (x, scale_M, bias_M)
 
 
 def _gradients(epsilon: float, implementation: str, kept: Any, ct: jax.Array) -> tuple[jax.Array, ...]:

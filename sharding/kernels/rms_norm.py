@@ -1,7 +1,8 @@
 """RMS norm (Zhang and Sennrich, Root Mean Square Layer Normalization, arXiv:1910.07467), fused with its scale.
 
-One pass over memory forward, one backward, which computes the mean square again instead of keeping it. Gradients of the
-scale are summed in float32 over a device's rows, then over devices.
+One pass over memory forward, one backward, which computes the mean square again instead of keeping it, or takes the
+output in place of the input (`invertible_norm.py`). Gradients of the scale are summed in float32 over a device's rows,
+then over devices.
 
 Shape suffixes: M features.
 """
@@ -10,14 +11,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
 from . import row_kernel
 from .implementation import XLA, Candidate, backend, choose
+from .invertible_norm import invertible_norm, keeps_output
 from .row_kernel import Along, RowKernel
+from .saved_values import saved
 from .with_rule import with_rule
 
 IMPLEMENTATIONS = (
@@ -26,20 +29,29 @@ IMPLEMENTATIONS = (
 )
 
 
-def rms_norm(x: jax.Array, scale_M: jax.Array, *, epsilon: float = 1e-6, implementation: str = "auto") -> jax.Array:
+def rms_norm(
+    x: jax.Array,
+    scale_M: jax.Array,
+    *,
+    epsilon: float = 1e-6,
+    keep: Literal["input", "output"] = "input",
+    implementation: str = "auto",
+) -> jax.Array:
     """`x / sqrt(mean(x^2) + epsilon) * scale` over the last dim, in float32.
 
     Args:
         x: [..., M], of a floating-point dtype.
         scale_M: [M].
         epsilon: added to the mean square.
+        keep: what the derivative takes: the input, or the output, which the next matmul keeps anyway, and a number per
+            row. Gradients are then NaN where a scale is 0, which can't be known when this is traced.
         implementation: `"mosaic_tpu"`, `"mosaic_gpu"`, `"xla"`, or `"auto"`: the kernel of the current mesh's platform.
 
     Returns:
         [..., M], in the dtype of `x`.
 
     Raises:
-        ShardingError: the implementation is unknown or can't take these arrays.
+        ShardingError: the implementation, or what to keep, is unknown or can't take these arrays.
 
     Example:
         >>> import jax.numpy as jnp
@@ -48,7 +60,11 @@ def rms_norm(x: jax.Array, scale_M: jax.Array, *, epsilon: float = 1e-6, impleme
         Array([1., 1., 1., 1.], dtype=float32)
     """
     chosen = choose("rms_norm", IMPLEMENTATIONS, implementation, x, scale_M)
-    return reference(x, scale_M, epsilon) if chosen == XLA else _rms_norm(x, scale_M, epsilon, chosen)
+    if keeps_output("rms_norm", keep):
+        return invertible_norm(x, scale_M, None, epsilon, chosen)
+    if chosen == XLA:
+        return saved(reference(saved(x, "norm_input"), scale_M, epsilon), "norm_output")
+    return _rms_norm(x, scale_M, epsilon, chosen)
 
 
 def reference(x: jax.Array, scale_M: jax.Array, epsilon: float = 1e-6) -> jax.Array:
@@ -74,7 +90,8 @@ def _rms_norm(x: jax.Array, scale_M: jax.Array, epsilon: float, implementation: 
 
 
 def _keep(x: jax.Array, scale_M: jax.Array, epsilon: float, implementation: str) -> tuple[jax.Array, Any]:
-    return _rms_norm(x, scale_M, epsilon, implementation), (x, scale_M)
+    x = saved(x, "norm_input")
+    return saved(_rms_norm(x, scale_M, epsilon, implementation), "norm_output"), (x, scale_M)
 
 
 def _gradients(epsilon: float, implementation: str, kept: Any, ct: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -4,6 +4,8 @@ The body is written once, for one row or a block of rows. On TPUs a program has 
 program, one warpgroup, takes its rows one by one, each as a vector in registers, so that a row is read once and in
 order.
 
+Numbers, one per row, lie along lanes in the memory of a TPU: 4 bytes each, not the 512 of a column padded to 128 lanes.
+
 Shape suffixes: T rows, M elements of a row.
 """
 
@@ -33,7 +35,10 @@ GPU_PROGRAMS = 1056
 """Programs of a GPU kernel: 8 for each of the 132 multiprocessors of an H100."""
 
 LANES = 128
-"""Threads of a warpgroup, which share out a row."""
+"""Threads of a warpgroup, which share out a row; numbers in a row of a TPU's memory."""
+
+PIECE = 1024
+"""Elements of long rows that a program of an elementwise kernel takes at a time, at most."""
 
 MOST_ROW_ELEMENTS = {"tpu": 32_768, "gpu": 16_384}
 """The longest rows: of 32 rows in VMEM, and in the registers of a warpgroup."""
@@ -49,7 +54,7 @@ class Along(NamedTuple):
 Body = Callable[..., tuple[Sequence[jax.Array], Sequence[jax.Array]]]
 """(rows, vectors, `Along`) -> (rows of the results, what they add to sums over rows).
 
-Each is [..., M], in float32 or int32.
+Each is [..., M], in float32 or int32; numbers broadcast against it.
 """
 
 
@@ -61,6 +66,8 @@ class RowKernel:
     body: Body
     flops_per_element: int
     transcendentals_per_element: int = 0
+    is_elementwise: bool = False
+    """Whether the body reduces nothing along a row, so that long rows can be cut into pieces."""
 
     def __call__(
         self,
@@ -73,9 +80,9 @@ class RowKernel:
         """Runs it.
 
         Args:
-            rows: arrays [..., M], all with the same leading dims.
-            vectors: arrays [M], for all rows.
-            results: [..., M] with the leading dims of the rows.
+            rows: arrays [..., M], all with the leading dims of the first, or of these dims only: a number per row.
+            vectors: arrays [M], or [1], for all rows.
+            results: [..., M] with the leading dims of the rows, or of these dims only.
             sums: [M] in float32, summed over all rows.
             backend: the compiler.
 
@@ -86,11 +93,26 @@ class RowKernel:
         count = math.prod(lead)
         if not count:
             return [jnp.zeros(x.shape, x.dtype) for x in (*results, *sums)]
-        flat = [x.reshape(count, x.shape[-1]) for x in rows]
-        out = [jax.ShapeDtypeStruct((count, x.shape[-1]), x.dtype) for x in results]
+        is_number = [x.shape == lead for x in (*rows, *results)]
+        flat = [x.reshape(-1 if one else (count, x.shape[-1])) for x, one in zip(rows, is_number, strict=False)]
+        shapes = [
+            (count,) if one else (count, x.shape[-1]) for x, one in zip(results, is_number[len(rows) :], strict=True)
+        ]
+        out = [jax.ShapeDtypeStruct(shape, x.dtype) for shape, x in zip(shapes, results, strict=True)]
         run = self._on_tpu if backend.target == "tpu" else self._on_gpu
         found = run(flat, vectors, out, sums, backend.interpret)
         return [x.reshape(y.shape) for x, y in zip(found, (*results, *sums), strict=True)]
+
+    def in_plain_jax(
+        self, rows: Sequence[jax.Array], vectors: Sequence[jax.Array], results: Sequence[Any], sums: Sequence[Any]
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        """Results and sums, as those of a call, by jnp: the body on all rows."""
+        ndim = rows[0].ndim
+        wide = [_wide(x if x.ndim == ndim else x[..., None]) for x in rows]
+        along = Along(*(functools.partial(f, axis=-1, keepdims=True) for f in (jnp.sum, jnp.max)))
+        made, added = self.body(wide, [_wide(x).reshape((1,) * (ndim - 1) + x.shape) for x in vectors], along)
+        found = [x.reshape(y.shape).astype(y.dtype) for x, y in zip(made, results, strict=True)]
+        return found, [x.sum(tuple(range(ndim - 1))) for x, _ in zip(added, sums, strict=True)]
 
     def cost(self, arrays: Sequence[Any]) -> pl.CostEstimate:
         """Its FLOPs, and bytes if each array is read or written once."""
@@ -102,81 +124,114 @@ class RowKernel:
         )
 
     def _on_tpu(self, rows: Any, vectors: Any, results: Any, sums: Any, interpret: Any) -> Sequence[jax.Array]:
-        count, num_rows, num_results = rows[0].shape[0], len(rows), len(results)
         arrays = (*rows, *results)
-        row_bytes = sum(x.shape[1] * max(x.dtype.itemsize, 4) for x in arrays)
+        count, longest = rows[0].shape[0], max(x.shape[1] for x in arrays if x.ndim == 2)
+        piece = min(longest, PIECE) if self.is_elementwise else longest
+        row_bytes = sum(min(x.shape[1], piece) * max(x.dtype.itemsize, 4) for x in arrays if x.ndim == 2)
         block = max(ROWS, min(count, VMEM_BYTES // (2 * row_bytes)) // ROWS * ROWS)
+        if any(x.ndim == 1 for x in arrays):
+            block = max(n for n in (ROWS, 2 * ROWS, LANES) if n <= max(block, ROWS))
+        num_rows, num_operands, num_results = len(rows), len(rows) + len(vectors), len(results)
 
         def kernel(*refs: Any) -> None:
-            ins, outs = refs[: num_rows + len(vectors)], refs[num_rows + len(vectors) :]
-            values = [_wide(ref[...]) for ref in ins]
+            ins, outs = refs[:num_operands], refs[num_operands:]
+            i = pl.program_id(1)
+            row = jax.lax.broadcasted_iota(jnp.int32, (block, 1), 0)
+            lane = jax.lax.broadcasted_iota(jnp.int32, (block, LANES), 1)
+            is_mine = lane == row + i * block % LANES
+
+            def read(x: Any, ref: Any) -> jax.Array:
+                # The lanes of these rows, as a column.
+                value = _wide(ref[...])
+                return value if x.ndim == 2 else jnp.sum(jnp.where(is_mine, value, 0), axis=1, keepdims=True)
+
+            values = [*map(read, rows, ins), *(_wide(ref[...]) for ref in ins[num_rows:])]
             along = Along(*(functools.partial(f, axis=-1, keepdims=True) for f in (jnp.sum, jnp.max)))
             made, added = self.body(values[:num_rows], values[num_rows:], along)
-            for ref, x in zip(outs, made, strict=False):
-                ref[...] = x.astype(ref.dtype)
-            first = pl.program_id(0) == 0
-            real = pl.program_id(0) * block + jax.lax.broadcasted_iota(jnp.int32, (block, 1), 0) < count
+            for out, ref, x in zip(results, outs, made, strict=False):
+                if out.ndim == 2:
+                    ref[...] = x.astype(ref.dtype)
+                    continue
+                mine = jnp.sum(jnp.where(is_mine, x, 0), axis=0, keepdims=True).astype(ref.dtype)
+                is_kept = (lane[:1] < i * block % LANES) & (i * block % LANES > 0)
+                ref[...] = jnp.where(is_kept, ref[...], mine)
+            real = i * block + row < count
             for ref, x in zip(outs[num_results:], added, strict=True):
                 part = jnp.sum(jnp.where(real, x, 0.0), axis=0, keepdims=True)
-                ref[...] = jnp.where(first, part, ref[...] + part)
+                ref[...] = jnp.where(i == 0, part, ref[...] + part)
 
         def blocks(x: Any) -> pl.BlockSpec:
-            return pl.BlockSpec((block, x.shape[1]), lambda i: (i, 0))
+            if x.ndim == 1:
+                return pl.BlockSpec((1, LANES), lambda j, i: (0, i * block // LANES))
+            return pl.BlockSpec((block, min(piece, x.shape[1])), lambda j, i: (i, j))
 
         def whole(x: Any) -> pl.BlockSpec:
-            return pl.BlockSpec((1, x.shape[-1]), lambda i: (0, 0))
+            return pl.BlockSpec((1, min(piece, x.shape[-1])), lambda j, i: (0, j if x.shape[-1] > 1 else 0))
 
-        order = "arbitrary" if sums else "parallel"
-        found = pl.pallas_call(
+        def stored(x: Any) -> Any:
+            return x if x.ndim == 2 else jax.ShapeDtypeStruct((1, *x.shape), x.dtype)
+
+        is_ordered = sums or any(x.ndim == 1 for x in results)
+        return pl.pallas_call(
             kernel,
-            grid=(pl.cdiv(count, block),),
+            grid=(pl.cdiv(longest, piece), pl.cdiv(count, block)),
             in_specs=[*map(blocks, rows), *map(whole, vectors)],
             out_specs=[*map(blocks, results), *map(whole, sums)],
-            out_shape=[*results, *(jax.ShapeDtypeStruct((1, *x.shape), x.dtype) for x in sums)],
-            compiler_params=pltpu.CompilerParams(dimension_semantics=(order,)),
+            out_shape=list(map(stored, (*results, *sums))),
+            compiler_params=pltpu.CompilerParams(
+                dimension_semantics=("parallel", "arbitrary" if is_ordered else "parallel")
+            ),
             cost_estimate=self.cost(arrays),
             interpret=interpret,
             name=self.name,
-        )(*rows, *(x[None] for x in vectors))
-        return found
+        )(*(x if x.ndim == 2 else x[None] for x in (*rows, *vectors)))
 
     def _on_gpu(self, rows: Any, vectors: Any, results: Any, sums: Any, interpret: Any) -> Sequence[jax.Array]:
-        count, num_rows, num_results = rows[0].shape[0], len(rows), len(results)
-        per_program = pl.cdiv(count, GPU_PROGRAMS)
+        arrays = (*rows, *results)
+        count, longest = rows[0].shape[0], max(x.shape[1] for x in arrays if x.ndim == 2)
+        piece = _divisor(longest) if self.is_elementwise else longest
+        pieces = longest // piece
+        per_program = pl.cdiv(count, pl.cdiv(GPU_PROGRAMS, pieces))
         programs = pl.cdiv(count, per_program)
+        num_rows, num_operands, num_results = len(rows), len(rows) + len(vectors), len(results)
 
         def kernel(*refs: Any) -> None:
-            ins, outs = refs[: num_rows + len(vectors)], refs[num_rows + len(vectors) :]
-            program = jax.lax.axis_index("program")
-            shared = [_wide(ref[...]) for ref in ins[num_rows:]]
+            ins, outs = refs[:num_operands], refs[num_operands:]
+            program, own = jax.lax.axis_index("program"), slice(None)
+            if pieces > 1:
+                own = pl.ds(jax.lax.axis_index("piece") * piece, piece)
+            shared = [
+                _wide(ref[own] if x.shape[0] > 1 else ref[0]) for x, ref in zip(vectors, ins[num_rows:], strict=True)
+            ]
 
             def one(k: jax.Array, totals: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
                 row = program * per_program + k
                 at = jnp.minimum(row, count - 1)  # the last rows of the last program are written twice
-                made, added = self.body([_wide(ref[at]) for ref in ins[:num_rows]], shared, Along(jnp.sum, jnp.max))
-                for ref, x in zip(outs, made, strict=False):
-                    ref[at] = x.astype(ref.dtype)
+                mine = [_wide(ref[at, own] if x.ndim == 2 else ref[at]) for x, ref in zip(rows, ins, strict=False)]
+                made, added = self.body(mine, shared, Along(jnp.sum, jnp.max))
+                for out, ref, x in zip(results, outs, made, strict=False):
+                    ref[(at, own) if out.ndim == 2 else at] = x.astype(ref.dtype)
                 is_real = (row < count).astype(jnp.float32)
                 return tuple(t + x * is_real for t, x in zip(totals, added, strict=True))
 
-            start = tuple(jnp.zeros(x.shape, jnp.float32) for x in sums)
+            start = tuple(jnp.zeros(piece, jnp.float32) for _ in sums)
             for ref, x in zip(outs[num_results:], jax.lax.fori_loop(0, per_program, one, start), strict=True):
-                ref[program] = x
+                ref[program, own] = x
 
         parts = [jax.ShapeDtypeStruct((programs, *x.shape), jnp.float32) for x in sums]
         found = plgpu.kernel(
             kernel,
             out_type=[*results, *parts],
-            grid=(programs,),
-            grid_names=("program",),
-            cost_estimate=self.cost((*rows, *results)),
+            grid=(programs, pieces) if pieces > 1 else (programs,),
+            grid_names=("program", "piece") if pieces > 1 else ("program",),
+            cost_estimate=self.cost(arrays),
             interpret=interpret,
             kernel_name=self.name,
         )(*rows, *vectors)
         return [*found[:num_results], *(x.sum(0) for x in found[num_results:])]
 
 
-def obstacle(implementation: str, rows: Sequence[Any]) -> str:
+def obstacle(implementation: str, rows: Sequence[Any], *, is_elementwise: bool = False) -> str:
     """Why a compiler can't run a kernel of rows, or an empty text."""
     if missing := unsupported(implementation):
         return missing
@@ -186,9 +241,14 @@ def obstacle(implementation: str, rows: Sequence[Any]) -> str:
         return "arrays of 16 or 32 bits"
     if target == "gpu" and any(x.shape[-1] % LANES for x in rows):
         return f"rows of a multiple of {LANES} elements"
-    if longest > MOST_ROW_ELEMENTS[target]:
+    if longest > MOST_ROW_ELEMENTS[target] and not is_elementwise:
         return f"rows of at most {MOST_ROW_ELEMENTS[target]:,} elements"
     return ""
+
+
+def _divisor(elements: int) -> int:
+    """The longest piece of a row, of a multiple of `LANES` elements."""
+    return max(n for n in range(LANES, min(elements, PIECE) + 1, LANES) if elements % n == 0)
 
 
 def _wide(x: jax.Array) -> jax.Array:

@@ -19,6 +19,7 @@ from ..errors import ShardingError
 from . import row_kernel
 from .implementation import XLA, Candidate, backend, choose
 from .row_kernel import Along, RowKernel
+from .saved_values import saved
 from .with_rule import with_rule
 
 IMPLEMENTATIONS = (
@@ -62,7 +63,7 @@ def scaled_softmax(
         )
     chosen = choose("scaled_softmax", IMPLEMENTATIONS, implementation, scores)
     if chosen == XLA:
-        return reference(scores, mask, scale)
+        return saved(reference(scores, mask, scale), "softmax_output")
     # A byte per score; a masked one is below all others, whatever the score.
     return _softmax(scores, mask if mask is None else mask.astype(jnp.int8), scale, chosen)
 
@@ -95,7 +96,7 @@ def _softmax(scores: jax.Array, mask: jax.Array | None, scale: float, implementa
 
 
 def _keep(scores: jax.Array, mask: jax.Array | None, scale: float, implementation: str) -> Any:
-    found: jax.Array = _softmax(scores, mask, scale, implementation)
+    found: jax.Array = saved(_softmax(scores, mask, scale, implementation), "softmax_output")
     return found, found
 
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from ..errors import ShardingError
 from ..rules import Kind, notation
-from .kernel_call import KernelCall, kernel_call_p
+from .kernel_call import KernelCall, kernel_call_p, result_shapes, varying_axes
 
 
 def with_rule(
@@ -63,13 +63,21 @@ def with_rule(
 
     @functools.wraps(f)
     def called(*operands: Any) -> Any:
-        arrays = [jnp.asarray(x) for x in operands]
-        leaves, tree = jax.tree.flatten(jax.eval_shape(f, *arrays))
+        arrays = _varying_alike([jnp.asarray(x) for x in operands])
+        leaves, tree = jax.tree.flatten(result_shapes(f, arrays))
         own = _with_kinds(parsed.at([x.shape for x in arrays], [x.shape for x in leaves]))
         call = KernelCall(name=name, function=lambda *xs: jax.tree.leaves(f(*xs)), rule=own)
         return jax.tree.unflatten(tree, kernel_call_p.bind(*arrays, call=call))
 
     return called
+
+
+def _varying_alike(arrays: list[jax.Array]) -> list[jax.Array]:
+    """In manual code: arrays that differ along the manual axes that any does; gradients are summed over the others."""
+    axes = [varying_axes(jax.typeof(x)) for x in arrays]
+    every = frozenset().union(*axes)
+    pairs = zip(arrays, axes, strict=True)
+    return [x if own == every else jax.lax.pcast(x, tuple(sorted(every - own)), to="varying") for x, own in pairs]
 
 
 def _with_kinds(rule: notation.Notation) -> notation.Notation:

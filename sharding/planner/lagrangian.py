@@ -41,8 +41,8 @@ MERGE_SECONDS = 15
 def solve(problem: Problem, *, memory_bytes: float | None = None, seconds: float = 60, seed: int = 0) -> Solution:
     """A cheap choice for problems of any size, and the cheapest one where that can be proven in time.
 
-    Where integer programs don't end it, the schedule of the search follows the clock: then equal seeds may give different
-    choices. Reductions of very large problems take some seconds that a short limit doesn't cut.
+    Where integer programs don't end it, the schedule of the search follows the clock: then equal seeds may give
+    different choices. Reductions of very large problems take some seconds that a short limit doesn't cut.
 
     Raises:
         ShardingError: nothing fits, or none was found in time.

@@ -122,6 +122,23 @@ def test_no_mesh_changes_the_result(name, sizes):
     assert facts.by_kind()["all-to-all"][0] == 4
 
 
+@pytest.mark.parametrize("sizes", [MESHES[0], MESHES[2]], ids=str)
+def test_kernels_change_no_result(sizes):
+    """Grouped matmuls as kernels on the shards of manual code, some of whose operands differ along fewer axes."""
+    moe = layer(**OPTIONS["dropless"], implementation="megablox")
+    with sharding.mesh(sizes):
+        axes = tuple(axis for axis in ("data", "expert") if axis in sizes)
+        step = sharding.jit(value_and_grad, in_shardings=(None, P(axes), None))
+        completion = step.complete(moe, tokens(), KEY)
+        compiled = read_compiled(step.lower(moe, tokens(), KEY).compile())
+        found = jax.device_get(step(moe, tokens(), KEY))
+    expected = single_device("dropless")
+    check(jax.tree.unflatten(jax.tree.structure(expected), jax.tree.leaves(found)), expected)
+    assert completion.communication().lowered("cpu").by_kind() == compiled.by_kind()
+    assert not completion.unknown
+    assert "kernel_call" in str(jax.make_jaxpr(lambda moe, x: moe(x)[0])(moe, tokens()))
+
+
 @pytest.mark.parametrize("factor", [1.0, pytest.param(None, marks=pytest.mark.slow)])
 def test_two_all_to_alls_forward(factor):
     moe, x = layer(capacity_factor=factor), tokens()

@@ -39,6 +39,7 @@ def test_ragged_all_to_all_compiles_for_tpus():
     text = lower_step(compile_only("v5p:2x2x1")).compile().as_text()
     assert len(re.findall(r" ragged-all-to-all(?:-start)?\(", text)) == 4
     assert not re.search(r" all-to-all(?:-start)?\(", text)
+    assert "tpu_custom_call" in text  # grouped matmuls
 
 
 def emulated(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name):

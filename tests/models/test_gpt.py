@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from sharding import kernels
 from sharding.models import gpt, text_generation
 
 SMALL = gpt.Config(vocab=32, context=16, layers=2, features=32, heads=4, kv_heads=2, mlp_features=64)
@@ -183,7 +184,7 @@ def test_grouped_heads_are_repeated_heads():
 def test_rotation_preserves_norms_and_depends_on_distance_only():
     q, k = jax.random.normal(jax.random.key(0), (2, 8))
     same = jnp.broadcast_to(jnp.stack([q, k])[None, None, :, :], (1, 12, 2, 8))
-    rotated = gpt.rotate(same)[0]
+    rotated = kernels.rotary(same)[0]
     np.testing.assert_allclose(jnp.linalg.norm(rotated, axis=-1), jnp.linalg.norm(same[0], axis=-1), rtol=1e-5)
     score = rotated[:, 0] @ rotated[:, 1].T
     for distance in range(-11, 12):
