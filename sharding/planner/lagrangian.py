@@ -18,6 +18,7 @@ import numpy as np
 from .core_problem import Core
 from .cutting_planes import minimise_core
 from .forests import Forest, random_forest
+from .memory_repair import fit
 from .message_passing import Messages
 from .problem import FORBIDDEN, Problem
 from .problem_reduction import Reduction
@@ -34,15 +35,15 @@ STEP = 0.1
 """By which part prices change at first, at most."""
 REDUCTION_SHARE = 0.3
 """Part of the time that reductions may take."""
-MERGE_SECONDS = 15
-"""Of the integer program of a part."""
+MERGE_SHARE = 0.08
+"""Part of the time that the integer program of a part may take."""
 
 
 def solve(problem: Problem, *, memory_bytes: float | None = None, seconds: float = 60, seed: int = 0) -> Solution:
     """A cheap choice for problems of any size, and the cheapest one where that can be proven in time.
 
     Where integer programs don't end it, the schedule of the search follows the clock: then equal seeds may give
-    different choices. Reductions of very large problems take some seconds that a short limit doesn't cut.
+    different choices.
 
     Raises:
         ShardingError: nothing fits, or none was found in time.
@@ -56,7 +57,7 @@ def solve(problem: Problem, *, memory_bytes: float | None = None, seconds: float
     start = time.monotonic()
     problem = problem.limited(memory_bytes)
     core = Core.of(Reduction.of(problem), start + REDUCTION_SHARE * seconds)
-    search = _Search(core, np.random.default_rng(seed), start, start + seconds)
+    search = _Search(core, np.random.default_rng(seed), start + seconds)
     try:
         search.run()
     except KeyboardInterrupt:
@@ -78,18 +79,22 @@ def solve(problem: Problem, *, memory_bytes: float | None = None, seconds: float
 class _Search:
     """The best choice so far and what the search learned."""
 
-    def __init__(self, core: Core, rng: np.random.Generator, start: float, deadline: float):
-        self.core, self.rng = core, rng
-        self.start, self.deadline = start, deadline
+    def __init__(self, core: Core, rng: np.random.Generator, deadline: float):
+        self.core, self.rng, self.deadline = core, rng, deadline
         self.best: np.ndarray | None = None
+        """The cheapest choice of all rounds."""
         self.best_cost = math.inf
+        self.current: np.ndarray | None = None
+        """The choice that is improved, of this round until it is merged with the best."""
+        self.current_cost = math.inf
         least = np.minimum.reduceat(core.problem.flat.costs, core.problem.flat.offsets[:-1]) if core.nodes else []
         self.bound = core.constant + float(np.sum(least) + sum(m.min() for m in core.problem.edge_costs))
         self.evaluations = 0
         self.forests: deque[Forest] = deque(maxlen=NUM_FORESTS)
         self.found: deque[np.ndarray] = deque(maxlen=12)
-        """Recent choices that annealing ended with."""
+        """Recent choices of the last prices."""
         self.entries = PART_ENTRIES
+        self.merge_seconds = max(5.0, MERGE_SHARE * (deadline - time.monotonic()))
         self.prices = np.zeros(len(core.memory.limit))
         self.gaps = np.zeros(len(core.soft))
         """By how much a node's strategies are worse than its best one, by message passing."""
@@ -111,13 +116,27 @@ class _Search:
             return
         share = min(0.7, max(0.15, num_nodes / 6000))
         while self.left > 0 and self.best_cost > self.bound:
-            self._price(time.monotonic() + share * self.left)
-            if self.best is None:
-                continue
-            self._descend(time.monotonic() + 0.2 * share * self.left)
-            until = time.monotonic() + min(2 * share, 1.0) * self.left
-            while time.monotonic() < until:
-                self._merge()
+            self._round(share)
+
+    def _round(self, share: float) -> None:
+        """A new choice by prices, improved on its own, then merged with the best of earlier rounds.
+
+        Args:
+            share: part of the time left that prices take.
+        """
+        self.current, self.current_cost = None, math.inf
+        self._price(time.monotonic() + share * self.left)
+        if self.current is None:
+            return
+        self._descend(time.monotonic() + 0.2 * share * self.left)
+        self._merge_until(time.monotonic() + 0.5 * share * self.left)
+        self.found.append(self.current)
+        self.current, self.current_cost = self.best, self.best_cost
+        self._merge_until(time.monotonic() + min(1.0, 1.5 * share) * self.left)
+
+    def _merge_until(self, until: float) -> None:
+        while time.monotonic() < until:
+            self._merge()
 
     def _solved(self, seconds: float) -> bool:
         """Whether the integer program of the whole core ended."""
@@ -133,9 +152,11 @@ class _Search:
         if self.core.excess(choice).max(initial=0.0) > 0:
             return False
         cost = self.core.cost(choice)
-        if cost >= min(self.best_cost, FORBIDDEN):
+        if cost >= min(self.current_cost, FORBIDDEN):
             return False
-        self.best, self.best_cost = choice.copy(), cost
+        self.current, self.current_cost = choice.copy(), cost
+        if cost < self.best_cost:
+            self.best, self.best_cost = self.current, cost
         return True
 
     def _forest(self) -> Forest:
@@ -156,9 +177,11 @@ class _Search:
         self._offer(choice)
         scale = max(1.0, abs(min(core.problem.cost(choice), core.barrier, self.best_cost - core.constant)))
         floor = 1e-6 * scale / limit / max(1, len(self.prices))
-        prices = np.maximum(self.prices, 2e4 * floor * (not self.prices.any()))
+        # Every other round goes on from known prices.
+        is_fresh = not self.prices.any() or self.rng.random() < 0.5
+        prices = np.full_like(self.prices, 2e4 * floor) if is_fresh else np.maximum(self.prices, floor)
+        steepness = STEP * (1.0 if self.best is None else 10 ** self.rng.uniform(-1, 0.3))
         begin = time.monotonic()
-        steepness = STEP * 10 ** self.rng.uniform(-1, 0) if self.prices.any() else STEP
         while (now := time.monotonic()) < until and self.best_cost > self.bound:
             done = (now - begin) / (until - begin)
             costs = core.soft + core.memory.prices(prices, size)
@@ -171,11 +194,14 @@ class _Search:
             self._offer(choice)
             if not len(prices):
                 continue
-            change = np.clip(10 * excess / limit, -1, 1)
+            change, step = np.clip(10 * excess / limit, -1, 1), steepness * (1 - done) + 0.005
             if done > 0.85:
                 # The end only makes it fit.
                 change = np.where(excess > 0, np.maximum(change, 0.1), 0.0)
-            prices = np.maximum(prices * np.exp((steepness * (1 - done) + 0.005) * change), floor)
+                step = step if self.current is not None else 0.2
+            prices = np.maximum(prices * np.exp(step * change), floor)
+        if fit(core, core.soft + core.memory.prices(prices, size), choice):
+            self._offer(choice)
         self.prices, self.found = prices, deque([*self.found, choice], maxlen=self.found.maxlen)
         totals, starts = messages.totals(core.soft + core.memory.prices(prices, size)), core.arcs.offsets[:-1]
         self.gaps = totals - np.repeat(np.minimum.reduceat(totals, starts), core.arcs.sizes)
@@ -186,25 +212,25 @@ class _Search:
 
     def _descend(self, until: float) -> None:
         """Changes trees of forests as long as that costs less and fits."""
-        assert self.best is not None
+        assert self.current is not None
         core, rng, size = self.core, self.rng, len(self.core.soft)
         noise = rng.gumbel(size=10 * size)
         factor = 1.0
-        heat = 0.1 * abs(self.best_cost - core.constant) / core.problem.num_nodes
+        heat = 0.1 * abs(self.current_cost - core.constant) / core.problem.num_nodes
         while time.monotonic() < until:
             forest = self._forest()
             at = int(rng.integers(9 * size))
             paid = core.memory.prices(factor * self.prices, size)
             temperature = heat * 10 ** rng.uniform(-4, 0)
-            proposed = self.best.copy()
+            proposed = self.current.copy()
             forest.minimise(core.soft + paid - temperature * noise[at : at + size], proposed)
             accepted = self._accepted(forest, proposed)
             factor = 10 ** rng.uniform(-1.5, 0.5) if not accepted else factor
 
     def _accepted(self, forest: Forest, proposed: np.ndarray) -> bool:
         """Takes those trees of a proposal that cost less and fit, the most saving ones first."""
-        assert self.best is not None
-        core, problem, now = self.core, self.core.problem, self.best.copy()
+        assert self.current is not None
+        core, problem, now = self.core, self.core.problem, self.current.copy()
         changed = np.flatnonzero(proposed != now)
         flat, (i, j) = problem.flat, problem.edges.T
         saved = np.zeros(problem.num_nodes)
@@ -234,27 +260,27 @@ class _Search:
 
     def _merge(self) -> None:
         """An integer program over part of the strategies, those of the best choice among them."""
-        assert self.best is not None
+        assert self.current is not None
         kinds = [self._neighbourhood, self._kernel]
         allowed = kinds[int(self.rng.integers(len(kinds)))]()
         part = self.core.restricted(allowed)
         start, choice = time.monotonic(), np.zeros(0, np.int64)
         if part.nodes:
-            choice = minimise_core(part, seconds=min(MERGE_SECONDS, self.left)).choice
+            choice = minimise_core(part, seconds=min(self.merge_seconds, self.left)).choice
         if choice is not None:
             self._offer(part.restore(choice))
         # Programs should take some seconds: neither many trivial ones nor one that never ends.
         took = time.monotonic() - start
-        if took < 0.2 * MERGE_SECONDS:
+        if took < 0.2 * self.merge_seconds:
             self.entries = int(1.3 * self.entries)
-        elif took > 0.9 * MERGE_SECONDS:
+        elif took > 0.9 * self.merge_seconds:
             self.entries = max(1000, self.entries // 2)
 
     def _neighbourhood(self) -> list[np.ndarray]:
         """All strategies of the nodes around a random one, and the best choice's of the others."""
-        assert self.best is not None
+        assert self.current is not None
         arcs, entries = self.core.arcs, 0
-        allowed = [np.array([strategy]) for strategy in self.best]
+        allowed = [np.array([strategy]) for strategy in self.current]
         for node in self._around(int(self.rng.integers(len(allowed)))):
             allowed[node] = np.arange(arcs.sizes[node])
             near = arcs.target[arcs.by_source[arcs.first[node] : arcs.first[node + 1]]]
@@ -265,10 +291,10 @@ class _Search:
 
     def _kernel(self) -> list[np.ndarray]:
         """Strategies that message passing deems nearly as good as the best ones, and those of choices found."""
-        assert self.best is not None
+        assert self.current is not None
         arcs = self.core.arcs
         known = np.zeros(len(self.gaps), bool)
-        for choice in (*self.found, self.best):
+        for choice in (*self.found, self.current):
             known[arcs.offsets[:-1] + choice] = True
         # Blurred, so that no two kernels are equal.
         gaps = self.gaps * np.exp(self.rng.normal(0, 0.7, len(self.gaps)))
