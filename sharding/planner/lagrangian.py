@@ -31,11 +31,15 @@ PART_ENTRIES = 30_000
 LARGEST_TREE = 1000
 """Nodes of a tree; larger ones take more steps, one per level."""
 NUM_FORESTS = 24
+MOST_FRUITLESS = 2000
+"""Proposals without a better choice after which others are tried."""
 STEP = 0.1
 """By which part prices change at first, at most."""
 REDUCTION_SHARE = 0.3
 """Part of the time that reductions may take."""
-MERGE_SHARE = 0.08
+RESERVE = 0.03
+"""Part of the time that is left for the end, and for programs that stop a little late."""
+MERGE_SHARE = 0.05
 """Part of the time that the integer program of a part may take."""
 
 
@@ -57,7 +61,7 @@ def solve(problem: Problem, *, memory_bytes: float | None = None, seconds: float
     start = time.monotonic()
     problem = problem.limited(memory_bytes)
     core = Core.of(Reduction.of(problem), start + REDUCTION_SHARE * seconds)
-    search = _Search(core, np.random.default_rng(seed), start + seconds)
+    search = _Search(core, np.random.default_rng(seed), start + (1 - RESERVE) * seconds)
     try:
         search.run()
     except KeyboardInterrupt:
@@ -128,14 +132,15 @@ class _Search:
         self._price(time.monotonic() + share * self.left)
         if self.current is None:
             return
-        self._descend(time.monotonic() + 0.2 * share * self.left)
-        self._merge_until(time.monotonic() + 0.5 * share * self.left)
+        self._descend(time.monotonic() + 0.4 * share * self.left)
+        self._merge_until(time.monotonic() + 0.2 * share * self.left)
         self.found.append(self.current)
         self.current, self.current_cost = self.best, self.best_cost
-        self._merge_until(time.monotonic() + min(1.0, 1.5 * share) * self.left)
+        # Large problems have time for one round only.
+        self._merge_until(time.monotonic() + (1.0 if share > 0.5 else 0.4 * share) * self.left)
 
     def _merge_until(self, until: float) -> None:
-        while time.monotonic() < until:
+        while time.monotonic() < until and self.left > 0.1:
             self._merge()
 
     def _solved(self, seconds: float) -> bool:
@@ -217,7 +222,8 @@ class _Search:
         noise = rng.gumbel(size=10 * size)
         factor = 1.0
         heat = 0.1 * abs(self.current_cost - core.constant) / core.problem.num_nodes
-        while time.monotonic() < until:
+        fruitless = 0
+        while time.monotonic() < until and fruitless < MOST_FRUITLESS:
             forest = self._forest()
             at = int(rng.integers(9 * size))
             paid = core.memory.prices(factor * self.prices, size)
@@ -225,6 +231,7 @@ class _Search:
             proposed = self.current.copy()
             forest.minimise(core.soft + paid - temperature * noise[at : at + size], proposed)
             accepted = self._accepted(forest, proposed)
+            fruitless = 0 if accepted else fruitless + 1
             factor = 10 ** rng.uniform(-1.5, 0.5) if not accepted else factor
 
     def _accepted(self, forest: Forest, proposed: np.ndarray) -> bool:
@@ -266,7 +273,7 @@ class _Search:
         part = self.core.restricted(allowed)
         start, choice = time.monotonic(), np.zeros(0, np.int64)
         if part.nodes:
-            choice = minimise_core(part, seconds=min(self.merge_seconds, self.left)).choice
+            choice = minimise_core(part, seconds=min(self.merge_seconds, 0.9 * self.left)).choice
         if choice is not None:
             self._offer(part.restore(choice))
         # Programs should take some seconds: neither many trivial ones nor one that never ends.
