@@ -1,5 +1,7 @@
 """Kernels under the pass: each device runs a kernel on its shards.
 
+`implementations()` is the table of which implementation of an operation runs where, and why.
+
 Example:
     >>> import jax
     >>> import sharding
@@ -19,11 +21,12 @@ from .collective_matmul import all_gather_matmul, matmul_reduce_scatter
 from .dot_product_attention import attention
 from .grouped_matmul import grouped_matmul
 from .implementation import runs_kernels
+from .implementation_table import implementations
 from .layer_norm import layer_norm
 from .linear_cross_entropy import linear_cross_entropy
 from .rms_norm import rms_norm
 from .rotary import rotary
-from .saved_values import save_all_but
+from .saved_names import save_all_but
 from .scaled_softmax import scaled_softmax
 from .with_rule import with_rule
 
@@ -33,6 +36,7 @@ __all__ = [
     "bias_gelu_dropout",
     "dropout",
     "grouped_matmul",
+    "implementations",
     "layer_norm",
     "linear_cross_entropy",
     "matmul_reduce_scatter",

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from . import chunked_attention, tpu_attention
 from .attention_masks import Scores
 from .chunked_attention import Segments
-from .saved_values import saved
+from .saved_names import saved
 from .with_rule import with_rule
 
 MODULES: dict[str, Any] = {"xla_chunked": chunked_attention, "mosaic_tpu": tpu_attention}

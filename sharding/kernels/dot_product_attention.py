@@ -27,9 +27,24 @@ from .implementation import XLA, Candidate, choose
 CHUNKED = "xla_chunked"
 
 IMPLEMENTATIONS = (
-    Candidate(name="mosaic_tpu", platforms=frozenset({"tpu"}), obstacle=tpu_attention.obstacle),
-    Candidate(name="cudnn", platforms=frozenset({"gpu"}), obstacle=attention_by_cudnn.obstacle),
-    Candidate(name=CHUNKED, platforms=frozenset({"tpu", "gpu"}), obstacle=lambda *_, **__: ""),
+    Candidate(
+        name="mosaic_tpu",
+        platforms=frozenset({"tpu"}),
+        obstacle=tpu_attention.obstacle,
+        why="scores stay in VMEM, blocks that are masked are skipped",
+    ),
+    Candidate(
+        name="cudnn",
+        platforms=frozenset({"gpu"}),
+        obstacle=attention_by_cudnn.obstacle,
+        why="the fastest on Hopper GPUs",
+    ),
+    Candidate(
+        name=CHUNKED,
+        platforms=frozenset({"tpu", "gpu"}),
+        obstacle=lambda *_, **__: "",
+        why="memory linear in length, in plain JAX; on CPUs from 512 x 512 scores on",
+    ),
 )
 
 SegmentIds = jax.Array | tuple[jax.Array, jax.Array] | None

@@ -21,7 +21,14 @@ from .with_rule import with_rule
 TILE = 128
 """Rows and features of a tile."""
 
-IMPLEMENTATIONS = (Candidate(name="megablox", platforms=frozenset({"tpu"}), obstacle=lambda x, *_: obstacle(x)),)
+IMPLEMENTATIONS = (
+    Candidate(
+        name="megablox",
+        platforms=frozenset({"tpu"}),
+        obstacle=lambda x, *_: obstacle(x),
+        why="JAX's kernels, which compute the tiles of each group only",
+    ),
+)
 
 
 def grouped_matmul(

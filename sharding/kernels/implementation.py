@@ -22,6 +22,9 @@ from ..mesh import platform
 XLA = "xla"
 """The reference in plain JAX."""
 
+ONE_PASS = "one pass over memory forward, one backward"
+"""Why there are kernels of rows."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
@@ -32,6 +35,8 @@ class Candidate:
     """Where `"auto"` takes it; elsewhere it can be asked for, as far as `obstacle` allows."""
     obstacle: Callable[..., str]
     """(*operands, **options) -> why it can't run, or an empty text."""
+    why: str
+    """What it does better than the next ones."""
 
 
 def choose(kernel: str, candidates: Sequence[Candidate], asked: str, *operands: Any, **options: Any) -> str:

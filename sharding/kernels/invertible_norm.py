@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from ..errors import ShardingError
 from .implementation import XLA, backend
 from .row_kernel import Along, RowKernel
-from .saved_values import saved
+from .saved_names import saved
 from .with_rule import with_rule
 
 

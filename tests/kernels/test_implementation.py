@@ -61,3 +61,21 @@ def test_errors(devices, implementation, x, complaint):
         pytest.raises(ShardingError, match=complaint),
     ):
         kernels.rms_norm(x, jnp.ones(x.shape[-1]), implementation=implementation)
+
+
+def test_the_table_says_what_auto_does():
+    """Of operations that take any arrays: the first row of the platform is what runs."""
+    table = kernels.implementations()
+    assert {row.operation for row in table} < set(kernels.__all__)
+    assert all(row.why for row in table)
+    chosen = {}
+    for row in table:
+        for platform in row.platforms:
+            chosen.setdefault((row.operation, platform), row.implementation)
+    x = jax.ShapeDtypeStruct((8, 64, 8, 128), "float32")
+    for devices, platform in (("v5p:2x2x2", "tpu"), ("h100:1x8", "gpu"), (None, "cpu")):
+        with sharding.mesh(data=8, devices=devices):
+            is_kernel = "kernel_call" in str(jax.make_jaxpr(lambda x: kernels.rotary(x))(x))
+        assert is_kernel == (chosen["rotary", platform] != "xla")
+    assert chosen["attention", "gpu"] == "cudnn"
+    assert "operation" in repr(table).splitlines()[0]

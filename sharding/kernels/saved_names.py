@@ -42,7 +42,7 @@ def save_all_but(*names: str) -> Callable[..., Any]:
     compute, and what is left out, is computed again from the rest.
 
     Args:
-        names: of `saved_values.NAMES`, or names that the program gives by `jax.ad_checkpoint.checkpoint_name`.
+        names: of `saved_names.NAMES`, or names that the program gives by `jax.ad_checkpoint.checkpoint_name`.
 
     Raises:
         ShardingError: a name is no text.

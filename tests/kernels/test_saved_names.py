@@ -10,7 +10,7 @@ from support import compilers
 
 import sharding
 from sharding import P, ShardingError, cost, kernels
-from sharding.kernels.saved_values import NAMES
+from sharding.kernels.saved_names import NAMES
 
 HEADS = 4
 POLICIES = jax.checkpoint_policies
