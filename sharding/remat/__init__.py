@@ -23,6 +23,7 @@ Example:
 from .actions import Action, Advance, Backward, Free, Place, Record, Restore, Snapshot
 from .chain import Chain
 from .checkpoint_schedule import Schedule
+from .disk_revolve import disk_revolve
 from .layer_scan import scan
 from .revolve import revolve
 from .rotor import rotor
@@ -44,6 +45,7 @@ __all__ = [
     "Selection",
     "Snapshot",
     "chen",
+    "disk_revolve",
     "revolve",
     "rotor",
     "scan",

@@ -14,7 +14,7 @@ from .. import compat
 from .checkpoint_schedule import Schedule
 from .loop_tables import loop_tables
 from .replay_loops import replayed_scan
-from .sequential import check_steps, sequence
+from .sequential import check_executable, sequence
 from .step_residuals import Arrays, Step
 
 
@@ -58,7 +58,7 @@ def scan(
     leaves, xs_tree = jax.tree.flatten(xs)
     steps = leaves[0].shape[0] if leaves else length
     assert steps is not None, "lax.scan has checked it"
-    check_steps("remat.scan(schedule)", schedule, steps)
+    check_executable("remat.scan(schedule)", schedule, steps)
     schedule.check()
     carry = [_cast(leaf, end.dtype) for leaf, end in zip(jax.tree.leaves(init), jax.tree.leaves(ends[0]), strict=True)]
     trees = jax.tree.structure(ends[0]), xs_tree, jax.tree.structure(ends[1])

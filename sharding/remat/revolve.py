@@ -33,7 +33,7 @@ def revolve(steps: int, snapshots: int) -> Schedule:
     """
     check_count("remat.revolve(steps)", steps)
     check_count("remat.revolve(snapshots)", snapshots)
-    return Schedule(name="revolve", steps=steps, actions=tuple(_actions(steps, snapshots)))
+    return Schedule(name="revolve", steps=steps, actions=tuple(reversal(0, steps, snapshots)))
 
 
 def num_forwards(steps: int, snapshots: int) -> int:
@@ -42,10 +42,13 @@ def num_forwards(steps: int, snapshots: int) -> int:
     return repeats * steps - _beta(snapshots + 1, repeats - 1)
 
 
-def _actions(steps: int, snapshots: int) -> Iterator[Action]:
-    """Reverses the steps after the newest snapshot, then those before it, from the snapshot below."""
-    yield Snapshot(0)
-    starts, end = [0], steps
+def reversal(start: int, stop: int, snapshots: int) -> Iterator[Action]:
+    """The actions for a part of a chain, with its first state at hand.
+
+    Reverses the steps after the newest snapshot, then those before it, from the snapshot below.
+    """
+    yield Snapshot(start)
+    starts, end = [start], stop
     while starts:
         at = starts[-1]
         while end - at > 1:

@@ -13,7 +13,7 @@ from ..display import Column, Table, Tabular
 from ..display.units import bytes_text
 from ..errors import ShardingError
 from .linearized_program import Key, Program, key_of, linearized, saved_bytes
-from .saved_values import SOLVERS, Algorithm, Plan, plan
+from .selection_solvers import SOLVERS, Algorithm, Plan, plan
 
 
 @dataclass(frozen=True)

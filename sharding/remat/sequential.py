@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from ..errors import ShardingError
+from .actions import Snapshot
 from .blocks import Block, nested
 from .checkpoint_schedule import Schedule
 
@@ -36,7 +37,7 @@ def sequence(functions: Sequence[Function], *, schedule: Schedule) -> Function:
         >>> bool(jax.grad(f)(1.0) == jax.grad(lambda x: jnp.tanh(jnp.cos(jnp.sin(x))))(1.0))
         True
     """
-    check_steps("remat.sequence(schedule)", schedule, len(functions))
+    check_executable("remat.sequence(schedule)", schedule, len(functions))
     whole = nested(schedule.name, schedule.steps, schedule.actions)
     return lambda x: _run(whole, functions, x)
 
@@ -50,12 +51,20 @@ def _run(block: Block, functions: Sequence[Function], x: Any) -> Any:
     return x
 
 
-def check_steps(asked: str, schedule: Schedule, steps: int) -> None:
-    """Raises unless a schedule is for this number of steps."""
+def check_executable(asked: str, schedule: Schedule, steps: int) -> None:
+    """Raises unless a schedule is for this number of steps, with all snapshots on the device."""
     if schedule.steps != steps:
         raise ShardingError(
             asked,
             found=f"{schedule.name} for {schedule.steps} steps, and {steps} steps to run",
             required="a schedule for as many steps as there are",
             fix=f"remat.sqrt({steps})",
+        )
+    elsewhere = [action for action in schedule.actions if isinstance(action, Snapshot) and action.place != "device"]
+    if elsewhere:
+        raise ShardingError(
+            asked,
+            found=f"{len(elsewhere)} snapshots elsewhere, the first: {elsewhere[0]}",
+            required="all snapshots on the device",
+            fix=f"remat.revolve({steps}, {schedule.snapshots})",
         )

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.compilers import COMPILERS, devices
-from support.peak_memory import newest_jax_only
+from support.peak_memory import floats, newest_jax_only, peak_of
 
 import sharding
 from sharding import P, compat, remat
@@ -221,6 +221,15 @@ def test_compiled_memory_falls_as_the_schedule_says(backend, described):
         found = temporary_states(remat.revolve(LAYERS, snapshots), backend, described)
         assert found - base == pytest.approx(snapshots - 4, rel=0.1)
     assert temporary_states(remat.sqrt(LAYERS), backend, described) < temporary_states(None, backend, described) / 2
+
+
+@newest_jax_only
+@pytest.mark.parametrize("schedule", [remat.sqrt(24), remat.revolve(24, 2), remat.revolve(24, 8)], ids=lambda s: s.name)
+def test_memory_report_predicts_the_compiled_peak(schedule):
+    body = lambda x, w: (x + jnp.tanh(x @ w), None)  # noqa: E731
+    grad = jax.grad(lambda ws, x: (remat.scan(body, x, ws, schedule=schedule)[0] ** 2).sum())
+    args = floats(24, SIZE, SIZE), floats(4096, SIZE)
+    assert peak_of(grad, *args, sizes={"data": 8}, in_shardings=(None, P("data"))).ratio == pytest.approx(1, abs=0.1)
 
 
 def test_other_number_of_steps():

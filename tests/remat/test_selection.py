@@ -13,7 +13,7 @@ from support.peak_memory import floats, newest_jax_only
 import sharding
 from sharding import compat, cost, remat
 from sharding.remat.linearized_program import linearized, saved_bytes
-from sharding.remat.saved_values import SOLVERS, plan
+from sharding.remat.selection_solvers import SOLVERS, plan
 
 
 def attention(x, p):
