@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import sharding
-from sharding import kernels
+from sharding import P, kernels
 from sharding.memory.compiler_traits import TRAITS
 from sharding.memory.device_program import lower
 from sharding.memory.instruction import all_instructions
@@ -90,3 +90,60 @@ def test_the_result_of_a_function_on_shards_is_the_value_of_the_program():
     assert (
         dot.operands[0] is dot.operands[1] is body.arguments[0] and dot.operands[0].value == assignment.graph.inputs[0]
     )
+
+
+def test_each_part_of_a_split_is_an_array_of_its_own():
+    found = instructions(lambda x: jax.lax.split(x, (16, 16)), SQUARE)
+    assert len({id(one) for one in found if one.name == "split"}) == 2
+
+
+def test_a_value_is_copied_where_its_memory_changes():
+    def f(x):
+        host = jax.device_put(jnp.sin(x), jax.memory.Space.Host)
+        return jnp.cos(jax.device_put(jax.device_put(host, jax.memory.Space.Device), jax.memory.Space.Device))
+
+    found = [one for one in instructions(f, SQUARE) if one.name == "copy"]
+    assert [one.num_bytes for one in found] == [0, 4 * 32 * 32]  # to the host, and back
+
+
+@pytest.mark.parametrize(
+    ("specs", "kinds"),
+    [
+        ((P("data"), P("data")), []),
+        ((P("data"), P(None, "data")), ["all-to-all"]),
+        ((P("data"), P(None, None)), ["all-gather"]),
+        ((P(None, None), P("data")), []),
+    ],
+)
+def test_an_annotated_value_is_resharded(specs, kinds):
+    def f(x):
+        return sharding.annotate(sharding.annotate(jnp.sin(x), specs[0]), specs[1])
+
+    with sharding.mesh(data=8):
+        assignment = sharding.jit(f, in_shardings=specs[0], out_shardings=specs[1]).complete(SQUARE).assignment
+    body = lower(assignment, TRAITS["gpu"]).body
+    sent = [one.name for one in body.live_instructions() if "all-" in one.name]
+    assert sent == kinds and body.results[0].num_bytes == 4 * 32 * 32 // (8 if "data" in specs[1] else 1)
+
+
+def test_what_depends_on_no_argument_is_stored_by_none():
+    """Each kernel computes it again, as XLA does."""
+    found = instructions(lambda x: x + jnp.sin(jax.lax.broadcasted_iota(jnp.float32, x.shape, 0) * 2), SQUARE)
+    assert [one.name for one in found] == ["argument", "add"]
+
+
+@pytest.mark.parametrize("has_branch", [False, True])
+def test_a_permute_moves_shards_to_other_devices_unless_only_some_run_it(has_branch):
+    def moved(x):
+        return sharding.annotate(sharding.annotate(jnp.sin(x), P(("a", "b"))), P(("b", "a")))
+
+    def f(x):
+        return jax.lax.cond(x[0, 0] > 0, moved, lambda x: x, x) if has_branch else moved(x)
+
+    def branch(x):
+        return jax.shard_map(f, in_specs=P("c"), out_specs=P("c"), axis_names={"c"}, check_vma=False)(x)
+
+    with sharding.mesh(a=2, b=2, c=2):
+        assignment = sharding.jit(branch).complete(SQUARE).assignment
+    found = {one.name for one in all_instructions(lower(assignment, TRAITS["gpu"]).body)}
+    assert ("collective-permute" in found) == (not has_branch)
