@@ -7,6 +7,7 @@ import sys
 import time
 
 import pytest
+from jax.experimental import multihost_utils
 from support import process_threads
 
 import sharding
@@ -154,3 +155,23 @@ def test_an_error_that_ends_a_process_is_printed_before(monkeypatch: pytest.Monk
     initialize._exit_with(processes.ConnectError("asked", found="nobody", required="somebody"))
     printed = capfd.readouterr().err
     assert printed.startswith("error: asked") and printed.endswith(f"exit {processes.CONNECT_ERROR}")
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_several_processes_stop_at_the_step_on_which_jax_has_them_agree(count, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(multihost_utils, "reached_preemption_sync_point", lambda step: step == 3)
+    found = process_threads.run(monkeypatch, lambda index: [processes.preempted(step) for step in (2, 3)], count)
+    assert found == [[False, count > 1]] * count
+
+
+@pytest.mark.parametrize(("kind", "code"), [(processes.ConnectError, processes.CONNECT_ERROR), (ValueError, 1)])
+def test_an_uncaught_error_ends_its_process_with_a_code_that_tells_whether_to_connect_again(
+    kind, code, monkeypatch: pytest.MonkeyPatch, capsys
+):
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    initialize._exit_immediately_on_error()
+    codes = []
+    monkeypatch.setattr(processes.os, "_exit", codes.append)
+    error = kind("asked", found="nobody", required="somebody") if kind is processes.ConnectError else kind("asked")
+    process_threads.run(monkeypatch, lambda index: sys.excepthook(kind, error, None), 2)
+    assert codes == [code] * 2 and "asked" in capsys.readouterr().err
