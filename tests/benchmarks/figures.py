@@ -19,6 +19,7 @@ from types import ModuleType
 from . import (
     axes,
     command_line,
+    iopddl,
     pipeline,
     prediction,
     propagation,
@@ -47,6 +48,7 @@ BENCHMARKS: dict[str, ModuleType] = {
     "pipeline": pipeline,
     "axes": axes,
     "saving": saving,
+    "iopddl": iopddl,
     "fuzz": fuzz.results,
 }
 """In the order of the README's table."""

@@ -21,7 +21,7 @@ from sharding import ShardingError, planner
 from sharding.display import Column, Table
 
 from . import command_line, result_file
-from .result_file import Row
+from .result_file import Result, Row
 
 LIMITS = {"ABCDE": 60.0, "FGHIJ": 120.0, "KLMNO": 180.0, "PQRST": 240.0, "UVWXY": 300.0}
 """Seconds of the contest's problems, by the letters in their files' names."""
@@ -87,7 +87,7 @@ def row(path: Path, options: Options) -> Row:
     }
 
 
-def table(rows: list[Row]) -> Table:
+def printed(rows: list[Row]) -> Table:
     """The rows as a table; best known costs only if some are given."""
     shown = [key for key in COLUMNS if any(each.get(key) is not None for each in rows)]
     return Table("", tuple(COLUMNS[key] for key in shown), [tuple(each.get(key) for key in shown) for each in rows])
@@ -100,9 +100,22 @@ def main(options: Options) -> None:
         rows.append(row(Path(file), options))
         print(rows[-1]["name"], rows[-1].get("cost", rows[-1].get("error")), flush=True)
     result = result_file.measured("iopddl", options, rows, num_devices=1)
-    print(table(rows), result.where, sep="\n")
+    print(printed(rows), result.where, sep="\n")
     if options.json is not None:
         result.save(options.json)
+
+
+def summary(result: Result) -> str:
+    """Each file's cost, and how that compares with the best known one."""
+    found = []
+    for row in result.rows:
+        if "error" in row:
+            found.append(f"{row['name']} no choice found")
+            continue
+        facts = ["proven"] if row["gap"] == 0 else []
+        facts += [f"{row['ratio']:.4f} of the best known"] if row.get("ratio") is not None else []
+        found.append(f"{row['name']} {row['cost']:,.0f} in {row['seconds']:.0f} s ({', '.join(facts)})")
+    return "; ".join(found)
 
 
 if __name__ == "__main__":

@@ -20,4 +20,6 @@ def test_a_table_of_small_files(tmp_path, capsys):
     assert "five 26.0" in printed
     assert "chain 33.0" in printed
     (five, chain) = iopddl.result_file.load(tmp_path / "out.json").rows
+    text = iopddl.summary(iopddl.result_file.load(tmp_path / "out.json"))
+    assert text.startswith("five 26 in 0 s (proven, 1.0000 of the best known); chain 33 in 0 s (proven)")
     assert (five["ratio"], five["gap"], chain["best_known"]) == (1, 0, None)
