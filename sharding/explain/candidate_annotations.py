@@ -15,6 +15,7 @@ from ..graph import Annotation, Graph, Op, Places
 from ..propagation import Assignment
 from ..propagation.dim_classes import DimClasses
 from ..spec import Axis, Dim, Spec, num_parts, to_partition_spec
+from .conflict_list import Conflicts
 
 SpecAxes = tuple[tuple[Axis, ...], ...]
 """The axes of each dim."""
@@ -200,16 +201,12 @@ class _Targets:
 
     def contested(self) -> Iterator[tuple[Target, tuple[Axis, ...]]]:
         """The arrays at conflicts, most bytes first, with the axes that the rejected side asked for."""
-        groups: dict[str, list] = {}
-        for conflict in self.assignment.conflicts:
-            groups.setdefault(self.graph.layers.pattern(str(conflict)), []).append(conflict)
-        most = sorted(groups.values(), key=lambda own: -sum(c.bytes_lost for c in own))
-        for own in most[:MAX_CONFLICTS]:
-            for side in ("kept", "lost"):
-                values = dict.fromkeys(getattr(c, side).value for c in own)
+        for equal in Conflicts(self.assignment.conflicts, self.graph.layers).grouped()[:MAX_CONFLICTS]:
+            for claims in zip(*((c.kept, c.lost) for c in equal.members), strict=True):
+                values = dict.fromkeys(claim.value for claim in claims)
                 found = self.inside([v for v in values if v not in self.inputs])
                 if found is not None:
-                    yield found, own[0].lost.axes or own[0].kept.axes
+                    yield found, equal.first.lost.axes or equal.first.kept.axes
 
     def replicated(self) -> Iterator[Target]:
         """The arrays inside the program that take most bytes beyond their share of the mesh, by line."""

@@ -27,10 +27,19 @@ class EqualConflicts(NamedTuple):
     text: str
     """The first one, with `*` for its layer if there are several."""
     cure: str
-    first: Conflict
-    num: int
+    members: tuple[Conflict, ...]
     bytes_lost: int
     """Of all of them."""
+
+    @property
+    def first(self) -> Conflict:
+        """The first one in program order."""
+        return self.members[0]
+
+    @property
+    def num(self) -> int:
+        """How many there are."""
+        return len(self.members)
 
 
 class Conflicts(tuple[Conflict, ...], Tabular):
@@ -52,8 +61,7 @@ class Conflicts(tuple[Conflict, ...], Tabular):
             EqualConflicts(
                 str(own[0]) if len(own) == 1 else text,
                 own[0].cure if len(own) == 1 else self.layers.pattern(own[0].cure),
-                own[0],
-                len(own),
+                tuple(own),
                 sum(c.bytes_lost for c in own),
             )
             for text, own in groups.items()

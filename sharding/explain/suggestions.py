@@ -10,6 +10,7 @@ shardings are.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from ..paths.layers import merged_name
 from ..propagation import Assignment
 from ..spec import Dim, Spec, to_partition_spec
 from .candidate_annotations import Candidate, candidates, local_bytes
-from .memory_report import memory
+from .memory_report import MemoryReport, memory
 from .predicted_collectives import communication
 from .step_time import estimate
 
@@ -153,26 +154,36 @@ def suggestions(
         limit: how many, at most.
     """
 
-    def costs(of: Assignment, on: Topology | None) -> Costs:
-        return _costs(of, on, donated, platform)
+    def costs(of: Assignment, report: MemoryReport) -> Costs:
+        return Costs(
+            seconds=_seconds(of, ideal),
+            sent_bytes=communication(of).total_bytes,
+            peak_bytes=report.peak_bytes,
+            argument_bytes=report.argument_bytes,
+            lost_bytes=_lost_bytes(of),
+        )
 
+    def with_overheads(rates_only: Costs, of: Assignment) -> Costs:
+        return dataclasses.replace(rates_only, seconds=_seconds(of, on))
+
+    held = functools.partial(memory, donated=donated, platform=platform)
     ideal = on and _without_overheads(on)
-    now = costs(assignment, ideal)
+    report = held(assignment)
+    now = costs(assignment, report)
     work = local_bytes(assignment)
     ranked: list[tuple[float, Costs, Candidate]] = []
     for candidate, own in _worth_costing(assignment):
-        after = costs(candidate.assignment, ideal)
+        after = costs(candidate.assignment, held(candidate.assignment))
         ratio = _product(after, now, own / work) ** candidate.likelihood
         ranked.append((ratio, after, candidate))
-    best: list[Candidate] = []
+    best: list[tuple[Candidate, Costs]] = []
     seen = {now}
     for ratio, after, candidate in sorted(ranked, key=lambda one: one[0]):
-        is_new = after not in seen and not any(candidate.is_alternative(other) for other in best)
+        is_new = after not in seen and not any(candidate.is_alternative(other) for other, _ in best)
         if ratio <= 1 - LEAST_SAVED and len(best) < limit and is_new:
-            best.append(candidate)
+            best.append((candidate, after))
             seen.add(after)
-    before = costs(assignment, on) if best else now
-    shares = memory(assignment, donated=donated, platform=platform).by_axis.values()
+    before = with_overheads(now, assignment)
     found = (
         Suggestion(
             names=candidate.target.names,
@@ -180,12 +191,12 @@ def suggestions(
             replaces=None if candidate.target.annotated is None else _spec(candidate.target.annotated),
             line=candidate.target.source,
             before=before,
-            after=costs(candidate.assignment, on),
+            after=with_overheads(after, candidate.assignment),
             complete=lambda of=candidate.assignment: complete(of),
         )
-        for candidate in best
+        for candidate, after in best
     )
-    idle = [share.axis for share in shares if share.num_devices > 1 and not share.split_bytes]
+    idle = [share.axis for share in report.by_axis.values() if share.num_devices > 1 and not share.split_bytes]
     return Suggestions(found, idle_axes=idle, peak_bytes=now.peak_bytes)
 
 
@@ -205,15 +216,8 @@ def _lost_bytes(assignment: Assignment) -> int:
     return sum(c.bytes_lost for c in assignment.conflicts)
 
 
-def _costs(assignment: Assignment, on: Topology | None, donated: Collection[int], platform: Platform) -> Costs:
-    held = memory(assignment, donated=donated, platform=platform)
-    return Costs(
-        seconds=0.0 if on is None else estimate(assignment, on).seconds,
-        sent_bytes=communication(assignment).total_bytes,
-        peak_bytes=held.peak_bytes,
-        argument_bytes=held.argument_bytes,
-        lost_bytes=_lost_bytes(assignment),
-    )
+def _seconds(assignment: Assignment, on: Topology | None) -> float:
+    return 0.0 if on is None else estimate(assignment, on).seconds
 
 
 def _product(after: Costs, before: Costs, work: float) -> float:
