@@ -46,6 +46,7 @@ from .distributed.initialize import initialize
 
 if TYPE_CHECKING:
     from . import checkpoint, expert, kernels, pipeline, planner, remat, sequence, tensor, zero
+    from .planner import plan
 
 __all__ = [
     "Comparison",
@@ -67,6 +68,7 @@ __all__ = [
     "layout",
     "mesh",
     "pipeline",
+    "plan",
     "planner",
     "prioritized",
     "put",
@@ -84,6 +86,10 @@ _LAZY = ("checkpoint", "expert", "kernels", "pipeline", "planner", "remat", "seq
 
 def __getattr__(name: str) -> Any:
     """Imports subpackages with heavy dependencies on first access (PEP 562)."""
+    if name == "plan":
+        from .planner import plan
+
+        return plan
     if name in _LAZY:
         import importlib
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Sequence
 from functools import cached_property
@@ -277,8 +278,8 @@ class Completion:
         Raises:
             ShardingError: hardware that does not fit the mesh.
         """
-        on, donated = self._known_topology(hardware), self._donated_leaves
-        return suggestions(self.assignment, self._of, on, donated, self._platform, limit=limit)
+        on = self._known_topology(hardware)
+        return suggestions(self.assignment, self._of, on, self.donated_leaves, self._platform, limit=limit)
 
     def report(self, path: str | os.PathLike[str], hardware: Devices | Chip | str | None = None) -> Path:
         """Writes a self-contained HTML report.
@@ -305,7 +306,7 @@ class Completion:
         return reports.contents(
             self.assignment,
             name=self.name,
-            donated=self._donated_leaves,
+            donated=self.donated_leaves,
             platform=self._platform,
             on=self._known_topology(hardware),
             with_costs=with_costs,
@@ -341,15 +342,13 @@ class Completion:
         Args:
             platform: the compiler to model, `"cpu"`, `"gpu"` or `"tpu"`. Default: that of the mesh.
         """
-        donated = self._donated_leaves
-        return memory(self.assignment, name=self.name, donated=donated, platform=platform or self._platform)
+        platform = platform or self._platform
+        return memory(self.assignment, name=self.name, donated=self.donated_leaves, platform=platform)
 
     @property
-    def _donated_leaves(self) -> list[int]:
-        """Indices of the donated inputs of the graph."""
-        ends = [0]
-        for tree in self._in_trees:
-            ends.append(ends[-1] + tree.num_leaves)
+    def donated_leaves(self) -> list[int]:
+        """Indices of the donated arrays, of all arrays in the arguments."""
+        ends = [0, *itertools.accumulate(tree.num_leaves for tree in self._in_trees)]
         return [leaf for i in self._donated for leaf in range(ends[i], ends[i + 1])]
 
     @cached_property

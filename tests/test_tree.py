@@ -18,7 +18,7 @@ FLOORS = [
     ["compat", "errors"],
     ["hardware", "paths", "rules", "spec"],
     ["display", "mesh"],
-    ["annotations", "kernels", "planner"],
+    ["annotations", "kernels"],
     ["distributed", "expert", "graph", "pipeline", "sequence", "tensor", "xla", "zero"],
     ["checkpoint", "cost", "models", "propagation"],
     ["remat", "rewrite"],
@@ -26,10 +26,11 @@ FLOORS = [
     ["explain"],
     ["completion"],
     ["comparison", "jit"],
+    ["planner"],
     ["sharding"],  # the face, sharding/__init__.py
     ["launch"],
 ]
-MOST_FILES, MOST_FOLDERS, MOST_FLOORS, MOST_LINES = 10, 25, 13, 400
+MOST_FILES, MOST_FOLDERS, MOST_FLOORS, MOST_LINES = 10, 25, 14, 400
 """Files and folders directly in sharding/, floors, lines of a file."""
 HEIGHTS = {room: height for height, rooms in enumerate(FLOORS) for room in rooms}
 PACKAGES = {"sharding": "sharding", "sharding.models": "models", "sharding.launch": "launch"}

@@ -245,7 +245,7 @@ class _Tasks:
     def __init__(self, assignment: Assignment, on: Topology):
         self.assignment, self.graph, self.on = assignment.as_run, assignment.graph, on
         self.program = ProgramCollectives(assignment, platform=on.chip.platform)
-        self.fused = _fused(self.graph)
+        self.fused = never_stored(self.graph)
         self.asynchronous = ASYNCHRONOUS[on.chip.platform] if on.chip.sends_while_computing else ()
         self.ready: dict[int, tuple[str, ...]] = {}  # value -> the tasks that it depends on
         self.number = 0
@@ -331,7 +331,7 @@ class _Tasks:
         return jax.ShapeDtypeStruct(shape, self.graph.dtypes[v])
 
 
-def _fused(graph: Graph) -> set[int]:
+def never_stored(graph: Graph) -> set[int]:
     """Values that are never stored, as XLA fuses their ops into the consumers."""
     stored = {*graph.inputs, *graph.outputs}
     for op in graph.ops:

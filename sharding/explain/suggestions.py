@@ -26,8 +26,8 @@ from ..paths.layers import merged_name
 from ..propagation import Assignment
 from ..spec import Dim, Spec, to_partition_spec
 from .candidate_annotations import Candidate, candidates, local_bytes
-from .memory_report import MemoryReport, memory
-from .predicted_collectives import communication
+from .memory_report import memory
+from .program_costs import Costs, costs, lost_bytes
 from .step_time import estimate
 
 MAX_COSTED = 30
@@ -47,22 +47,6 @@ COLUMNS = (
     Column("step", "seconds"),
     Column("step now", "seconds"),
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Costs:
-    """What one call of a completed program costs each device."""
-
-    seconds: float
-    """Estimated time; 0 if the devices are unknown."""
-    sent_bytes: int
-    """Bytes of all collectives."""
-    peak_bytes: int
-    """Peak memory."""
-    argument_bytes: int
-    """Of that, the arguments, such as parameters and optimizer state."""
-    lost_bytes: int
-    """What conflicts cost beyond what the annotations ask for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,26 +138,16 @@ def suggestions(
         limit: how many, at most.
     """
 
-    def costs(of: Assignment, report: MemoryReport) -> Costs:
-        return Costs(
-            seconds=_seconds(of, ideal),
-            sent_bytes=communication(of).total_bytes,
-            peak_bytes=report.peak_bytes,
-            argument_bytes=report.argument_bytes,
-            lost_bytes=_lost_bytes(of),
-        )
-
     def with_overheads(rates_only: Costs, of: Assignment) -> Costs:
-        return dataclasses.replace(rates_only, seconds=_seconds(of, on))
+        return rates_only if on is None else dataclasses.replace(rates_only, seconds=estimate(of, on).seconds)
 
-    held = functools.partial(memory, donated=donated, platform=platform)
-    ideal = on and _without_overheads(on)
-    report = held(assignment)
-    now = costs(assignment, report)
+    report = memory(assignment, donated=donated, platform=platform)
+    costed = functools.partial(costs, on=on and _without_overheads(on), donated=donated, platform=platform)
+    now = costed(assignment, report=report)
     work = local_bytes(assignment)
     ranked: list[tuple[float, Costs, Candidate]] = []
     for candidate, own in _worth_costing(assignment):
-        after = costs(candidate.assignment, held(candidate.assignment))
+        after = costed(candidate.assignment)
         ratio = _product(after, now, own / work) ** candidate.likelihood
         ranked.append((ratio, after, candidate))
     best: list[tuple[Candidate, Costs]] = []
@@ -205,19 +179,11 @@ def _worth_costing(assignment: Assignment) -> list[tuple[Candidate, float]]:
     found = [(candidate, local_bytes(candidate.assignment)) for candidate in candidates(assignment)]
     found.sort(key=lambda pair: pair[1])
     share = max(3, min(MAX_COSTED, MAX_COSTED * MANY_OPS // max(len(assignment.graph.ops), 1)) // 3)
-    by_loss = sorted(found, key=lambda pair: _lost_bytes(pair[0].assignment))
+    by_loss = sorted(found, key=lambda pair: lost_bytes(pair[0].assignment))
     settling = [pair for pair in by_loss if pair[0].settles][:share]
     moving = [pair for pair in by_loss if pair[0].moves][:share]
     rest = [pair for pair in found if pair not in settling and pair not in moving]
     return settling + moving + rest[: 3 * share - len(settling) - len(moving)]
-
-
-def _lost_bytes(assignment: Assignment) -> int:
-    return sum(c.bytes_lost for c in assignment.conflicts)
-
-
-def _seconds(assignment: Assignment, on: Topology | None) -> float:
-    return 0.0 if on is None else estimate(assignment, on).seconds
 
 
 def _product(after: Costs, before: Costs, work: float) -> float:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Protocol, get_args
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
@@ -18,6 +18,7 @@ from ..cost.topology import byte_costs, known_topology
 from ..errors import ShardingError
 from ..mesh import abstract, platform, tracing_context, with_auto_axes
 from ..propagation import Assignment, Policy, shardy
+from ..propagation.added_annotation import named_annotations
 from ..rewrite.host_memory import resharded_on_device
 from ..rewrite.reshard_placement import placed
 from ..spec import MeshSizes, sizes_text
@@ -43,6 +44,20 @@ ENGINES: tuple[Engine, ...] = get_args(Engine)
 _log = logging.getLogger("sharding")
 
 
+class Planned(Protocol):
+    """What a `planner.Plan` says of a program."""
+
+    @property
+    def axes(self) -> Mapping[str, int]:
+        """The mesh: axis -> size."""
+        ...
+
+    @property
+    def annotations(self) -> Mapping[str, P]:
+        """Name, as `Completion.annotate` takes it -> spec."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Options:
     """The options of `sharding.jit` beside those about parameters."""
@@ -53,6 +68,7 @@ class Options:
     policy: Policy
     strict: bool
     max_implicit_bytes: int | None
+    plan: Planned | None
     of_jax: dict[str, Any]
     """Options that are passed on to `jax.jit`."""
 
@@ -105,6 +121,8 @@ def executable(f: Callable[..., Any], options: Options, call: Arguments, mesh: M
         )
         | {traced.out_tree.num_leaves + k: leaf for k, leaf in enumerate(updated)},
     )
+    if options.plan is not None:
+        built.annotations.update(_planned(options.plan, built, mesh, function))
     built.replicated_by_default = argument_shardings.replicated_by_default(built, call.leaves, mesh)
     if not any(argument_shardings.committed_sharding(leaf, mesh) is not None for leaf in call.leaves):
         report_unused_axis_rules(built, function, strict=options.strict)
@@ -135,6 +153,20 @@ def executable(f: Callable[..., Any], options: Options, call: Arguments, mesh: M
     )
     found.reuse_argument_shardings(call.leaves)
     return found
+
+
+def _planned(
+    plan: Planned, built: graph.Graph, mesh: Mesh | AbstractMesh, function: str
+) -> dict[int, graph.Annotation]:
+    """The annotations of a plan."""
+    if dict(mesh.shape) != dict(plan.axes):
+        raise ShardingError(
+            f"{function} with a plan for mesh {sizes_text(plan.axes)}",
+            found=f"the mesh {sizes_text(mesh.shape)}",
+            required="the mesh of the plan",
+            fix="with plan.mesh(): ...",
+        )
+    return named_annotations(built, plan.annotations, dict(mesh.shape))
 
 
 def _of_symbolic_shapes(

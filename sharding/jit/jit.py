@@ -15,7 +15,7 @@ from ..graph.garbage_collection import no_collection
 from ..propagation import POLICIES, Policy
 from . import mutations, tracing
 from .arguments import Arguments
-from .construction import ENGINES, Engine, Options, executable, lowering_platform
+from .construction import ENGINES, Engine, Options, Planned, executable, lowering_platform
 from .current_mesh import AnyMesh, entered
 from .executable import ArgumentMismatch, Executable
 from .executable_cache import ExecutableCache
@@ -38,6 +38,7 @@ def jit(
     policy: Policy = "storage",
     strict: bool = False,
     max_implicit_bytes: int | None = None,
+    plan: Planned | None = None,
     keep_unused: bool = False,
     inline: bool = False,
     compiler_options: Mapping[str, Any] | None = None,
@@ -67,6 +68,7 @@ def jit(
         max_implicit_bytes: limit on implicit all-gathers, in bytes of the gathered array per device. A larger one is
             an error that names the source line, before anything compiles; so are sharded operands of an op that
             decides by itself what it gathers.
+        plan: annotations found by `sharding.plan`, added to those of the program; calls are under `plan.mesh()`.
         keep_unused: as for `jax.jit`: whether arguments that the program does not use are kept.
         inline: as for `jax.jit`: whether a call inside another traced function is inlined into it.
         compiler_options: as for `jax.jit`: options of XLA.
@@ -124,6 +126,7 @@ def jit(
         policy=policy,
         strict=strict,
         max_implicit_bytes=max_implicit_bytes,
+        plan=plan,
         of_jax={name: value for name, value in of_jax.items() if value},
     )
     return Jitted(f, signature, options)

@@ -13,9 +13,26 @@ Example:
 """
 
 from .algorithms import ALGORITHMS, Solver, solve
+from .graph_problem import GraphProblem, of_graph
 from .pareto_frontier import Point, frontier
+from .plan import Plan
+from .plan_search import plan
 from .problem import FORBIDDEN, Problem
 from .problem_file import read
 from .solution import Solution
 
-__all__ = ["ALGORITHMS", "FORBIDDEN", "Point", "Problem", "Solution", "Solver", "frontier", "read", "solve"]
+__all__ = [
+    "ALGORITHMS",
+    "FORBIDDEN",
+    "GraphProblem",
+    "Plan",
+    "Point",
+    "Problem",
+    "Solution",
+    "Solver",
+    "frontier",
+    "of_graph",
+    "plan",
+    "read",
+    "solve",
+]

@@ -76,9 +76,19 @@ def solve(
     """
     if not seconds > 0:
         raise ShardingError(f"planner.solve(seconds={seconds})", required="a positive number of seconds")
-    if algorithm == "auto":
-        algorithm = "lagrangian"
-    if algorithm not in ALGORITHMS:
+    check_algorithm(algorithm)
+    return ALGORITHMS["lagrangian" if algorithm == "auto" else algorithm](
+        problem, memory_bytes=memory_bytes, seconds=seconds, seed=seed
+    )
+
+
+def check_algorithm(algorithm: str) -> None:
+    """Refuses unknown algorithms.
+
+    Raises:
+        ShardingError: neither a key of `ALGORITHMS` nor "auto".
+    """
+    if algorithm not in ALGORITHMS and algorithm != "auto":
         near = difflib.get_close_matches(algorithm, ["auto", *ALGORITHMS], n=1, cutoff=0.4)
         raise ShardingError(
             f"planner.solve(algorithm={algorithm!r})",
@@ -86,4 +96,3 @@ def solve(
             required=f"auto, {', '.join(sorted(ALGORITHMS))}",
             fix=[f"did you mean {name!r}?" for name in near],
         )
-    return ALGORITHMS[algorithm](problem, memory_bytes=memory_bytes, seconds=seconds, seed=seed)

@@ -22,7 +22,7 @@ from .memory_repair import fit
 from .message_passing import Messages
 from .problem import FORBIDDEN, Problem
 from .problem_reduction import Reduction
-from .solution import Solution, nothing_found
+from .solution import Solution, is_proven, nothing_found
 
 MOST_ENTRIES = 150_000
 """Entries of edges' matrices up to which the whole core is one integer program."""
@@ -119,7 +119,7 @@ class _Search:
         if entries <= MOST_ENTRIES and self._solved(0.6 * self.left):
             return
         share = min(0.7, max(0.15, num_nodes / 6000))
-        while self.left > 0 and self.best_cost > self.bound:
+        while self.left > 0 and not is_proven(self.best_cost, self.bound):
             self._round(share)
 
     def _round(self, share: float) -> None:
@@ -149,7 +149,7 @@ class _Search:
         self.bound = max(self.bound, outcome.bound)
         if outcome.choice is not None:
             self._offer(outcome.choice)
-        return self.bound >= self.best_cost or outcome.bound >= FORBIDDEN
+        return is_proven(self.best_cost, self.bound) or outcome.bound >= FORBIDDEN
 
     def _offer(self, choice: np.ndarray) -> bool:
         """Keeps a choice that fits and is the cheapest so far."""
@@ -187,7 +187,7 @@ class _Search:
         prices = np.full_like(self.prices, 2e4 * floor) if is_fresh else np.maximum(self.prices, floor)
         steepness = STEP * (1.0 if self.best is None else 10 ** self.rng.uniform(-1, 0.3))
         begin = time.monotonic()
-        while (now := time.monotonic()) < until and self.best_cost > self.bound:
+        while (now := time.monotonic()) < until and not is_proven(self.best_cost, self.bound):
             done = (now - begin) / (until - begin)
             costs = core.soft + core.memory.prices(prices, size)
             self._bound(messages.run(costs) - float(prices @ core.memory.limit))

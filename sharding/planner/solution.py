@@ -12,6 +12,9 @@ from ..display import Column, Table
 from ..errors import ShardingError
 from .problem import Problem
 
+ROUNDING = 2e-9
+"""Relative error of a sum of costs and a bound."""
+
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Solution:
@@ -47,7 +50,7 @@ class Solution:
     @property
     def is_proven(self) -> bool:
         """Whether no other choice costs less."""
-        return self.cost <= self.bound + 1e-9 * max(1.0, abs(self.cost))
+        return is_proven(self.cost, self.bound)
 
     def table(self) -> Table:
         """Its figures."""
@@ -67,6 +70,11 @@ class Solution:
 
     def _repr_html_(self) -> str:
         return self.table().html()
+
+
+def is_proven(cost: float, bound: float) -> bool:
+    """Whether a cost is least, within the rounding of its sum and of the bound's."""
+    return math.isfinite(cost) and cost <= bound + ROUNDING * max(1.0, abs(cost))
 
 
 def nothing_found(problem: Problem, algorithm: str, *, is_proven: bool, fix: str = "") -> ShardingError:

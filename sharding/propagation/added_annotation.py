@@ -6,9 +6,10 @@ from collections.abc import Collection, Mapping
 
 from jax.sharding import PartitionSpec as P
 
+from .. import paths
 from ..annotations import axis_rules
 from ..errors import ShardingError, raise_together
-from ..graph import Annotation, Graph, joined
+from ..graph import Annotation, Graph, Places, joined
 from ..spec import indivisible, to_partition_spec
 
 
@@ -82,3 +83,27 @@ def with_annotations(
             failures.append(error)
     raise_together(asked, failures)
     return annotations
+
+
+def named_annotations(
+    graph: Graph, annotations: Mapping[str, P], sizes: Mapping[str, int], places: Places | None = None
+) -> dict[int, Annotation]:
+    """The annotations of values by name, as a plan has them.
+
+    Args:
+        graph: the program.
+        annotations: name, as `Completion.annotate` takes it -> spec.
+        sizes: mesh axis sizes.
+        places: of the program, if they are known.
+
+    Raises:
+        ShardingError: the program has no such value, or the spec does not fit it.
+    """
+    found: dict[int, Annotation] = {}
+    ends = frozenset((*graph.inputs, *graph.outputs))
+    at = Places(graph) if places is None else places
+    for name, spec in annotations.items():
+        values = paths.find_all(graph.names, name, at)
+        asked = f"plan: {name} as {spec}"
+        found.update(with_annotations(graph, values, spec, sizes, priority=0, ends=ends, asked=asked))
+    return found

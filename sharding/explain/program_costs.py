@@ -1,0 +1,66 @@
+"""What one call of a completed program costs each device: time, bytes sent, memory."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from ..cost import Topology
+from ..display.units import bytes_text, seconds_text
+from ..hardware import Platform
+from ..propagation import Assignment
+from .memory_report import MemoryReport, memory
+from .predicted_collectives import communication
+from .step_time import estimate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """What one call of a completed program costs each device."""
+
+    seconds: float
+    """Estimated time; 0 if the devices are unknown."""
+    sent_bytes: int
+    """Bytes of all collectives."""
+    peak_bytes: int
+    """Peak memory."""
+    argument_bytes: int
+    """Of that, the arguments, such as parameters and optimizer state."""
+    lost_bytes: int
+    """What conflicts cost beyond what the annotations ask for."""
+
+    def __str__(self) -> str:
+        time = f"{seconds_text(self.seconds)} per step, " if self.seconds else ""
+        return f"{time}sends {bytes_text(self.sent_bytes)}, peak memory {bytes_text(self.peak_bytes)}"
+
+
+def costs(
+    assignment: Assignment,
+    on: Topology | None,
+    *,
+    donated: Collection[int],
+    platform: Platform,
+    report: MemoryReport | None = None,
+) -> Costs:
+    """The costs of a completed program.
+
+    Args:
+        assignment: the completed program.
+        on: the mesh with its devices; None if they are unknown.
+        donated: indices of the donated inputs of the graph.
+        platform: whose compiler is modelled.
+        report: its memory, if it is known.
+    """
+    held = memory(assignment, donated=donated, platform=platform) if report is None else report
+    return Costs(
+        seconds=0.0 if on is None else estimate(assignment, on).seconds,
+        sent_bytes=communication(assignment).total_bytes,
+        peak_bytes=held.peak_bytes,
+        argument_bytes=held.argument_bytes,
+        lost_bytes=lost_bytes(assignment),
+    )
+
+
+def lost_bytes(assignment: Assignment) -> int:
+    """What conflicts cost beyond what the annotations ask for."""
+    return sum(c.bytes_lost for c in assignment.conflicts)

@@ -1,0 +1,366 @@
+"""`sharding.plan`: the search for a mesh and the annotations that make a step fast within a memory limit.
+
+For each mesh the program becomes a problem (`graph_problem.py`), which a solver decides; what it wants is costed as
+the completed program is: by the ledger, the memory report and the estimate. If the peak exceeds the limit, the
+problem's own limit falls in proportion. The best meshes get annotations (`plan_annotations.py`), and the cheapest
+completion wins.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from ..completion import Completion
+from ..cost import Topology
+from ..cost.topology import topology_of_sizes
+from ..display.units import bytes_text
+from ..errors import ShardingError
+from ..explain.memory_report import memory
+from ..explain.program_costs import Costs, costs
+from ..hardware import Devices, parse
+from ..jit.jit import jit
+from ..mesh import mesh as mesh_of
+from ..propagation import Assignment
+from ..spec import Spec, sizes_text, to_partition_spec
+from .algorithms import check_algorithm, solve
+from .graph_problem import MICRO, GraphProblem, of_graph
+from .plan import Candidate, NextBest, Plan
+from .plan_annotations import Annotated, AnnotationSearch
+from .problem import FORBIDDEN
+from .solution import Solution
+
+AXIS_NAMES: tuple[str, ...] = ("x", "y", "z")
+"""Of the meshes that are tried, as JAX's documentation names them."""
+MOST_MESHES = 24
+"""Meshes that are tried, at most."""
+ANNOTATED = 3
+"""The best meshes, whose plans are written as annotations and completed."""
+MAX_LIMITS = 4
+"""Limits of the problem that are tried until the completed program fits."""
+LEAST_SAVED = 0.002
+"""Part of a step's time that another spec of an annotation must save to replace it."""
+MARGIN = 0.97
+"""What the limit falls by beyond the proportion."""
+
+
+def plan(
+    step: Callable[..., Any],
+    *args: Any,
+    devices: Devices | str,
+    mesh: Mapping[str, int] | None = None,
+    algorithm: str = "auto",
+    memory_bytes: float | None = None,
+    seconds: float = 60,
+    seed: int = 0,
+    on_progress: Callable[[str], None] | None = None,
+    **kwargs: Any,
+) -> Plan:
+    """Finds a mesh and the annotations with which a step is estimated to take least time, before anything compiles.
+
+    Args:
+        step: a function, or one made by `sharding.jit`, whose options such as `donate_argnums` hold. What it annotates
+            is kept.
+        *args: its arguments, or ShapeDtypeStructs.
+        devices: to plan for, such as `"v5p:8x8x8"` or `"h100:64x8"`; they need not be attached.
+        mesh: axis -> size, major axis first. Default: meshes of up to three axes `x`, `y`, `z` are tried.
+        algorithm: a key of `planner.ALGORITHMS`, or "auto".
+        memory_bytes: limit on peak memory per device. Default: what the chip offers to programs.
+        seconds: after which no other mesh is tried. Ctrl-C ends the search, too; the best plan so far is returned.
+        seed: of random decisions.
+        on_progress: called with a line of text for each mesh.
+        **kwargs: keyword arguments of the step.
+
+    Raises:
+        ShardingError: unknown devices or algorithm, a mesh of another number of devices, a limit of 0, or no plan fits;
+            the message has the smallest peak found, what fills it, and what would lower it.
+
+    Example:
+        >>> import jax
+        >>> import sharding
+        >>> def step(w, x):
+        ...     return w - 0.1 * jax.grad(lambda w: (x @ w).mean())(w)
+        >>> w, x = jax.ShapeDtypeStruct((256, 256), "float32"), jax.ShapeDtypeStruct((1 << 20, 256), "float32")
+        >>> plan = sharding.plan(step, w, x, devices="h100:1x8")
+        >>> dict(plan.axes), dict(plan.annotations)
+        ({'x': 8}, {'x': P('x',)})
+    """
+    asked = f"sharding.plan(..., devices={str(devices)!r}, memory_bytes={memory_bytes})"
+    on = parse(devices) if isinstance(devices, str) else devices
+    check_algorithm(algorithm)
+    limit = _limit(memory_bytes, on, asked)
+    if not seconds > 0:
+        raise ShardingError(f"sharding.plan(seconds={seconds})", required="a positive number of seconds")
+    search = _Search(
+        step=step if hasattr(step, "complete") else jit(step),
+        args=args,
+        kwargs=kwargs,
+        devices=on,
+        algorithm=algorithm,
+        limit=limit,
+        deadline=time.monotonic() + seconds,
+        seed=seed,
+        on_progress=on_progress or (lambda text: None),
+    )
+    found = search.run([dict(mesh)] if mesh is not None else list(_meshes(on)))
+    if not found:
+        raise _nothing_fits(search, asked)
+    return search.plan(found)
+
+
+def _limit(memory_bytes: float | None, on: Devices, asked: str) -> float:
+    if memory_bytes is not None and not memory_bytes > 0:
+        raise ShardingError(asked, found=f"memory_bytes={memory_bytes}", required="a positive number of bytes")
+    own = on.chip.usable_memory_bytes or on.chip.memory_bytes or math.inf
+    return float(own if memory_bytes is None else memory_bytes)
+
+
+def _meshes(on: Devices) -> Iterator[dict[str, int]]:
+    """Meshes of one, two and three axes, those with fewer axes first; on a torus those that fold onto it."""
+    n, found = on.num_devices, 0
+    divisors = [d for d in range(2, n + 1) if n % d == 0]
+    for count in range(1, len(AXIS_NAMES) + 1):
+        for sizes in itertools.product(divisors, repeat=count) if n > 1 else [(1,)] * (count == 1):
+            axes = dict(zip(AXIS_NAMES, sizes, strict=False))
+            folds = math.prod(sizes) == n and topology_of_sizes(axes, on, None).folds
+            if folds and found < MOST_MESHES:
+                found += 1
+                yield axes
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Found:
+    """The best that a solver found for one mesh."""
+
+    axes: dict[str, int]
+    completion: Completion
+    on: Topology
+    of: GraphProblem
+    solution: Solution
+    wanted: tuple[Spec | None, ...]
+    assignment: Assignment
+    """The program sharded as it wants."""
+    costs: Costs
+
+
+@dataclass(kw_only=True)
+class _Search:
+    step: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    devices: Devices
+    algorithm: str
+    limit: float
+    deadline: float
+    seed: int
+    on_progress: Callable[[str], None]
+    smallest: _Found | None = None
+    """The one with the smallest peak, if none fits."""
+
+    @property
+    def left(self) -> float:
+        """Seconds."""
+        return self.deadline - time.monotonic()
+
+    def fits(self, found: Costs) -> bool:
+        return found.peak_bytes <= self.limit
+
+    def run(self, meshes: Sequence[dict[str, int]]) -> list[_Found]:
+        """The best for each mesh that fits, fastest first."""
+        found: list[_Found] = []
+        try:
+            for k, axes in enumerate(meshes):
+                if k and self.left <= 0:
+                    break
+                one = self.best(axes, max(1.0, self.left / (len(meshes) - k)))
+                self.on_progress(f"{k + 1}/{len(meshes)} {sizes_text(axes)}: {one.costs}")
+                if self.fits(one.costs):
+                    found.append(one)
+                elif self.smallest is None or one.costs.peak_bytes < self.smallest.costs.peak_bytes:
+                    self.smallest = one
+        except KeyboardInterrupt:
+            if not found:
+                raise
+        return sorted(found, key=lambda one: one.costs.seconds)
+
+    def best(self, axes: dict[str, int], seconds: float) -> _Found:
+        """The best for one mesh; what exceeds the limit least if nothing fits."""
+        with mesh_of(axes, devices=self.devices):
+            completion = self.step.complete(*self.args, **self.kwargs)
+            on = topology_of_sizes(axes, self.devices, None)
+        of = of_graph(completion.assignment.graph, on, annotations=completion.assignment.graph.annotations)
+        best: _Found | None = None
+        limit = math.inf
+        for _ in range(MAX_LIMITS):
+            try:
+                solution = solve(of.problem, self.algorithm, limit, seconds / MAX_LIMITS, self.seed)
+            except ShardingError:
+                if best is None:
+                    raise
+                break
+            now = self.costed(axes, completion, on, of, solution)
+            if best is None or now.costs.peak_bytes < best.costs.peak_bytes:
+                best = now
+            if self.fits(now.costs):
+                break
+            limit = max(of.problem.least_peak_bytes, MARGIN * solution.peak_bytes * self.limit / now.costs.peak_bytes)
+        assert best is not None
+        return best
+
+    def costed(
+        self, axes: dict[str, int], completion: Completion, on: Topology, of: GraphProblem, solution: Solution
+    ) -> _Found:
+        assignment = completion.assignment
+        wanted = tuple(of.sharding(v, solution.choice) for v in range(len(assignment.specs)))
+        specs = tuple(spec or own for spec, own in zip(wanted, assignment.specs, strict=True))
+        assignment = dataclasses.replace(assignment, specs=specs)
+        return _Found(
+            axes=axes,
+            completion=completion,
+            on=on,
+            of=of,
+            solution=solution,
+            wanted=wanted,
+            assignment=assignment,
+            costs=self.costs(completion, on)(assignment),
+        )
+
+    def costs(self, completion: Completion, on: Topology) -> Callable[[Assignment], Costs]:
+        return partial(costs, on=on, donated=completion.donated_leaves, platform=self.devices.chip.platform)
+
+    def plan(self, found: Sequence[_Found]) -> Plan:
+        """The cheapest plan of the best meshes."""
+        annotated: list[tuple[_Found, Annotated]] = []
+        try:
+            for one in found[:ANNOTATED]:
+                annotated.append((one, self.annotated(one)))
+                self.on_progress(f"{sizes_text(one.axes)} with annotations: {annotated[-1][1].costs}")
+                if self.left <= 0:
+                    break
+        except KeyboardInterrupt:
+            if not annotated:
+                raise
+        best, result = min(annotated, key=lambda pair: (not self.fits(pair[1].costs), pair[1].costs.seconds))
+        result, next_best = self.polished(best, result)
+        graph = best.completion.assignment.graph
+        rest = [
+            Candidate(axes=tuple(one.axes.items()), costs=one.costs, num_annotations=0)
+            for one in found
+            if one is not best
+        ]
+        first = Candidate(axes=tuple(best.axes.items()), costs=result.costs, num_annotations=len(result.annotations))
+        return Plan(
+            name=best.completion.name,
+            devices=str(self.devices),
+            axes=best.axes,
+            annotations=result.annotations,
+            arguments=tuple(
+                (graph.first_names.get(v, f"argument {k}"), to_partition_spec(result.assignment.boundary_spec(v)))
+                for k, v in enumerate(graph.inputs)
+            ),
+            costs=result.costs,
+            memory_bytes=self.limit,
+            algorithm=best.solution.algorithm,
+            bound_seconds=best.solution.bound / MICRO,
+            planned_seconds=best.solution.cost / MICRO,
+            next_best=next_best,
+            candidates=(first, *rest),
+        )
+
+    def annotated(self, one: _Found) -> Annotated:
+        return self.search_of(one).run(one.costs.seconds, self.fits)
+
+    def search_of(self, one: _Found) -> AnnotationSearch:
+        return AnnotationSearch(
+            base=one.completion.assignment,
+            wanted=one.wanted,
+            alike=one.of.node_of_value,
+            costed=self.costs(one.completion, one.on),
+        )
+
+    def polished(self, one: _Found, result: Annotated) -> tuple[Annotated, dict[str, NextBest]]:
+        """The annotations after those whose next best spec costs less in fact took that one; and the next best specs.
+
+        The next best spec is that of the problem: of the program with it, only one is completed.
+        """
+        search, found = self.search_of(one), dict[str, NextBest]()
+        try:
+            for name, spec in result.annotations.items():
+                if self.left <= 0:
+                    break
+                other = self.other_spec(one, next(iter(search.values(name).values())), spec)
+                if other is None:
+                    continue
+                changed = search.completed({**result.annotations, name: other})
+                if self.fits(changed.costs) and changed.costs.seconds < (1 - LEAST_SAVED) * result.costs.seconds:
+                    found[name] = NextBest(spec=spec, costs=result.costs)
+                    result = changed
+                else:
+                    found[name] = NextBest(spec=other, costs=changed.costs)
+        except KeyboardInterrupt:
+            pass
+        return result, found
+
+    def other_spec(self, one: _Found, v: int, spec: P) -> P | None:
+        """The best spec of a value beside the given one, if all else stays as planned; None if there is no other."""
+        node = one.of.node_of_value(v)
+        totals = alternatives(one.of, one.solution.choice, node)
+        for strategy in np.argsort(totals, kind="stable"):
+            other = to_partition_spec(one.of.spec(node, int(strategy)))
+            if other != spec:
+                return other if totals[strategy] < FORBIDDEN else None
+        return None
+
+
+def alternatives(of: GraphProblem, choice: np.ndarray, node: int) -> np.ndarray:
+    """The cost of each strategy of a node, if its neighbours' ops run as is best then, float64 [strategies]."""
+    problem = of.problem
+    totals = problem.costs[node].copy()
+    edges = [(int(i), int(j), matrix) for (i, j), matrix in zip(problem.edges, problem.edge_costs, strict=True)]
+    for i, j, matrix in edges:
+        if node not in (i, j):
+            continue
+        other, table = (j, matrix) if node == i else (i, matrix.T)
+        if of.is_op(other):
+            own = problem.costs[other].copy()
+            for a, b, costs_of in edges:
+                if a == other and b != node:
+                    own += costs_of[:, choice[b]]
+                elif b == other and a != node:
+                    own += costs_of[choice[a]]
+            totals += (table + own).min(axis=1)
+        else:
+            totals += table[:, choice[other]]
+    return totals
+
+
+def _nothing_fits(search: _Search, asked: str) -> ShardingError:
+    """What is missing: the smallest peak found, what fills it, and what would lower it."""
+    assert search.smallest is not None
+    one = search.smallest
+    report = memory(one.assignment, donated=one.completion.donated_leaves, platform=search.devices.chip.platform)
+    classes = {category: size for category, size in report.by_class.items() if size}
+    filled = ", ".join(f"{category} {bytes_text(size)}" for category, size in classes.items())
+    return ShardingError(
+        asked,
+        found=[
+            f"{bytes_text(one.costs.peak_bytes)} at the least, on mesh {sizes_text(one.axes)}",
+            f"at its peak: {filled}",
+        ],
+        required=f"a plan within {bytes_text(int(search.limit))} per device",
+        fix=[
+            f"memory_bytes={one.costs.peak_bytes}",
+            *(["jax.checkpoint around each layer"] if classes.get("activations", 0) > search.limit / 4 else []),
+            "more devices",
+            "a smaller batch",
+        ],
+    )
