@@ -1,5 +1,5 @@
-"""Train models over a device mesh, explain their shardings, manage checkpoints, calibrate the cost model and launch
-multi-process programs."""
+"""Train models over a device mesh, explain or plan their shardings, manage checkpoints, calibrate the cost model and
+launch multi-process programs."""
 
 import functools
 import sys
@@ -14,12 +14,20 @@ from .config.calibrate_config import Calibrate
 from .config.checkpoint_config import Checkpoint
 from .config.explain_config import Explain
 from .config.launch_config import Launch
+from .config.plan_config import Plan
 from .config.train_config import Train
 from .exit_codes import INTERRUPTED, USER_ERROR
 
-COMMANDS = {"train": Train, "explain": Explain, "checkpoint": Checkpoint, "calibrate": Calibrate, "launch": Launch}
+COMMANDS = {
+    "train": Train,
+    "explain": Explain,
+    "plan": Plan,
+    "checkpoint": Checkpoint,
+    "calibrate": Calibrate,
+    "launch": Launch,
+}
 
-Command = Train | Explain | Checkpoint | Calibrate | Launch
+Command = Train | Explain | Plan | Checkpoint | Calibrate | Launch
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -65,6 +73,10 @@ def _run(command: Command) -> None:
         from .commands import train
 
         train.run(command)
+    elif isinstance(command, Plan):
+        from .commands import plan
+
+        plan.run(command)
     elif isinstance(command, Checkpoint):
         from .commands import checkpoint
 

@@ -15,6 +15,8 @@ import sharding
 from sharding import P
 from sharding.distributed import heartbeat
 from sharding.jit import nonfinite
+from sharding.planner import Plan
+from sharding.spec import num_parts
 
 from ..models import layouts
 from .batch_rows import select_rows
@@ -38,6 +40,12 @@ class JittedWorkload:
     train_step: Callable[[TrainState, Batch], tuple[TrainState, DeviceMetrics]]
     evaluate: Callable[[nnx.State, nnx.State, Batch], DeviceMetrics]
     generate: Callable[[nnx.State, jax.Array, jax.Array], jax.Array] | None
+
+    @property
+    def num_batch_shards(self) -> int:
+        """Parts into which the mesh splits the examples of a batch."""
+        axes = self.batch_spec[0] if self.batch_spec else ()
+        return num_parts([axes] if isinstance(axes, str) else axes or (), self.mesh.shape)
 
     def local_rows(self, batch_size: int) -> np.ndarray | None:
         """The rows of a batch on this process's devices; None for all, with a single process."""
@@ -64,12 +72,12 @@ class JittedWorkload:
             heartbeat.report_working()
         return self.workload.score(outputs)
 
-    def sample(self, state: TrainState, *, seed: int, num_prompts: int) -> str:
-        """The text generated for the first of `num_prompts` equal prompts; the mesh must divide `num_prompts`."""
+    def sample(self, state: TrainState, *, seed: int) -> str:
+        """The text generated for the first of as many equal prompts as a batch has shards."""
         sampler = self.workload.sampler
         if sampler is None or self.generate is None:
             return ""
-        rows = np.tile(sampler.prompt, (num_prompts, 1))
+        rows = np.tile(sampler.prompt, (self.num_batch_shards, 1))
         tokens = self.generate(state.params, self.put_global(rows), jax.random.key(seed))
         return sampler.decode(np.asarray(tokens)[0])
 
@@ -91,10 +99,19 @@ class JittedWorkload:
         )
 
 
-def jit_workload(workload: Workload, mesh: Mesh, *, batch_size: int) -> JittedWorkload:
+def planned_step(workload: Workload, plan: Plan | None = None) -> Any:
+    """The train step of `workload` as `sharding.plan` found it, or to plan."""
+    return sharding.jit(skip_nonfinite(workload.train_step), donate_argnums=(0,), plan=plan)
+
+
+def jit_workload(workload: Workload, mesh: Mesh, *, batch_size: int, plan: Plan | None = None) -> JittedWorkload:
     """`workload` jitted for `mesh`, which must be the mesh in context; nothing is compiled yet."""
     spec = layouts.batch(mesh.axis_names)
     step = sharding.jit(skip_nonfinite(workload.train_step), in_shardings=(None, spec), donate_argnums=(0,))
+    if plan is not None:
+        step = planned_step(workload, plan)
+        batch = [spec for name, spec in plan.arguments if name.partition("/")[0] == NAMES[1]]
+        spec = P(*batch[0][:1]) if batch else P()
     # With several processes each needs a full copy of what it reads.
     replicated = P() if jax.process_count() > 1 else None
     generate = workload.sampler and sharding.jit(

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+import sharding
 from sharding import zero
 from sharding.annotations.layout import Layout
 
@@ -16,6 +17,7 @@ from ..models import layouts
 from . import optimizer as optimizers
 from . import pipelined_step
 from .batch_rows import microbatches
+from .config.mesh_config import MESH_AXES
 from .config.optimizer_config import Optimization
 from .workload import Batch, DeviceMetrics, LossAux, LossOutput, MpmdStep, TrainState, ValueAndGrad
 
@@ -65,7 +67,9 @@ def train_functions(
     transform = optimizers.optimizer(optimization, schedule)
 
     def rules() -> Layout:
-        return layout(jax.sharding.get_abstract_mesh().axis_names)
+        names = jax.sharding.get_abstract_mesh().axis_names
+        # A mesh of other axes is that of a plan, which has its own annotations.
+        return layout(names) if not names or not set(MESH_AXES).isdisjoint(names) else sharding.layout({})
 
     def init(key: jax.Array) -> TrainState:
         _, params, variables = nnx.split(make(nnx.Rngs(params=key)), nnx.Param, ...)

@@ -13,7 +13,6 @@ from sharding import ShardingError, checkpoint
 from sharding.distributed import heartbeat, processes
 
 from . import device_setup, loss_plot, metrics, run_folder, run_report, utilization
-from .config.mesh_config import batch_parts
 from .config.train_config import Recipe, Train
 from .jitted_workload import JittedWorkload
 from .progress import Console
@@ -230,7 +229,7 @@ class TrainingLoop:
 
     def _sample(self, state: TrainState) -> str:
         # One prompt per batch shard; the first one's text is shown.
-        return self.jitted.sample(state, seed=self.config.seed, num_prompts=batch_parts(self.axes))
+        return self.jitted.sample(state, seed=self.config.seed)
 
 
 def _is_process_0() -> bool:

@@ -46,7 +46,7 @@ from .distributed.initialize import initialize
 
 if TYPE_CHECKING:
     from . import checkpoint, expert, kernels, pipeline, planner, remat, sequence, tensor, zero
-    from .planner import plan
+    from .planner.plan_search import plan
 
 __all__ = [
     "Comparison",
@@ -87,7 +87,7 @@ _LAZY = ("checkpoint", "expert", "kernels", "pipeline", "planner", "remat", "seq
 def __getattr__(name: str) -> Any:
     """Imports subpackages with heavy dependencies on first access (PEP 562)."""
     if name == "plan":
-        from .planner import plan
+        from .planner.plan_search import plan
 
         return plan
     if name in _LAZY:

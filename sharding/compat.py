@@ -1,8 +1,4 @@
-"""JAX APIs that are private or differ between releases; the only file that uses `jax._src`.
-
-Supported: JAX 0.10.2 up to the newest. Differences handled here: `ClosedJaxpr` merged into `Jaxpr` (0.12), `scan` lost
-`num_consts` and `num_carry` (0.12).
-"""
+"""JAX APIs that are private or differ between releases, from JAX 0.10.2 on; the only file that uses `jax._src`."""
 
 from __future__ import annotations
 
@@ -27,6 +23,7 @@ from jax._src.clusters import ClusterEnv as _ClusterEnv
 from jax._src.core import InternalMutableArrayEffect as _InternalRef
 from jax._src.core import NamedAxisEffect as _NamedAxisEffect
 from jax._src.core import Ref as _Ref
+from jax._src.cudnn import fused_attention_stablehlo as _cudnn
 from jax._src.interpreters import pxla as _pxla
 from jax._src.named_sharding import UnspecifiedValue as _UnspecifiedValue
 from jax._src.random import prng as _prng
@@ -65,11 +62,6 @@ def is_drop(var: Any) -> bool:
     return isinstance(var, jex.DropVar)
 
 
-def new_var(aval: Any) -> Any:
-    """A new jaxpr variable of the given abstract value."""
-    return jex.Var(aval)
-
-
 def new_literal(value: Any, aval: Any) -> Any:
     """A literal of the given abstract value: a number or an array."""
     return jex.Literal(np.asarray(value, aval.dtype)[()], aval)
@@ -83,7 +75,7 @@ def new_eqn(like: Any, invars: Sequence[Any], outvars: Sequence[Any], primitive:
 
 def renamed(eqn: Any, names: dict[Any, Any]) -> Any:
     """An equation with operands as in `names`, and with new results, which are added to it."""
-    results = [v if is_drop(v) else new_var(v.aval) for v in eqn.outvars]
+    results = [v if is_drop(v) else jex.Var(v.aval) for v in eqn.outvars]
     operands = [v if is_literal(v) else names.get(v, v) for v in eqn.invars]
     names.update(zip(eqn.outvars, results, strict=True))
     return eqn.replace(invars=operands, outvars=results)
@@ -383,6 +375,12 @@ def mesh_of_with_statement() -> Any:
     """The mesh of `with Mesh(...):`, JAX's old way to set it; None outside of such a block."""
     m = _mesh.thread_resources.env.physical_mesh
     return None if m.empty else m
+
+
+def assume_cudnn() -> None:
+    """Has JAX trace cuDNN's attention where no cuDNN is installed: for described GPUs."""
+    if vars(_cudnn)["cuda_versions"] is None:
+        _cudnn.check_cudnn_version = lambda: 91200
 
 
 def is_jit_disabled() -> bool:

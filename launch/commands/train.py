@@ -13,6 +13,7 @@ import numpy as np
 import sharding
 from sharding import ShardingError, checkpoint
 from sharding.distributed import consistency, processes
+from sharding.planner import Plan
 
 from .. import device_setup, jitted_workload, run_folder, text, workloads
 from ..config.mesh_config import check_batch, parse_mesh
@@ -39,7 +40,9 @@ def _run(config: Train, stop: StopRequest) -> None:
     recipe = config.applied_to(family.recipe(config.model.name))
     if config.text.is_given:
         workloads.check_text(config.model.name, family)
-    axes = device_setup.set_up_devices(parse_mesh(config.mesh), num_devices=config.devices)
+    plan = None if config.plan is None else Plan.load(config.plan)
+    asked = parse_mesh(config.mesh) if plan is None else dict(plan.axes)
+    axes = device_setup.set_up_devices(asked, num_devices=config.devices)
     config = _resume_on_restart(config)
     axes = workloads.with_required_axes(axes, family)
     workloads.check_experts(config.model.name, model, axes)
@@ -87,7 +90,7 @@ def _run(config: Train, stop: StopRequest) -> None:
             source=source,
             axes=axes,
             stop=stop,
-            jitted=jitted_workload.jit_workload(workload, mesh, batch_size=recipe.batch),
+            jitted=jitted_workload.jit_workload(workload, mesh, batch_size=recipe.batch, plan=plan),
         )
         loop.run()
 

@@ -44,6 +44,9 @@ class Train:
     mesh: str = "data=2,tensor=2"
     """Axes and their sizes, major axis first: data, fsdp, tensor, expert, pipe and seq.
     One size may be -1: all remaining devices."""
+    plan: Annotated[Path | None, arg(metavar="FILE")] = None
+    """Train on the mesh and with the annotations of this plan, which `sharding plan --out` wrote for the same model and
+    batch, instead of --mesh and the model's layout."""
     devices: int | None = None
     """Number of virtual CPU devices. Default: as many as the mesh needs. Not for GPUs and TPUs."""
     steps: int | None = None

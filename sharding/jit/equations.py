@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.extend.core as jex
 
 from .. import compat
 
@@ -24,7 +25,7 @@ def traced(like: Any, f: Callable[..., Any], operands: Sequence[Any], results: S
     (eqn,) = jaxpr.eqns
     given = dict(zip(jaxpr.invars, operands, strict=True))
     invars = [v if compat.is_literal(v) else given[v] for v in eqn.invars]
-    outvars = [compat.new_var(v.aval) for v in eqn.outvars] if results is None else results
+    outvars = [jex.Var(v.aval) for v in eqn.outvars] if results is None else results
     return compat.new_eqn(like, invars, outvars, eqn.primitive, eqn.params)
 
 

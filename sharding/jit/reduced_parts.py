@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.extend.core as jex
 
 from .. import compat
 from .equations import num_uses, traced
@@ -82,7 +83,7 @@ def _apart(eqn: Any, maker: Any, scalars: Mapping[Any, Any]) -> list[Any]:
             total = one
             continue
         is_last = k == len(maker.invars) - 1
-        combined = result if is_last else compat.new_var(both.outvars[0].aval)
+        combined = result if is_last else jex.Var(both.outvars[0].aval)
         found.append(compat.new_eqn(eqn, [total, one], [combined], both.primitive, both.params))
         total = combined
     return found

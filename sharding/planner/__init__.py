@@ -1,7 +1,7 @@
-"""Search for parallel plans: one strategy per node, at least cost, within a memory limit at every time.
+"""Search for parallel plans: a mesh and annotations with which a step is fast, within a memory limit.
 
-In: a `Problem`, built by `Problem.of` or read from a file. Out: a `Solution`, by one of many solvers with one
-signature.
+In: a step with its arguments and devices. Out: a `Plan`, by `sharding.plan`. Beneath: a `Problem`, built from a
+program, from lists by `Problem.of`, or read from a file; and a `Solution`, by one of many solvers with one signature.
 
 Example:
     >>> from sharding import planner
@@ -12,11 +12,13 @@ Example:
     ([1, 1], 3.0, 8.0, True)
 """
 
+from .algorithm_comparison import AlgorithmComparison, compare
 from .algorithms import ALGORITHMS, Solver, solve
 from .graph_problem import GraphProblem, of_graph
+from .memory_curve import MemoryCurve, memory_curve
+from .parallel_plan import Plan
 from .pareto_frontier import Point, frontier
-from .plan import Plan
-from .plan_search import plan
+from .plan_search import problem_of
 from .problem import FORBIDDEN, Problem
 from .problem_file import read
 from .solution import Solution
@@ -24,15 +26,19 @@ from .solution import Solution
 __all__ = [
     "ALGORITHMS",
     "FORBIDDEN",
+    "AlgorithmComparison",
     "GraphProblem",
+    "MemoryCurve",
     "Plan",
     "Point",
     "Problem",
     "Solution",
     "Solver",
+    "compare",
     "frontier",
+    "memory_curve",
     "of_graph",
-    "plan",
+    "problem_of",
     "read",
     "solve",
 ]

@@ -43,7 +43,16 @@ TIE = 1e-3
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class GraphProblem:
-    """A problem with what its nodes and strategies stand for."""
+    """A problem with what its nodes and strategies stand for.
+
+    Example:
+        >>> import jax
+        >>> from sharding import planner
+        >>> x, w = jax.ShapeDtypeStruct((512, 256), "float32"), jax.ShapeDtypeStruct((256, 1024), "float32")
+        >>> of = planner.problem_of(lambda x, w: x @ w, x, w, devices="h100:1x8", mesh={"x": 8})
+        >>> of.problem.num_nodes, str(of.spec(0, 1)), of.is_op(3)
+        (4, '[x, -]', True)
+    """
 
     graph: Graph
     problem: Problem
@@ -85,7 +94,12 @@ class GraphProblem:
 
 
 def of_graph(
-    graph: Graph, on: Topology, *, annotations: Mapping[int, Annotation] | None = None, name: str = ""
+    graph: Graph,
+    on: Topology,
+    *,
+    annotations: Mapping[int, Annotation] | None = None,
+    hidden: float = 0.0,
+    name: str = "",
 ) -> GraphProblem:
     """The problem of a program.
 
@@ -93,15 +107,23 @@ def of_graph(
         graph: the program.
         on: the mesh with its devices and links.
         annotations: to keep: other shardings of these values are forbidden.
+        hidden: the part of the collectives of arguments, such as parameters with their gradients, that computation
+            hides.
         name: for tables and files.
 
-    Raises:
-        ShardingError: two annotations that no sharding of arrays that are sharded alike keeps.
+    Example:
+        >>> import jax
+        >>> import sharding
+        >>> from sharding import planner
+        >>> with sharding.mesh(x=8, devices="h100:1x8") as mesh:
+        ...     completion = sharding.jit(lambda x: x @ x).complete(jax.ShapeDtypeStruct((8, 8), "float32"))
+        ...     len(planner.of_graph(completion.assignment.graph, sharding.topology(mesh)).problem.edges)
+        2
 
     References:
         Zheng et al., "Alpa", OSDI 2022, section 4; Alabed et al., "TOAST", arXiv 2508.15010.
     """
-    return _Builder(graph, on, ValueGroups(graph), annotations or {}).problem(name)
+    return _Builder(graph, on, ValueGroups(graph), annotations or {}, hidden).problem(name)
 
 
 @dataclass(slots=True)
@@ -120,6 +142,7 @@ class _Builder:
     on: Topology
     groups: ValueGroups
     annotations: Mapping[int, Annotation]
+    hidden: float
     nodes: list[_Node] = field(default_factory=list)
     node_of: dict[int, int] = field(default_factory=dict)
     edges: dict[tuple[int, int], np.ndarray] = field(default_factory=dict)
@@ -128,10 +151,12 @@ class _Builder:
     """id of an op -> its place in the program."""
     readers: Counter = field(init=False)
     stored_nowhere: set[int] = field(init=False)
+    inputs: set[int] = field(init=False)
 
     def __post_init__(self) -> None:
         self.times = ReshardTimes(self.on)
         self.positions = {id(op): k for k, op in enumerate(self.graph.ops)}
+        self.inputs = set(self.graph.inputs)
         self.stored_nowhere = never_stored(self.graph)
         self.readers = Counter(
             self.read(op, a.value) for op in self.groups.ops for a in self.joined(op) if not a.is_result
@@ -200,12 +225,12 @@ class _Builder:
     def memory(self, values: Sequence[int]) -> tuple[float, tuple[int, int]]:
         """The most bytes of some values that are alive at once, and from when to when some are."""
         end = len(self.graph.ops)
-        inputs, outputs = set(self.graph.inputs), set(self.graph.outputs)
+        outputs = set(self.graph.outputs)
         steps: defaultdict[int, float] = defaultdict(float)
         for v in values:
             if v in self.stored_nowhere:
                 continue
-            first = 0 if v in inputs else self.positions[id(self.graph.makers[v])]
+            first = 0 if v in self.inputs else self.positions[id(self.graph.makers[v])]
             last = max((self.positions[id(op)] for op in self.graph.users.get(v, ())), default=first)
             last = end if v in outputs and self.graph.representatives[v] == v else last
             steps[first] += self.graph.num_bytes(v)
@@ -300,7 +325,8 @@ class _Builder:
     def moved(self, op: Op, array: OpArray, factors: np.ndarray, shardings: np.ndarray) -> np.ndarray:
         """Seconds of the collectives between how an op runs and how a group is sharded."""
         dims = {f: d for d, own in enumerate(array.dims) if (f := self.major(op, own)) is not None}
-        num_bytes, runs = self.graph.num_bytes(array.value), self.runs(op, array)
+        num_bytes = self.graph.num_bytes(array.value)
+        runs = self.runs(op, array) * (1 - self.hidden if self.is_argument(array.group) else 1)
         if not array.is_result:
             need = translated(factors, dims)
             return runs * self.share(op, array) * self.times.seconds(shardings, need, num_bytes)
@@ -308,6 +334,10 @@ class _Builder:
         inside = {f for own in array.dims for f in own}
         sums = {f: PARTIAL for f, kind in enumerate(op.rule.kinds) if kind is Kind.REDUCE and f not in inside}
         return runs * self.times.seconds(translated(factors, {**dims, **sums}), shardings, num_bytes)
+
+    def is_argument(self, group: int) -> bool:
+        """Whether arguments are among the values of a group."""
+        return not self.inputs.isdisjoint(self.groups.members[group])
 
     def major(self, op: Op, factors: tuple[int, ...]) -> int | None:
         """The factor of a dim that its first axis shards."""

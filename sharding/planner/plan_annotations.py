@@ -1,12 +1,12 @@
 """The few annotations from which propagation infers what a plan wants for every array.
 
-The sharded arguments come first. Then, in program order, the first array that propagation shards otherwise is
-annotated, with those of equal layers, until the program costs what the plan does; then those that change nothing are
-left out again.
+The sharded arguments come first, then each array that propagation shards otherwise, with those of equal layers, until
+the program costs what the plan does. Then the annotations that change nothing, or save nothing, are left out again.
 """
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,10 +21,12 @@ from ..propagation import Assignment
 from ..propagation.added_annotation import named_annotations
 from ..spec import Spec, to_partition_spec
 
-MAX_ROUNDS = 12
-"""Arrays inside the program, or equal ones of several layers, that are annotated."""
-CLOSE = 1.01
-"""The time, relative to the plan's, at which no more annotations are added."""
+MAX_ROUNDS = 5
+"""How often arrays are annotated that propagation still shards otherwise."""
+BYTES_EXPONENT = 0.05
+"""Of the bytes sent and held in a plan's score: twice as many count as 3.5 % more time."""
+CLOSE = 1.005
+"""The time, relative to the plan's or to that with more annotations, at which no more are added."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,30 +60,32 @@ class AnnotationSearch:
     def graph(self) -> Graph:
         return self.base.graph
 
-    def run(self, goal_seconds: float, fits: Callable[[Costs], bool]) -> Annotated:
+    def run(self, goal_seconds: float, fits: Callable[[Costs], bool], deadline: float) -> Annotated:
         """The cheapest program found that fits, with few annotations.
 
         Args:
             goal_seconds: the time of a program that is sharded as the plan wants.
             fits: whether a program's costs are within the limit; if none are, the smallest peak counts.
+            deadline: of `time.monotonic`, after which annotations that save nothing stay.
         """
-        keys = dict(self.arguments(lambda v, wanted: any(wanted.axes)))
-        best = now = self.completed(keys)
-        tried: set[int] = set()
+        best = now = self.completed(dict(self.arguments(lambda v, wanted: any(wanted.axes))))
         for _ in range(MAX_ROUNDS):
             if now.costs.seconds <= CLOSE * goal_seconds and fits(now.costs):
                 break
-            more = self.next_annotations(now.assignment, tried)
+            more = {k: spec for k, spec in self.missing(now.assignment).items() if k not in now.annotations}
             if not more:
                 break
             now = self.completed({**now.annotations, **more})
-            best = min(best, now, key=lambda one: _rank(one, fits))
-        return self.pruned(best, fits)
+            best = min(best, now, key=lambda one: rank(one.costs, fits))
+        return self.without_useless(best, fits, deadline)
 
     def completed(self, keys: Mapping[str, P]) -> Annotated:
         """The program with some annotations."""
-        assignment = self.base.with_annotations(named_annotations(self.graph, keys, self.base.sizes, self.places))
+        assignment = self.with_annotations(keys)
         return Annotated(annotations=keys, assignment=assignment, costs=self.costed(assignment))
+
+    def with_annotations(self, keys: Mapping[str, P]) -> Assignment:
+        return self.base.with_annotations(named_annotations(self.graph, keys, self.base.sizes, self.places))
 
     def values(self, name: str) -> dict[str, int]:
         """The values that an annotation is of, by unique names."""
@@ -99,26 +103,22 @@ class AnnotationSearch:
             is_one = len(names) > 1 and sorted(paths.find_all(self.graph.names, pattern)) == sorted(names)
             yield from ((key, spec) for key in ([pattern] if is_one else names))
 
-    def next_annotations(self, now: Assignment, tried: set[int]) -> dict[str, P]:
-        """Annotations of the first array that is sharded otherwise than wanted, and of the equal ones."""
+    def missing(self, now: Assignment) -> dict[str, P]:
+        """Annotations of arrays that are sharded otherwise than wanted: of equal ones those that one line computes."""
         by_group: defaultdict[int, list[int]] = defaultdict(list)
         for v in self.in_order():
             wanted = self.wanted[v]
             if wanted is not None and now.specs[v].axes != wanted.axes and v not in self.graph.annotations:
                 by_group[self.alike(v)].append(v)
-        for group, values in by_group.items():
-            if group in tried:
-                continue
-            tried.add(group)
-            first = values[0]
-            if first in self.ends:
-                differ = {v for v in values if v in self.ends}
-                found = dict(self.arguments(lambda v, _, differ=differ: v in differ))
-            else:
-                found = self.inside([v for v in values if self.place(v) == self.place(first)])
-            if found:
-                return found
-        return {}
+        found: dict[str, P] = {}
+        for values in by_group.values():
+            differ = {v for v in values if v in self.ends}
+            if differ:
+                found.update(self.arguments(lambda v, _, differ=differ: v in differ))
+            inside = [v for v in values if v not in self.ends and self.place(v)]
+            if inside:
+                found.update(self.inside([v for v in inside if self.place(v) == self.place(inside[0])]))
+        return found
 
     def in_order(self) -> Iterator[int]:
         yield from self.graph.inputs
@@ -142,16 +142,25 @@ class AnnotationSearch:
             return {place: spec}
         return {name: spec for name, v in names.items() if v in values}
 
-    def pruned(self, best: Annotated, fits: Callable[[Costs], bool]) -> Annotated:
-        """The same with fewer annotations, as long as it costs no more."""
-        keys = dict(best.annotations)
-        for key in list(keys):
-            fewer = {name: spec for name, spec in keys.items() if name != key}
-            found = self.base.with_annotations(named_annotations(self.graph, fewer, self.base.sizes, self.places))
-            if all(a.axes == b.axes for a, b in zip(found.specs, best.assignment.specs, strict=True)):
-                keys = fewer
-        return best if len(keys) == len(best.annotations) else self.completed(keys)
+    def without_useless(self, best: Annotated, fits: Callable[[Costs], bool], deadline: float) -> Annotated:
+        """The same without the annotations that change nothing, and those that save nothing, the last ones first."""
+        for key in reversed(list(best.annotations)):
+            fewer = {name: spec for name, spec in best.annotations.items() if name != key}
+            assignment = self.with_annotations(fewer)
+            if all(a.axes == b.axes for a, b in zip(assignment.specs, best.assignment.specs, strict=True)):
+                best = Annotated(annotations=fewer, assignment=assignment, costs=best.costs)
+            elif time.monotonic() < deadline and ":" in key:
+                costs = self.costed(assignment)
+                if score(costs) <= CLOSE * score(best.costs) and (fits(costs) or not fits(best.costs)):
+                    best = Annotated(annotations=fewer, assignment=assignment, costs=costs)
+        return best
 
 
-def _rank(one: Annotated, fits: Callable[[Costs], bool]) -> tuple:
-    return (0, one.costs.seconds) if fits(one.costs) else (1, one.costs.peak_bytes)
+def rank(costs: Costs, fits: Callable[[Costs], bool]) -> tuple[int, float]:
+    """The order of plans: those that fit by their score, then the others by peak memory."""
+    return (0, score(costs)) if fits(costs) else (1, costs.peak_bytes)
+
+
+def score(costs: Costs) -> float:
+    """Seconds of a step, and a little of what it sends and holds: of plans about as fast the smaller one is better."""
+    return costs.seconds * ((1 + costs.sent_bytes) * (1 + costs.peak_bytes)) ** BYTES_EXPONENT

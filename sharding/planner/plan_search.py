@@ -3,7 +3,7 @@
 For each mesh the program becomes a problem (`graph_problem.py`), which a solver decides; what it wants is costed as
 the completed program is: by the ledger, the memory report and the estimate. If the peak exceeds the limit, the
 problem's own limit falls in proportion. The best meshes get annotations (`plan_annotations.py`), and the cheapest
-completion wins.
+completion wins, with a few other specs tried for each of its annotations (`plan_polish.py`).
 """
 
 from __future__ import annotations
@@ -17,9 +17,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
-from jax.sharding import PartitionSpec as P
-
 from ..completion import Completion
 from ..cost import Topology
 from ..cost.topology import topology_of_sizes
@@ -27,16 +24,16 @@ from ..display.units import bytes_text
 from ..errors import ShardingError
 from ..explain.memory_report import memory
 from ..explain.program_costs import Costs, costs
-from ..hardware import Devices, parse
+from ..hardware import Devices, Platform, parse
 from ..jit.jit import jit
 from ..mesh import mesh as mesh_of
 from ..propagation import Assignment
 from ..spec import Spec, sizes_text, to_partition_spec
 from .algorithms import check_algorithm, solve
 from .graph_problem import MICRO, GraphProblem, of_graph
-from .plan import Candidate, NextBest, Plan
-from .plan_annotations import Annotated, AnnotationSearch
-from .problem import FORBIDDEN
+from .parallel_plan import Candidate, Plan
+from .plan_annotations import Annotated, AnnotationSearch, rank, score
+from .plan_polish import Polish
 from .solution import Solution
 
 AXIS_NAMES: tuple[str, ...] = ("x", "y", "z")
@@ -45,10 +42,11 @@ MOST_MESHES = 24
 """Meshes that are tried, at most."""
 ANNOTATED = 3
 """The best meshes, whose plans are written as annotations and completed."""
+HIDDEN: Mapping[Platform, tuple[float, ...]] = {"cpu": (0.0,), "tpu": (0.0,), "gpu": (0.0, 0.75)}
+"""Parts of the collectives of parameters, gradients and other arguments that are taken to be hidden behind computation,
+each of which gives a problem: XLA:GPU starts them early, but how early depends on the plan."""
 MAX_LIMITS = 4
 """Limits of the problem that are tried until the completed program fits."""
-LEAST_SAVED = 0.002
-"""Part of a step's time that another spec of an annotation must save to replace it."""
 MARGIN = 0.97
 """What the limit falls by beyond the proportion."""
 
@@ -88,7 +86,7 @@ def plan(
         >>> import jax
         >>> import sharding
         >>> def step(w, x):
-        ...     return w - 0.1 * jax.grad(lambda w: (x @ w).mean())(w)
+        ...     return w - 0.1 * jax.grad(lambda w: ((x @ w) ** 2).mean())(w)
         >>> w, x = jax.ShapeDtypeStruct((256, 256), "float32"), jax.ShapeDtypeStruct((1 << 20, 256), "float32")
         >>> plan = sharding.plan(step, w, x, devices="h100:1x8")
         >>> dict(plan.axes), dict(plan.annotations)
@@ -101,7 +99,7 @@ def plan(
     if not seconds > 0:
         raise ShardingError(f"sharding.plan(seconds={seconds})", required="a positive number of seconds")
     search = _Search(
-        step=step if hasattr(step, "complete") else jit(step),
+        step=_jitted(step),
         args=args,
         kwargs=kwargs,
         devices=on,
@@ -115,6 +113,41 @@ def plan(
     if not found:
         raise _nothing_fits(search, asked)
     return search.plan(found)
+
+
+def problem_of(
+    step: Callable[..., Any], *args: Any, devices: Devices | str, mesh: Mapping[str, int], **kwargs: Any
+) -> GraphProblem:
+    """The problem that `sharding.plan` solves for one mesh.
+
+    Args:
+        step: as for `sharding.plan`.
+        *args: likewise.
+        devices: likewise.
+        mesh: axis -> size, major axis first.
+        **kwargs: keyword arguments of the step.
+
+    Raises:
+        ShardingError: unknown devices, or a mesh of another number of them.
+
+    Example:
+        >>> import jax
+        >>> from sharding import planner
+        >>> x = jax.ShapeDtypeStruct((512, 512), "float32")
+        >>> of = planner.problem_of(lambda x: x @ x, x, devices="h100:1x8", mesh={"x": 2, "y": 4})
+        >>> planner.solve(of.problem).is_proven
+        True
+    """
+    on = parse(devices) if isinstance(devices, str) else devices
+    with mesh_of(dict(mesh), devices=on):
+        completion = _jitted(step).complete(*args, **kwargs)
+    graph = completion.assignment.graph
+    over = topology_of_sizes(mesh, on, None)
+    return of_graph(graph, over, annotations=graph.annotations, name=f"{completion.name} on {sizes_text(mesh)}")
+
+
+def _jitted(step: Any) -> Any:
+    return step if hasattr(step, "complete") else jit(step)
 
 
 def _limit(memory_bytes: float | None, on: Devices, asked: str) -> float:
@@ -175,7 +208,7 @@ class _Search:
         return found.peak_bytes <= self.limit
 
     def run(self, meshes: Sequence[dict[str, int]]) -> list[_Found]:
-        """The best for each mesh that fits, fastest first."""
+        """The best for each mesh that fits, the best one first."""
         found: list[_Found] = []
         try:
             for k, axes in enumerate(meshes):
@@ -190,14 +223,23 @@ class _Search:
         except KeyboardInterrupt:
             if not found:
                 raise
-        return sorted(found, key=lambda one: one.costs.seconds)
+        return sorted(found, key=lambda one: score(one.costs))
 
     def best(self, axes: dict[str, int], seconds: float) -> _Found:
         """The best for one mesh; what exceeds the limit least if nothing fits."""
         with mesh_of(axes, devices=self.devices):
             completion = self.step.complete(*self.args, **self.kwargs)
             on = topology_of_sizes(axes, self.devices, None)
-        of = of_graph(completion.assignment.graph, on, annotations=completion.assignment.graph.annotations)
+        shares = HIDDEN[self.devices.chip.platform]
+        found = [self.solved(axes, completion, on, hidden, seconds / len(shares)) for hidden in shares]
+        return min(found, key=lambda one: rank(one.costs, self.fits))
+
+    def solved(
+        self, axes: dict[str, int], completion: Completion, on: Topology, hidden: float, seconds: float
+    ) -> _Found:
+        """The best where a part of the collectives of arguments is hidden behind computation."""
+        graph = completion.assignment.graph
+        of = of_graph(graph, on, annotations=graph.annotations, hidden=hidden)
         best: _Found | None = None
         limit = math.inf
         for _ in range(MAX_LIMITS):
@@ -208,8 +250,7 @@ class _Search:
                     raise
                 break
             now = self.costed(axes, completion, on, of, solution)
-            if best is None or now.costs.peak_bytes < best.costs.peak_bytes:
-                best = now
+            best = now if best is None else min(best, now, key=lambda one: rank(one.costs, self.fits))
             if self.fits(now.costs):
                 break
             limit = max(of.problem.least_peak_bytes, MARGIN * solution.peak_bytes * self.limit / now.costs.peak_bytes)
@@ -249,8 +290,11 @@ class _Search:
         except KeyboardInterrupt:
             if not annotated:
                 raise
-        best, result = min(annotated, key=lambda pair: (not self.fits(pair[1].costs), pair[1].costs.seconds))
-        result, next_best = self.polished(best, result)
+        best, result = min(annotated, key=lambda pair: rank(pair[1].costs, self.fits))
+        polish = Polish(
+            of=best.of, choice=best.solution.choice, search=self.search_of(best), fits=self.fits, deadline=self.deadline
+        )
+        result, next_best = polish.run(result)
         graph = best.completion.assignment.graph
         rest = [
             Candidate(axes=tuple(one.axes.items()), costs=one.costs, num_annotations=0)
@@ -277,7 +321,7 @@ class _Search:
         )
 
     def annotated(self, one: _Found) -> Annotated:
-        return self.search_of(one).run(one.costs.seconds, self.fits)
+        return self.search_of(one).run(one.costs.seconds, self.fits, self.deadline)
 
     def search_of(self, one: _Found) -> AnnotationSearch:
         return AnnotationSearch(
@@ -287,61 +331,6 @@ class _Search:
             costed=self.costs(one.completion, one.on),
         )
 
-    def polished(self, one: _Found, result: Annotated) -> tuple[Annotated, dict[str, NextBest]]:
-        """The annotations after those whose next best spec costs less in fact took that one; and the next best specs.
-
-        The next best spec is that of the problem: of the program with it, only one is completed.
-        """
-        search, found = self.search_of(one), dict[str, NextBest]()
-        try:
-            for name, spec in result.annotations.items():
-                if self.left <= 0:
-                    break
-                other = self.other_spec(one, next(iter(search.values(name).values())), spec)
-                if other is None:
-                    continue
-                changed = search.completed({**result.annotations, name: other})
-                if self.fits(changed.costs) and changed.costs.seconds < (1 - LEAST_SAVED) * result.costs.seconds:
-                    found[name] = NextBest(spec=spec, costs=result.costs)
-                    result = changed
-                else:
-                    found[name] = NextBest(spec=other, costs=changed.costs)
-        except KeyboardInterrupt:
-            pass
-        return result, found
-
-    def other_spec(self, one: _Found, v: int, spec: P) -> P | None:
-        """The best spec of a value beside the given one, if all else stays as planned; None if there is no other."""
-        node = one.of.node_of_value(v)
-        totals = alternatives(one.of, one.solution.choice, node)
-        for strategy in np.argsort(totals, kind="stable"):
-            other = to_partition_spec(one.of.spec(node, int(strategy)))
-            if other != spec:
-                return other if totals[strategy] < FORBIDDEN else None
-        return None
-
-
-def alternatives(of: GraphProblem, choice: np.ndarray, node: int) -> np.ndarray:
-    """The cost of each strategy of a node, if its neighbours' ops run as is best then, float64 [strategies]."""
-    problem = of.problem
-    totals = problem.costs[node].copy()
-    edges = [(int(i), int(j), matrix) for (i, j), matrix in zip(problem.edges, problem.edge_costs, strict=True)]
-    for i, j, matrix in edges:
-        if node not in (i, j):
-            continue
-        other, table = (j, matrix) if node == i else (i, matrix.T)
-        if of.is_op(other):
-            own = problem.costs[other].copy()
-            for a, b, costs_of in edges:
-                if a == other and b != node:
-                    own += costs_of[:, choice[b]]
-                elif b == other and a != node:
-                    own += costs_of[choice[a]]
-            totals += (table + own).min(axis=1)
-        else:
-            totals += table[:, choice[other]]
-    return totals
-
 
 def _nothing_fits(search: _Search, asked: str) -> ShardingError:
     """What is missing: the smallest peak found, what fills it, and what would lower it."""
@@ -349,6 +338,7 @@ def _nothing_fits(search: _Search, asked: str) -> ShardingError:
     one = search.smallest
     report = memory(one.assignment, donated=one.completion.donated_leaves, platform=search.devices.chip.platform)
     classes = {category: size for category, size in report.by_class.items() if size}
+    activations = sum(size for category, size in classes.items() if "activations" in category)
     filled = ", ".join(f"{category} {bytes_text(size)}" for category, size in classes.items())
     return ShardingError(
         asked,
@@ -359,7 +349,7 @@ def _nothing_fits(search: _Search, asked: str) -> ShardingError:
         required=f"a plan within {bytes_text(int(search.limit))} per device",
         fix=[
             f"memory_bytes={one.costs.peak_bytes}",
-            *(["jax.checkpoint around each layer"] if classes.get("activations", 0) > search.limit / 4 else []),
+            *(["jax.checkpoint around each layer"] if activations > search.limit / 4 else []),
             "more devices",
             "a smaller batch",
         ],

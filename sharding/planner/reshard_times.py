@@ -3,7 +3,8 @@
 A sharding is a row of an array int8 [shardings, axes]: the dim that each mesh axis shards, `REPLICATED`, or `PARTIAL`
 for a sum that is not complete over the axis. Several axes on one dim are in the mesh's order. A transition slices, sums
 (reduce-scatters what stays sharded, all-reduces the rest), moves axes by all-to-alls, puts shards in order where a dim
-gets or loses a major axis, then gathers, each with all of its axes at once: the chain that `rewrite.reshard` finds for most pairs, without a search.
+gets or loses a major axis, then gathers, each with all of its axes at once: the chain that `rewrite.reshard` finds for
+most pairs, without a search.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class ReshardTimes:
         return total + self._all("all-gather", (have >= 0) & (want < 0), num_bytes / self.num_parts(want))
 
     def _displaced(self, have: np.ndarray, want: np.ndarray, kept: np.ndarray) -> np.ndarray:
-        """The axes whose shards change places, as a major axis is added to a dim, or taken from it, bool [..., axes]."""
+        """The axes whose shards change places, as a dim gets or loses a major axis, bool [..., axes]."""
         found = np.zeros(kept.shape, bool)
         for a, b in itertools.combinations(range(len(self.axes)), 2):
             pair = kept[..., b] & ~kept[..., a] & ((have[..., a] == have[..., b]) | (want[..., a] == have[..., b]))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.extend.core as jex
 from jax.sharding import AbstractMesh, AxisType
 
 from .. import compat
@@ -126,7 +127,7 @@ class ConstraintEmitter:
 
     def emit(self, operand: Any, spec: Spec, eqn: Any, *, asked: Spec | None = None, name: str | None = None) -> Any:
         """Emits a constraint and returns its result."""
-        new = compat.new_var(operand.aval)
+        new = jex.Var(operand.aval)
         mesh = self.mesh
         if not mesh.manual_axes:  # in the body of a shard_map sub-axes are left to XLA
             mesh, spec = refine(mesh, spec)
@@ -150,13 +151,13 @@ class ConstraintEmitter:
 
     def with_layout(self, var: Any, eqn: Any) -> Any:
         """Emits a constraint of a variable to the default layout and returns its result."""
-        new = compat.new_var(var.aval)
+        new = jex.Var(var.aval)
         self.eqns.append(compat.layout_constraint(eqn, var, new))
         return new
 
     def clamp(self, index: Any, largest: int, eqn: Any) -> Any:
         """Emits the clamp of a start index to 0 and `largest`, and returns its result."""
-        new = compat.new_var(index.aval)
+        new = jex.Var(index.aval)
         ends = [compat.new_literal(n, index.aval) for n in (0, largest)]
         self.eqns.append(compat.new_eqn(eqn, [ends[0], index, ends[1]], [new], jax.lax.clamp_p, {}))
         return new

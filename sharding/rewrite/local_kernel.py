@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.extend.core as jex
 import numpy as np
 from jax.sharding import NamedSharding
 
@@ -140,7 +141,7 @@ def _in_shard_map(jaxpr: Any) -> Any:
             return var
         if compat.is_literal(var):
             return compat.new_literal(var.val, _aval_here(var.aval))
-        return names.setdefault(var, compat.new_var(_aval_here(var.aval)))
+        return names.setdefault(var, jex.Var(_aval_here(var.aval)))
 
     source, eqns = compat.open_jaxpr(jaxpr), []
     for eqn in source.eqns:
@@ -181,7 +182,7 @@ class _Offset:
             return [eqn]
         (in_whole,) = eqn.outvars
         traced = _traced(self.add, in_whole.aval)
-        names = {traced.invars[0]: compat.new_var(in_whole.aval)}
+        names = {traced.invars[0]: jex.Var(in_whole.aval)}
         eqns = [compat.renamed(one, names) for one in traced.eqns]
         last = eqns[-1].replace(outvars=[in_whole])
         return [eqn.replace(outvars=[names[traced.invars[0]]]), *eqns[:-1], last]

@@ -12,6 +12,7 @@ from collections import Counter
 from typing import Any
 
 import jax
+import jax.extend.core as jex
 from jax.extend.core import primitives
 
 from ... import compat
@@ -98,7 +99,7 @@ def _swapped_with_barriers(product: Any) -> list[Any]:
     result = product.outvars[0]
     between = _permuted(result, order)
     made = _product(product, first, (left, left_sums, left_batch), between)
-    stored_result = compat.new_var(between.aval)
+    stored_result = jex.Var(between.aval)
     back = tuple(order.index(dim) for dim in range(len(order)))
     return [*before, made, _barrier(product, between, stored_result), _transpose(product, stored_result, result, back)]
 
@@ -112,7 +113,7 @@ def _stored_permuted(like: Any, array: Any, order: tuple[int, ...]) -> tuple[Any
 
 
 def _permuted(array: Any, order: tuple[int, ...]) -> Any:
-    return compat.new_var(array.aval.update(shape=tuple(array.aval.shape[dim] for dim in order)))
+    return jex.Var(array.aval.update(shape=tuple(array.aval.shape[dim] for dim in order)))
 
 
 def _transpose(like: Any, array: Any, result: Any, order: tuple[int, ...]) -> Any:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.extend.core as jex
 
 from ... import compat
 
@@ -93,7 +94,7 @@ def _inline(jaxpr: Any, names: dict[Any, Any], eqns: list[Any], values: dict[Any
             operands = [_read(names, atom) for atom in eqn.invars]
             inside: dict[Any, Any] = dict(zip(body.invars, operands, strict=True))
             for var, value in zip(body.constvars, compat.constants(bodies[0][2]), strict=True):
-                inside[var] = compat.new_var(var.aval)
+                inside[var] = jex.Var(var.aval)
                 values[inside[var]] = value
             _inline(body, inside, eqns, values)
             names.update(zip(eqn.outvars, (_read(inside, atom) for atom in body.outvars), strict=True))

@@ -61,6 +61,13 @@ class Plan(Tabular):
     """A mesh, the annotations that propagation does not infer by itself, and what a step with them costs.
 
     `sharding.jit(step, plan=plan)` under `plan.mesh()` runs it.
+
+    Example:
+        >>> import jax, sharding
+        >>> x = jax.ShapeDtypeStruct((4096, 4096), "float32")
+        >>> plan = sharding.plan(lambda x: (x * 2).sum(), x, devices="h100:1x8", mesh={"x": 8})
+        >>> plan.in_shardings(x), plan.costs.sent_bytes, plan.diff(plan)
+        ((P('x',),), 4, ())
     """
 
     name: str

@@ -1,0 +1,96 @@
+"""Other specs tried for each annotation of a plan, costed as the completed program is.
+
+The problem adds up seconds; the estimate knows what overlaps. So the specs that cost least in the problem, if all else
+stays as planned, are tried in fact: one that saves replaces the planned one, and the best of the others is the plan's
+next best.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from ..explain.program_costs import Costs
+from ..spec import to_partition_spec
+from .graph_problem import GraphProblem
+from .parallel_plan import NextBest
+from .plan_annotations import Annotated, AnnotationSearch, rank, score
+from .problem import FORBIDDEN
+
+ALTERNATIVES = 3
+"""Other specs of an annotation that are tried."""
+LEAST_SAVED = 0.002
+"""Part of the score that another spec must save to replace the planned one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Polish:
+    """The last changes to the annotations of one mesh's plan."""
+
+    of: GraphProblem
+    choice: np.ndarray
+    search: AnnotationSearch
+    fits: Callable[[Costs], bool]
+    deadline: float
+    """Of `time.monotonic`."""
+
+    def run(self, result: Annotated) -> tuple[Annotated, dict[str, NextBest]]:
+        """The annotations after those that cost more were replaced, and the next best specs.
+
+        Ends when no annotation has a better spec, at the deadline, or at a Ctrl-C.
+        """
+        found: dict[str, NextBest] = {}
+        names, fruitless = list(result.annotations), 0
+        try:
+            for name in itertools.cycle(names):
+                if fruitless == len(names) or time.monotonic() > self.deadline:
+                    break
+                fruitless += 1
+                tried = self.tried(result, name)
+                if not tried:
+                    continue
+                spec, changed = min(tried.items(), key=lambda pair: rank(pair[1].costs, self.fits))
+                if self.fits(changed.costs) and score(changed.costs) < (1 - LEAST_SAVED) * score(result.costs):
+                    found[name] = NextBest(spec=result.annotations[name], costs=result.costs)
+                    result, fruitless = changed, 0
+                else:
+                    found[name] = NextBest(spec=spec, costs=changed.costs)
+        except KeyboardInterrupt:
+            pass
+        return result, found
+
+    def tried(self, result: Annotated, name: str) -> dict[P, Annotated]:
+        """The programs with the specs that cost least beside the present one."""
+        node = self.of.node_of_value(next(iter(self.search.values(name).values())))
+        totals = alternatives(self.of, self.choice, node)
+        order = [int(k) for k in np.argsort(totals, kind="stable") if totals[k] < FORBIDDEN]
+        specs = [to_partition_spec(self.of.spec(node, k)) for k in order[: ALTERNATIVES + 1]]
+        others = [spec for spec in specs if spec != result.annotations[name]][:ALTERNATIVES]
+        return {spec: self.search.completed({**result.annotations, name: spec}) for spec in others}
+
+
+def alternatives(of: GraphProblem, choice: np.ndarray, node: int) -> np.ndarray:
+    """The cost of each strategy of a node, if its neighbours' ops run as is best then, float64 [strategies]."""
+    problem = of.problem
+    totals = problem.costs[node].copy()
+    edges = [(int(i), int(j), matrix) for (i, j), matrix in zip(problem.edges, problem.edge_costs, strict=True)]
+    for i, j, matrix in edges:
+        if node not in (i, j):
+            continue
+        other, table = (j, matrix) if node == i else (i, matrix.T)
+        if of.is_op(other):
+            own = problem.costs[other].copy()
+            for a, b, costs_of in edges:
+                if a == other and b != node:
+                    own += costs_of[:, choice[b]]
+                elif b == other and a != node:
+                    own += costs_of[choice[a]]
+            totals += (table + own).min(axis=1)
+        else:
+            totals += table[:, choice[other]]
+    return totals

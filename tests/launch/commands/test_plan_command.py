@@ -1,0 +1,80 @@
+"""`sharding plan`, and `sharding train --plan`: the numbers of the plan's mesh are those of one device."""
+
+import json
+
+import pytest
+
+from sharding import launch, planner
+from sharding.errors import ShardingError
+from sharding.launch.config.byte_sizes import parse_bytes
+
+TINY = ("--model", "gpt-tiny", "--scan", "--devices", "cpu:8", "--mesh", "2x4", "--seconds", "3")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    path = tmp_path_factory.mktemp("plan") / "plan.json"
+    launch.main(["plan", *TINY, "--out", str(path)])
+    return path
+
+
+def test_a_plan_is_shown_and_written_out_as_code(capsys):
+    launch.main(["plan", *TINY, "--code"])
+    shown = capsys.readouterr().out
+    assert "plan of train_step on cpu:1x8, mesh x=2, y=4" in shown
+    assert "in_shardings = {" in shown
+
+
+@pytest.mark.slow
+def test_algorithms_are_compared_and_the_curve_is_drawn(capsys, tmp_path):
+    launch.main(["plan", *TINY, "--seconds", "60", "--compare", "--frontier", str(tmp_path / "curve.svg")])
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in planner.ALGORITHMS)
+    assert (tmp_path / "curve.svg").read_text().startswith("<svg")
+
+
+def losses(folder):
+    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines() if "loss" in line]
+
+
+def test_training_by_a_plan_has_the_losses_of_one_device(saved, tmp_path):
+    common = ("--scan", "--steps", "3", "--eval-every", "0", "--sample", "8")
+    launch.main(["train", "--plan", str(saved), *common, "--out", str(tmp_path / "planned")])
+    launch.main(["train", "--mesh", "data=1", *common, "--out", str(tmp_path / "one")])
+    assert losses(tmp_path / "planned") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        (["--mesh", "2x2"], "8 devices"),
+        (["--mesh", "data=8"], "--mesh 64x8"),
+        (["--memory", "16 apples"], "positive number of bytes"),
+        (["--algorithm", "simplex"], "no such algorithm"),
+        (["--out", "plan.txt"], "plan.txt.json"),
+        (["--memory", "1MB"], "at the least"),
+    ],
+)
+def test_bad_options(options, match, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        launch.main(["plan", *TINY, *options])
+    assert match in capsys.readouterr().err
+
+
+def test_a_missing_plan_is_an_error(tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        launch.main(["train", "--plan", str(tmp_path / "none.json"), "--out", str(tmp_path / "run")])
+    assert "No such file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("16GB", 16e9), ("1.5 GiB", 1.5 * 2**30), ("800mb", 8e8), ("1e9", 1e9), ("7", 7), ("2KiB", 2048)]
+)
+def test_byte_sizes(text, size):
+    assert parse_bytes("--memory", text) == size
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1GB", "GB", "1.2.3GB", "5XB", "nan"])
+def test_bad_byte_sizes(text):
+    with pytest.raises(ShardingError, match="--memory"):
+        parse_bytes("--memory", text)

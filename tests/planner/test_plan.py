@@ -1,0 +1,351 @@
+"""`sharding.plan`: plans are the known ones, no slower than those by hand, keep limits, and run as one device does."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.train_steps import hand_written, small_models
+
+import sharding
+from sharding import P, planner
+from sharding.planner.plan_polish import alternatives
+
+DEVICES = "h100:1x8"
+FLAT = {"x": 8}
+MEGATRON = {"q": P(None, "x"), "k": P(None, "x"), "v": P(None, "x"), "w1": P(None, "x"), "o": P("x"), "w2": P("x")}
+FEW_TOKENS, MANY_TOKENS = (2048, 1, 256), (512, 64, 512)
+"""Features, sequences and their length."""
+SMALL = (32, 8, 16)
+
+
+def norm(x):
+    x = x - x.mean(-1, keepdims=True)
+    return x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6)
+
+
+def block(p, x, heads):
+    batch, length, features = x.shape
+    h = norm(x)
+    q, k, v = [(h @ p[n]).reshape(batch, length, heads, features // heads) for n in "qkv"]
+    s = jax.nn.softmax(jnp.einsum("bshd,bthd->bhst", q, k) / (features // heads) ** 0.5)
+    x = x + jnp.einsum("bhst,bthd->bshd", s, v).reshape(batch, length, features) @ p["o"]
+    return x + jax.nn.gelu(norm(x) @ p["w1"]) @ p["w2"]
+
+
+def transformer(features, batch, length, *, layers=2, heads=8):
+    """A train step and its arguments."""
+
+    def step(params, x):
+        def loss(params):
+            y = x
+            for p in params:
+                y = block(p, y, heads)
+            return (y * y).mean()
+
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
+
+    square, wide, high = (features, features), (features, 4 * features), (4 * features, features)
+    layer = {n: jax.ShapeDtypeStruct(square, "float32") for n in "qkvo"}
+    layer |= {n: jax.ShapeDtypeStruct(s, "float32") for n, s in (("w1", wide), ("w2", high))}
+    return step, [layer] * layers, jax.ShapeDtypeStruct((batch, length, features), "float32")
+
+
+def planned(shape, mesh=FLAT, **options):
+    step, *args = transformer(*shape)
+    return sharding.plan(sharding.jit(step, donate_argnums=0), *args, devices=DEVICES, mesh=mesh, **options)
+
+
+def by_hand(shape, specs):
+    step, *args = transformer(*shape)
+    with sharding.mesh(FLAT, devices=DEVICES):
+        return sharding.jit(step, in_shardings=specs, donate_argnums=0).complete(*args)
+
+
+def arguments(plan):
+    return {name.rpartition("/")[2]: spec for name, spec in plan.arguments}
+
+
+@pytest.fixture(scope="module")
+def few_tokens():
+    return planned(FEW_TOKENS)
+
+
+@pytest.fixture(scope="module")
+def many_tokens():
+    return planned(MANY_TOKENS)
+
+
+def test_few_tokens_shard_heads_and_features_as_megatron_does(few_tokens):
+    """Columns of the first products, rows of the second ones: four sums a layer, forward and backward."""
+    found = arguments(few_tokens)
+    assert {name: found[name] for name in MEGATRON} == MEGATRON
+    assert found["x"] == P()
+
+
+def test_many_tokens_shard_the_batch(many_tokens):
+    assert arguments(many_tokens)["x"] == P("x")
+
+
+@pytest.mark.parametrize("algorithm", ["alpa", "autoparallel", "optcnn"])
+def test_exact_algorithms_find_the_same(algorithm, few_tokens):
+    assert planned(FEW_TOKENS, algorithm=algorithm, seconds=20).planned_seconds == pytest.approx(
+        few_tokens.planned_seconds, rel=1e-6
+    )
+
+
+@pytest.mark.parametrize("shape", [FEW_TOKENS, MANY_TOKENS, (1024, 16, 256)])
+def test_no_plan_by_hand_is_faster(shape):
+    plan = planned(shape)
+    batch = P("x") if shape[1] > 1 else P()
+    for specs in ((P(), batch), (P("x"), batch), ([MEGATRON] * 2, P())):
+        assert plan.costs.seconds <= 1.01 * by_hand(shape, specs).estimate().seconds, specs
+
+
+def test_the_program_with_the_plan_costs_what_the_plan_says(few_tokens):
+    step, *args = transformer(*FEW_TOKENS)
+    with few_tokens.mesh(DEVICES):
+        completion = sharding.jit(step, donate_argnums=0, plan=few_tokens).complete(*args)
+    assert completion.estimate().seconds == few_tokens.costs.seconds
+    assert completion.communication().total_bytes == few_tokens.costs.sent_bytes
+    assert completion.memory().peak_bytes == few_tokens.costs.peak_bytes
+
+
+def test_memory_falls_within_the_limit_at_a_price(many_tokens):
+    """State is sharded as in ZeRO where it has to be."""
+    step, *args = transformer(2048, 8, 64)
+    free = sharding.plan(step, *args, devices=DEVICES, mesh=FLAT, memory_bytes=80e9)
+    peaks = []
+    for share in (0.9, 0.75):
+        limit = share * free.costs.peak_bytes
+        try:
+            plan = sharding.plan(step, *args, devices=DEVICES, mesh=FLAT, memory_bytes=limit)
+        except sharding.ShardingError as error:
+            assert "at the least" in str(error)
+            continue
+        assert plan.costs.peak_bytes <= limit
+        assert plan.costs.seconds >= 0.995 * free.costs.seconds
+        peaks.append(plan.costs.peak_bytes)
+    assert peaks == sorted(peaks, reverse=True)
+
+
+def test_experts_of_a_mixture_are_sharded_over_an_axis():
+    def step(params, x):
+        def loss(params):
+            h = jnp.einsum("ecm,emf->ecf", x, params["up"])
+            return (jnp.einsum("ecf,efm->ecm", jax.nn.relu(h), params["down"]) ** 2).mean()
+
+        return jax.tree.map(lambda p, g: p - g, params, jax.grad(loss)(params))
+
+    params = {"up": jax.ShapeDtypeStruct((8, 1024, 4096), "float32")}
+    params |= {"down": jax.ShapeDtypeStruct((8, 4096, 1024), "float32")}
+    x = jax.ShapeDtypeStruct((8, 512, 1024), "float32")
+    plan = sharding.plan(step, params, x, devices=DEVICES, mesh=FLAT)
+    assert arguments(plan) == {"up": P("x"), "down": P("x"), "x": P("x")}
+    assert plan.costs.sent_bytes == 0
+
+
+def test_the_mesh_is_found_and_time_is_flat_in_depth():
+    """All meshes of eight devices; the problem of twelve layers is that of four."""
+    step, *args = transformer(*FEW_TOKENS)
+    plan = sharding.plan(step, *args, devices=DEVICES)
+    assert math.prod(plan.axes.values()) == 8
+    assert [dict(c.axes) for c in plan.candidates][0] == dict(plan.axes)
+    assert len(plan.candidates) == 4
+    sizes = set()
+    for layers in (4, 12):
+        step, *args = transformer(*SMALL, layers=layers)
+        sizes.add(planner.problem_of(step, *args, devices=DEVICES, mesh=FLAT).problem.num_nodes)
+    assert len(sizes) == 1
+
+
+def test_an_annotation_of_the_program_is_kept():
+    step, *args = transformer(*FEW_TOKENS)
+    pinned = sharding.jit(step, in_shardings=(None, P(None, "x")), donate_argnums=0)
+    plan = sharding.plan(pinned, *args, devices=DEVICES, mesh=FLAT)
+    assert arguments(plan)["x"] == P(None, "x")
+
+
+def test_why_names_what_the_next_best_spec_would_cost(few_tokens):
+    text = few_tokens.why("w1")
+    assert "P(None, 'x')" in text
+    assert "next best" in text
+    name = next(name for name in few_tokens.annotations if name.endswith("w1"))
+    other = few_tokens.next_best[name]
+    step, *args = transformer(*FEW_TOKENS)
+    with few_tokens.mesh(DEVICES):
+        completion = sharding.jit(step, donate_argnums=0, plan=few_tokens).complete(*args)
+    assert other.costs.seconds >= few_tokens.costs.seconds
+    with few_tokens.mesh(DEVICES):
+        changed = few_tokens.annotations | {name: other.spec}
+        again = sharding.jit(step, donate_argnums=0).complete(*args)
+        for key, spec in changed.items():
+            again = again.annotate(key, spec)
+    assert again.communication().total_bytes == other.costs.sent_bytes
+    assert completion.communication().total_bytes == few_tokens.costs.sent_bytes
+    with pytest.raises(sharding.ShardingError, match="w3"):
+        few_tokens.why("w3")
+
+
+def test_a_plan_is_saved_read_and_compared(few_tokens, many_tokens, tmp_path):
+    again = planner.Plan.load(few_tokens.save(tmp_path / "plan.json"))
+    assert str(again) == str(few_tokens)
+    assert again.diff(few_tokens) == ()
+    lines = few_tokens.diff(many_tokens)
+    assert any(line.startswith("seconds") for line in lines)
+    (tmp_path / "other.json").write_text('{"version": 0}')
+    with pytest.raises(sharding.ShardingError, match="version 0"):
+        planner.Plan.load(tmp_path / "other.json")
+    with pytest.raises(sharding.ShardingError, match="No such file"):
+        planner.Plan.load(tmp_path / "missing.json")
+
+
+def test_the_code_of_a_plan_runs_without_the_library(few_tokens):
+    scope: dict = {}
+    text = few_tokens.code()
+    assert "import sharding" not in text
+    exec(text, scope)
+    assert dict(scope["mesh"].shape) == dict(few_tokens.axes)
+    step, *args = transformer(*SMALL)
+    specs = jax.tree.unflatten(jax.tree.structure(tuple(args)), list(scope["in_shardings"].values()))
+    shardings = jax.tree.map(lambda s: jax.sharding.NamedSharding(scope["mesh"], s), specs)
+    assert jax.jit(step, in_shardings=shardings).lower(*args).compile() is not None
+
+
+def numbers(shapes, seed=0):
+    rng = np.random.default_rng(seed)
+
+    def values(leaf):
+        if jnp.issubdtype(leaf.dtype, jnp.floating):
+            return jnp.asarray(0.01 + 0.1 * np.abs(rng.normal(size=leaf.shape)), leaf.dtype)
+        return jnp.asarray(rng.integers(0, 2, leaf.shape), leaf.dtype)
+
+    return jax.tree.map(values, shapes)
+
+
+def check_equals_one_device(step, args, plan):
+    values = numbers(args)
+    expected = jax.jit(step)(*values)
+    with plan.mesh():
+        found = sharding.jit(step, plan=plan)(*values)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(
+            np.asarray(a, np.float64), np.asarray(b, np.float64), rtol=1e-4, atol=1e-4 * float(np.max(np.abs(b)) + 1e-3)
+        )
+
+
+def test_a_plan_runs_and_equals_one_device():
+    step, *args = transformer(*SMALL)
+    plan = sharding.plan(step, *args, devices="cpu:8", mesh={"x": 2, "y": 4})
+    check_equals_one_device(step, args, plan)
+
+
+MODELS = small_models.STEPS | hand_written.STEPS
+NEEDS_AXES = {"ring attention by hand"}
+"""Its step reads the axes of the mesh in force."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(set(MODELS) - NEEDS_AXES))
+def test_plans_of_models_run_and_are_no_slower_than_layouts_by_hand(name):
+    step = MODELS[name]("batch", FLAT)
+    plan = sharding.plan(sharding.jit(step.run, donate_argnums=0), *step.args, devices="cpu:8", seconds=60)
+    for sizes in ({"fsdp": 8}, {"data": 2, "tensor": 4}, {"data": 2, "fsdp": 2, "tensor": 2}):
+        for style in ("batch", "weights"):
+            hand = MODELS[name](style, sizes)
+            with sharding.mesh(sizes, devices="cpu:8"):
+                jitted = sharding.jit(hand.run, in_shardings=hand.specs, donate_argnums=0)
+                seconds = jitted.complete(*hand.args).estimate().seconds
+            assert plan.costs.seconds <= 1.01 * seconds, (style, sizes)
+    check_equals_one_device(step.run, step.args, plan)
+
+
+def test_alternatives_are_exact_where_only_ops_surround_a_group():
+    """One product: with its operands and result given, the best way to run it is found."""
+    x, w = jax.ShapeDtypeStruct((512, 256), "float32"), jax.ShapeDtypeStruct((256, 1024), "float32")
+    of = planner.problem_of(lambda x, w: x @ w, x, w, devices=DEVICES, mesh=FLAT)
+    choice = planner.solve(of.problem, "exhaustive").choice
+    (op,) = [n for n in range(of.problem.num_nodes) if of.is_op(n)]
+    for node in set(range(of.problem.num_nodes)) - {op}:
+        base = None
+        for strategy, found in enumerate(alternatives(of, choice, node)):
+            best = min(
+                of.problem.cost([*(strategy if n == node else k if n == op else c for n, c in enumerate(choice))])
+                for k in range(len(of.problem.costs[op]))
+            )
+            base = best - found if base is None else base
+            assert best - found == pytest.approx(base)  # the costs of the other groups
+
+
+def test_what_fills_memory_is_said_where_nothing_fits():
+    with pytest.raises(sharding.ShardingError, match="at the least, on mesh") as caught:
+        planned(MANY_TOKENS, memory_bytes=50e6)
+    text = str(caught.value)
+    assert "activations" in text
+    assert "jax.checkpoint" in text
+    assert "memory_bytes=" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"algorithm": "alpha"}, "did you mean 'alpa'"),
+        ({"memory_bytes": 0}, "positive number of bytes"),
+        ({"seconds": 0}, "positive number of seconds"),
+        ({"mesh": {"x": 4}}, "8 devices"),
+    ],
+)
+def test_bad_options_are_refused(options, match):
+    with pytest.raises(sharding.ShardingError, match=match):
+        planned(SMALL, **options)
+
+
+def test_unknown_devices_are_refused():
+    step, *args = transformer(*SMALL)
+    with pytest.raises(sharding.ShardingError, match="h1000"):
+        sharding.plan(step, *args, devices="h1000:1x8")
+
+
+def test_a_plan_of_another_mesh_or_program_is_refused(few_tokens):
+    step, *args = transformer(*SMALL)
+    with sharding.mesh(x=2, y=4), pytest.raises(sharding.ShardingError, match=r"plan\.mesh"):
+        sharding.jit(step, plan=few_tokens).complete(*args)
+    with few_tokens.mesh(), pytest.raises(sharding.ShardingError, match="the value"):
+        sharding.jit(lambda a: a + 1, plan=few_tokens).complete(jnp.ones((8, 8)))
+
+
+def interrupt(_):
+    raise KeyboardInterrupt
+
+
+def test_ctrl_c_returns_the_best_plan_so_far():
+    def stop_after_two(text):
+        if text.startswith("2/"):
+            raise KeyboardInterrupt
+
+    step, *args = transformer(*SMALL)
+    plan = sharding.plan(step, *args, devices=DEVICES, on_progress=stop_after_two)
+    assert math.prod(plan.axes.values()) == 8
+    with pytest.raises(KeyboardInterrupt):  # noqa: PT011 - it has no message
+        sharding.plan(step, *args, devices=DEVICES, on_progress=interrupt)
+
+
+def test_equal_seeds_give_equal_plans():
+    assert str(planned(SMALL, seed=3)) == str(planned(SMALL, seed=3))
+
+
+def test_algorithms_side_by_side_and_the_memory_curve():
+    step, *args = transformer(*SMALL)
+    problem = planner.problem_of(step, *args, devices=DEVICES, mesh=FLAT).problem
+    found = planner.compare(problem, ["alpa", "lagrangian", "exhaustive"], seconds=5)
+    assert found.solutions["alpa"].cost == pytest.approx(found.solutions["lagrangian"].cost)
+    assert "choices" in found.refusals["exhaustive"]
+    assert "alpa" in str(found)
+    curve = planner.memory_curve(problem, limits=4, seconds=8)
+    costs = [s.cost for s in curve.solutions]
+    assert costs == sorted(costs)
+    assert all(s.peak_bytes <= limit for s, limit in zip(curve.solutions, curve.limits, strict=True))
+    assert curve.plot().svg.count("<circle") == len({(s.peak_bytes, s.cost) for s in curve.solutions})
+    with pytest.raises(sharding.ShardingError, match="alpa"):
+        planner.compare(problem, ["alpha"])
