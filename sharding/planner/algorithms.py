@@ -7,7 +7,16 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from ..errors import ShardingError
-from . import elimination, exhaustive, lagrangian, linear_program, markov_chain, pareto_frontier, relaxation
+from . import (
+    elimination,
+    exhaustive,
+    lagrangian,
+    linear_program,
+    markov_chain,
+    pareto_frontier,
+    relaxation,
+    tree_search,
+)
 from .problem import Problem
 from .solution import Solution
 
@@ -39,6 +48,7 @@ class Solver(Protocol):
 
 ALGORITHMS: Mapping[str, Solver] = {
     "alpa": linear_program.solve,
+    "automap": tree_search.solve,
     "autoparallel": relaxation.solve,
     "exhaustive": exhaustive.solve,
     "flexflow": markov_chain.solve,
