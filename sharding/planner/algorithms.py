@@ -8,6 +8,8 @@ from typing import Protocol
 
 from ..errors import ShardingError
 from . import (
+    axis_recursion,
+    double_recursion,
     elimination,
     exhaustive,
     lagrangian,
@@ -53,8 +55,10 @@ ALGORITHMS: Mapping[str, Solver] = {
     "exhaustive": exhaustive.solve,
     "flexflow": markov_chain.solve,
     "lagrangian": lagrangian.solve,
+    "mindspore": double_recursion.solve,
     "optcnn": elimination.solve,
     "tensoropt": pareto_frontier.solve,
+    "tofu": axis_recursion.solve,
 }
 """Solvers by the name of the system that published them; `lagrangian` is our own, and what "auto" takes."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import heapq
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -88,15 +89,22 @@ class PartialChoice:
             if self.choice[j] < 0:
                 self.local[self.offsets[j] : self.offsets[j + 1]] += matrix[strategy]
 
-    def propagate(self, nodes: list[int]) -> None:
-        """Drops options that are never needed, from these nodes on, and decides nodes with one option left."""
+    def force(self, nodes: Iterable[int]) -> None:
+        """Decides nodes with one option left, from these on: other pairs are forbidden or exceed the limit."""
+        self._follow(nodes, lambda _, options: np.ones(len(options), bool))
+
+    def propagate(self, nodes: Iterable[int]) -> None:
+        """Drops options that are never needed, too, and so decides more nodes."""
+        self._follow(nodes, self._needed)
+
+    def _follow(self, nodes: Iterable[int], select: Callable[[int, np.ndarray], np.ndarray]) -> None:
         queue = list(dict.fromkeys(nodes))
         while queue and not self.is_dead:
             node = queue.pop()
             if self.choice[node] >= 0:
                 continue
-            before = self.options(node)
-            kept = before[self._needed(node, before)] if len(before) > 1 else before
+            options = self.options(node)
+            kept = options[select(node, options)]
             if not len(kept):
                 self.cost = np.inf
                 return
@@ -125,6 +133,8 @@ class PartialChoice:
         """
         edges = [(j, matrix) for j, matrix, _ in self.edges[node] if self.choice[j] < 0]
         needed = np.ones(len(options), bool)
+        if len(options) < 2:
+            return needed
         if len(options) ** 2 * sum(matrix.shape[1] for _, matrix in edges) > MOST_COMPARISONS:
             return needed
         own = self.offsets[node] + options
