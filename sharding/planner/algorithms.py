@@ -9,6 +9,7 @@ from typing import Protocol
 from ..errors import ShardingError
 from . import (
     axis_recursion,
+    chain_memory,
     double_recursion,
     elimination,
     exhaustive,
@@ -54,6 +55,7 @@ ALGORITHMS: Mapping[str, Solver] = {
     "autoparallel": relaxation.solve,
     "exhaustive": exhaustive.solve,
     "flexflow": markov_chain.solve,
+    "galvatron": chain_memory.solve,
     "lagrangian": lagrangian.solve,
     "mindspore": double_recursion.solve,
     "optcnn": elimination.solve,
