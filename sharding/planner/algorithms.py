@@ -17,6 +17,8 @@ from . import (
     linear_program,
     markov_chain,
     pareto_frontier,
+    policy_gradient,
+    q_learning,
     relaxation,
     tree_search,
 )
@@ -53,12 +55,14 @@ ALGORITHMS: Mapping[str, Solver] = {
     "alpa": linear_program.solve,
     "automap": tree_search.solve,
     "autoparallel": relaxation.solve,
+    "dqn": q_learning.solve,
     "exhaustive": exhaustive.solve,
     "flexflow": markov_chain.solve,
     "galvatron": chain_memory.solve,
     "lagrangian": lagrangian.solve,
     "mindspore": double_recursion.solve,
     "optcnn": elimination.solve,
+    "reinforce": policy_gradient.solve,
     "tensoropt": pareto_frontier.solve,
     "tofu": axis_recursion.solve,
 }

@@ -61,10 +61,11 @@ def solve(problem: Problem, *, memory_bytes: float | None = None, seconds: float
 def _round(problem: Problem, strategies: list[np.ndarray], seconds: float, seed: int, *, is_last: bool) -> Solution:
     """The cheapest choice of these strategies; if it is the last round and some choice fits, one that does."""
     part = restricted(problem, strategies)
-    if is_last:
-        try:
-            return lagrangian.solve(part, seconds=seconds, seed=seed)
-        except ShardingError:
-            if len(problem.splits) == 0:
-                raise
-    return lagrangian.solve(part, memory_bytes=math.inf, seconds=seconds, seed=seed)
+    try:
+        return lagrangian.solve(part, memory_bytes=None if is_last else math.inf, seconds=seconds, seed=seed)
+    except ShardingError as error:
+        if is_last and problem.splits:
+            return _round(problem, strategies, seconds, seed, is_last=False)
+        raise ShardingError(
+            f"planner.solve({problem!r}, 'tofu')", found=error.found, required=error.required, fix=error.fix
+        ) from error
