@@ -18,9 +18,9 @@ def solve(problem: Problem, *, memory_bytes: float | None = None, seconds: float
 
     In a round each node has the strategies that shard as decided on earlier axes and nothing on later ones
     (`Problem.splits`; one round without them). Nodes are in the order of importance, by how much their worst strategy
-    costs more than their best. Each takes what costs least with its edges to nodes decided in this round. In the last
-    round what exceeds the memory limit is no option, and a node that has no other may change earlier axes. `seconds`
-    and `seed` have no effect.
+    costs more than their best. Each takes what costs least with its edges to nodes decided in this round,
+    unless that leaves another node without an option. In the last round what exceeds the memory limit is none, and a
+    node that has no other may change earlier axes. `seconds` and `seed` have no effect.
 
     Raises:
         ShardingError: nothing fits, or earlier decisions leave a node no strategy.
@@ -36,7 +36,7 @@ def solve(problem: Problem, *, memory_bytes: float | None = None, seconds: float
         partial = PartialChoice(problem if is_last else problem.limited(math.inf))
         strategies = allowed(problem, axis, choice)
         evaluations += sum(map(len, strategies))
-        _decide_all(partial, strategies)
+        partial = _decided(partial, strategies)
         choice = partial.choice
         if partial.is_dead:
             raise nothing_found(problem, "mindspore", is_proven=False, fix='algorithm="auto"')
@@ -53,21 +53,22 @@ def solve(problem: Problem, *, memory_bytes: float | None = None, seconds: float
     )
 
 
-def _decide_all(partial: PartialChoice, strategies: list[np.ndarray]) -> None:
-    """Decides all nodes, the most important one first."""
+def _decided(partial: PartialChoice, strategies: list[np.ndarray]) -> PartialChoice:
+    """All nodes decided, the most important one first."""
     partial.force(range(len(strategies)))
     for node in np.argsort([-_importance(partial, i, own) for i, own in enumerate(strategies)], kind="stable").tolist():
         if partial.is_dead or partial.choice[node] >= 0:
             continue
         options = partial.options(node)
-        preferred = np.intersect1d(options, strategies[node])
-        options = preferred if len(preferred) else options
-        if not len(options):
+        is_other = ~np.isin(options, strategies[node])
+        for place in np.lexsort((partial.local[partial.offsets[node] + options], is_other)).tolist():
+            following = partial.forced(node, int(options[place]))
+            if not following.is_dead:
+                partial = following
+                break
+        else:
             partial.cost = math.inf
-            return
-        local = partial.local[partial.offsets[node] + options]
-        partial.decide(node, int(options[np.argmin(local)]))
-        partial.force([j for j, _, _ in partial.edges[node]])
+    return partial
 
 
 def _importance(partial: PartialChoice, node: int, strategies: np.ndarray) -> float:

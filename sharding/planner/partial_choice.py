@@ -44,6 +44,10 @@ class PartialChoice:
         """Bytes of each strategy above its node's smallest; 0 where no choice exceeds the limit."""
         self.num_open = np.array([len({j for j, _, _ in own}) for own in self.edges], np.int64)
         """Undecided neighbours of each node."""
+        self.least_extra = np.zeros(problem.num_nodes)
+        """Bytes that an undecided node needs above its smallest strategy."""
+        self.reserved = np.zeros(len(self.room))
+        """The sum of those bytes at each time."""
         self.num_alive = np.zeros(len(self.room), np.int64)
         """Undecided nodes at each time."""
         for first, end in problem.spans.tolist():
@@ -52,8 +56,15 @@ class PartialChoice:
     def copied(self) -> PartialChoice:
         """The same decisions, to be continued differently."""
         other = copy.copy(self)
-        for name in ("choice", "local", "allowed", "room", "num_open", "num_alive"):
+        for name in ("choice", "local", "allowed", "room", "num_open", "least_extra", "reserved", "num_alive"):
             setattr(other, name, getattr(self, name).copy())
+        return other
+
+    def forced(self, node: int, strategy: int) -> PartialChoice:
+        """A copy in which a node has one of its options, and what that forces; dead if a node is left without."""
+        other = self.copied()
+        other.decide(node, strategy)
+        other.force([j for j, _, _ in self.edges[node]])
         return other
 
     @property
@@ -65,7 +76,7 @@ class PartialChoice:
         """Strategies that an undecided node may still take."""
         own = slice(self.offsets[node], self.offsets[node + 1])
         first, end = self.problem.spans[node]
-        room = self.room[first:end].min(initial=np.inf)
+        room = (self.room[first:end] - self.reserved[first:end]).min(initial=np.inf) + self.least_extra[node]
         return np.flatnonzero(self.allowed[own] & np.isfinite(self.local[own]) & (self.extra[own] <= room))
 
     def added_costs(self, node: int) -> np.ndarray:
@@ -83,6 +94,7 @@ class PartialChoice:
         self.choice[node] = strategy
         first, end = self.problem.spans[node]
         self.room[first:end] -= self.extra[at]
+        self.reserved[first:end] -= self.least_extra[node]
         self.num_alive[first:end] -= 1
         for j, matrix, _ in self.edges[node]:
             self.num_open[j] -= 1
@@ -109,7 +121,7 @@ class PartialChoice:
                 self.cost = np.inf
                 return
             self._narrow(node, kept, queue)
-            if len(kept) == 1:
+            if len(kept) == 1 and not self.is_dead:
                 self.decide(node, int(kept[0]))
                 queue += [j for j, _, _ in self.edges[node] if self.choice[j] < 0]
 
@@ -117,6 +129,13 @@ class PartialChoice:
         """Keeps some options of a node, and those of its neighbours that go with one of them."""
         self.allowed[self.offsets[node] : self.offsets[node + 1]] = False
         self.allowed[self.offsets[node] + kept] = True
+        needed = self.extra[self.offsets[node] + kept].min()
+        if needed > self.least_extra[node]:
+            first, end = self.problem.spans[node]
+            self.reserved[first:end] += needed - self.least_extra[node]
+            self.least_extra[node] = needed
+            if (self.reserved[first:end] > self.room[first:end]).any():
+                self.cost = np.inf
         for j, matrix, has_forbidden in self.edges[node]:
             if has_forbidden and self.choice[j] < 0:
                 own = self.allowed[self.offsets[j] : self.offsets[j + 1]]

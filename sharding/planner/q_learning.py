@@ -150,15 +150,15 @@ class Learner:
         decision = self.decision(partial)
         while decision is not None and decision.options.any():
             taken = self._taken(decision, random_share)
-            before = partial.cost
-            partial.decide(decision.node, taken)
-            partial.force([j for j, _, _ in partial.edges[decision.node]])
-            following = self.decision(partial)
-            if following is not None and not following.options.any():
-                partial.cost = math.inf
-            cost = DEAD * len(self.order) if partial.is_dead else (partial.cost - before) / self.scale
-            self._remember(decision, taken, cost, None if partial.is_dead else following)
-            decision = following
+            after = partial.forced(decision.node, taken)
+            following = self.decision(after)
+            if after.is_dead or following is not None and not following.options.any():
+                # Remembered, and not taken again here.
+                self._remember(decision, taken, DEAD * len(self.order), None)
+                decision.options[taken] = False
+                continue
+            self._remember(decision, taken, (after.cost - partial.cost) / self.scale, following)
+            partial, decision = after, following
         if partial.cost < self.best_cost and (partial.choice >= 0).all():
             self.best, self.best_cost = partial.choice, partial.cost
 

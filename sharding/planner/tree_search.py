@@ -163,7 +163,7 @@ class TreeSearch:
             key = partial.signature()
             if key not in self.states:
                 self.states[key] = State(partial, self.order[at])
-                found, is_explored = self._rolled_out(partial.copied(), at), False
+                found, is_explored = self._rolled_out(partial, at), False
                 break
             state = self.states[key]
             if state.is_done:
@@ -211,13 +211,23 @@ class TreeSearch:
                 partial.propagate([j for j, _, _ in partial.edges[peer]])
 
     def _rolled_out(self, partial: PartialChoice, at: int) -> Completion:
-        """Decides all other nodes, some at random, the others by what adds least; all of them the first time."""
+        """Decides all other nodes, some at random, the others by what adds least; all of them the first time.
+
+        What leaves another node without options is undone.
+        """
         while not partial.is_dead and (at := self._next(partial, at)) < len(self.order):
             node = self.order[at]
             options = partial.options(node)
             if not len(options):
                 return Completion(math.inf, partial.choice)
             is_greedy = not self.episodes or self.rng.random() < GREEDY_SHARE
-            place = int(np.argmin(partial.added_costs(node)[options])) if is_greedy else self.rng.integers(len(options))
-            self._decide(partial, node, int(options[place]))
+            ranks = partial.added_costs(node)[options] if is_greedy else self.rng.random(len(options))
+            for place in np.argsort(ranks, kind="stable").tolist():
+                trial = partial.copied()
+                self._decide(trial, node, int(options[place]))
+                if not trial.is_dead:
+                    partial = trial
+                    break
+            else:
+                return Completion(math.inf, partial.choice)
         return Completion(partial.cost, partial.choice)
