@@ -7,8 +7,12 @@ units of your choice; bandwidths are in these bytes per these times.
 
 from .communication_times import Machines
 from .dapple_planner import PlacedCut, dapple
+from .device_placement import Placement, place_ops
+from .downsets import chained
 from .even_stages import Cut, cut
+from .op_graph import OpGraph
 from .pipedream_partition import Level, ReplicatedCut, pipedream
+from .placement_program import place_ops_by_program
 from .stage_placement import POLICIES, Policy
 from .step_latency import Latency, Phase, latency
 
@@ -18,12 +22,17 @@ __all__ = [
     "Latency",
     "Level",
     "Machines",
+    "OpGraph",
     "Phase",
     "PlacedCut",
+    "Placement",
     "Policy",
     "ReplicatedCut",
+    "chained",
     "cut",
     "dapple",
     "latency",
     "pipedream",
+    "place_ops",
+    "place_ops_by_program",
 ]
