@@ -12,6 +12,7 @@ from .downsets import chained
 from .even_stages import Cut, cut
 from .op_graph import OpGraph
 from .pipedream_partition import Level, ReplicatedCut, pipedream
+from .piper_planner import HybridCut, HybridStage, LayerOption, piper
 from .placement_program import place_ops_by_program
 from .stage_placement import POLICIES, Policy
 from .step_latency import Latency, Phase, latency
@@ -19,7 +20,10 @@ from .step_latency import Latency, Phase, latency
 __all__ = [
     "POLICIES",
     "Cut",
+    "HybridCut",
+    "HybridStage",
     "Latency",
+    "LayerOption",
     "Level",
     "Machines",
     "OpGraph",
@@ -33,6 +37,7 @@ __all__ = [
     "dapple",
     "latency",
     "pipedream",
+    "piper",
     "place_ops",
     "place_ops_by_program",
 ]
