@@ -5,6 +5,7 @@ pipelines, ``dapple`` for a step that ends with a flush. All are exact. Times an
 units of your choice; bandwidths are in these bytes per these times.
 """
 
+from .alpa_planner import Submesh, SubmeshCut, alpa, submeshes
 from .communication_times import Machines
 from .dapple_planner import PlacedCut, dapple
 from .device_placement import Placement, place_ops
@@ -32,6 +33,9 @@ __all__ = [
     "Placement",
     "Policy",
     "ReplicatedCut",
+    "Submesh",
+    "SubmeshCut",
+    "alpa",
     "chained",
     "cut",
     "dapple",
@@ -40,4 +44,5 @@ __all__ = [
     "piper",
     "place_ops",
     "place_ops_by_program",
+    "submeshes",
 ]
