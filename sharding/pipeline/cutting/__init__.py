@@ -13,6 +13,7 @@ from .downsets import chained
 from .even_stages import Cut, cut
 from .op_graph import OpGraph
 from .pipedream_partition import Level, ReplicatedCut, pipedream
+from .pipedream_release import pipedream_released
 from .piper_planner import HybridCut, HybridStage, LayerOption, piper
 from .placement_program import place_ops_by_program
 from .stage_placement import POLICIES, Policy
@@ -41,6 +42,7 @@ __all__ = [
     "dapple",
     "latency",
     "pipedream",
+    "pipedream_released",
     "piper",
     "place_ops",
     "place_ops_by_program",
