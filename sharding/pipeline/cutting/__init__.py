@@ -8,10 +8,12 @@ units of your choice; bandwidths are in these bytes per these times.
 from .alpa_planner import Submesh, SubmeshCut, alpa, submeshes
 from .communication_times import Machines
 from .dapple_planner import PlacedCut, dapple
+from .device_clocks import DeviceOp, Execution, Value, interpret
 from .device_placement import Placement, place_ops
 from .downsets import chained
 from .even_stages import Cut, cut
 from .op_graph import OpGraph
+from .parallelism_grid import GridPoint, LayerChain, grid
 from .pipedream_partition import Level, ReplicatedCut, pipedream
 from .pipedream_release import pipedream_released
 from .piper_planner import HybridCut, HybridStage, LayerOption, piper
@@ -22,9 +24,13 @@ from .step_latency import Latency, Phase, latency
 __all__ = [
     "POLICIES",
     "Cut",
+    "DeviceOp",
+    "Execution",
+    "GridPoint",
     "HybridCut",
     "HybridStage",
     "Latency",
+    "LayerChain",
     "LayerOption",
     "Level",
     "Machines",
@@ -36,10 +42,13 @@ __all__ = [
     "ReplicatedCut",
     "Submesh",
     "SubmeshCut",
+    "Value",
     "alpa",
     "chained",
     "cut",
     "dapple",
+    "grid",
+    "interpret",
     "latency",
     "pipedream",
     "pipedream_released",

@@ -98,8 +98,9 @@ def alpa(
 
     Example:
         >>> work = [3, 1, 4, 1, 5, 9]
-        >>> plan = alpa(lambda own, mesh: sum(work[own.start : own.stop]) / mesh.size + len(own) / 4 * (mesh.size > 1),
-        ...             layers=6, hosts=1, devices=4, microbatches=16)
+        >>> def seconds(own: range, mesh: Submesh) -> float:
+        ...     return sum(work[own.start : own.stop]) / mesh.size + 0.25 * len(own) * (mesh.size.bit_length() - 1)
+        >>> plan = alpa(seconds, layers=6, hosts=1, devices=4, microbatches=16)
         >>> plan.sizes, [mesh.size for mesh in plan.submeshes], plan.total
         ((4, 2), [2, 2], 125.5)
 

@@ -45,7 +45,7 @@ def pipedream_released(
         >>> costs, weights = [8, 8, 8, 1], [1, 1, 1, 99]
         >>> plan = pipedream_released(costs, activation_bytes=[1] * 4, weight_bytes=weights, levels=[(4, 10)])
         >>> plan.sizes, plan.replicas, round(plan.bottleneck, 2)
-        ((3, 1), (3, 1), 8.27)
+        ((1, 1, 1, 1), (1, 1, 1, 1), 8.0)
 
     Raises:
         ShardingError: no layers, lists of unequal lengths, negative or non-finite numbers, no levels, levels without
