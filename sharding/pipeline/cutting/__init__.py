@@ -1,8 +1,9 @@
 """Planners that partition a model into pipeline stages. In: costs per layer, links. Out: stage sizes and placements.
 
-``pipeline.cut`` needs only the layers' costs. The others also model communication: ``pipedream`` for asynchronous
-pipelines, ``dapple`` for a step that ends with a flush. All are exact. Times and bytes, measured or estimated, are in
-units of your choice; bandwidths are in these bytes per these times.
+``pipeline.cut`` needs only the layers' costs. The others also model communication, for chains of layers: ``pipedream``
+for asynchronous pipelines, ``dapple`` and ``alpa`` for a step that ends with a flush, ``grid`` by simulation of
+combinations. ``piper`` and ``place_ops`` take graphs. All are exact in their models. Times and bytes, measured or
+estimated, are in units of your choice; bandwidths are in these bytes per these times.
 """
 
 from .alpa_planner import Submesh, SubmeshCut, alpa, submeshes
