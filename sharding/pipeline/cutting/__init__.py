@@ -7,6 +7,7 @@ estimated, are in units of your choice; bandwidths are in these bytes per these 
 """
 
 from .alpa_planner import Submesh, SubmeshCut, alpa, submeshes
+from .cluster_planner import Allocation, Cluster, ClusterDevice, allocate
 from .communication_times import Machines
 from .dapple_planner import PlacedCut, dapple
 from .device_clocks import DeviceOp, Execution, Value, interpret
@@ -24,6 +25,9 @@ from .step_latency import Latency, Phase, latency
 
 __all__ = [
     "POLICIES",
+    "Allocation",
+    "Cluster",
+    "ClusterDevice",
     "Cut",
     "DeviceOp",
     "Execution",
@@ -44,6 +48,7 @@ __all__ = [
     "Submesh",
     "SubmeshCut",
     "Value",
+    "allocate",
     "alpa",
     "chained",
     "cut",

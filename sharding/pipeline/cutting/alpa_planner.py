@@ -56,6 +56,10 @@ def submeshes(hosts: int, devices: int) -> tuple[Submesh, ...]:
 
     Any of them with as many devices as the whole fill it: the largest first, each leaves aligned room.
 
+    Example:
+        >>> [tuple(mesh) for mesh in submeshes(2, 4)]
+        [(1, 1), (1, 2), (1, 4), (2, 4)]
+
     Raises:
         ShardingError: the devices of a host are no power of two.
     """

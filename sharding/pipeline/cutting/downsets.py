@@ -79,7 +79,12 @@ def downsets(asked: str, num_ops: int, edges: Edges) -> list[int]:
 
 
 def chained(num_ops: int, edges: Edges) -> list[tuple[int, int]]:
-    """The edges with those of a chain through all ops, in topological order, so that there are few downsets."""
+    """The edges with those of a chain through all ops, in topological order, so that there are few downsets.
+
+    Example:
+        >>> chained(3, [(0, 2), (2, 1)])
+        [(0, 2), (2, 1), (0, 2), (2, 1)]
+    """
     return [*edges, *pairwise(topological_order(num_ops, edges))]
 
 
