@@ -24,8 +24,8 @@ UPDATES_PER_TARGET = 50
 """Updates of the network after which it becomes the target network."""
 MEMORY = 4096
 """Decisions that are remembered."""
-LEAST_RANDOM = 0.05
-"""Part of the decisions that are random from the second half on; at first all are."""
+MOST_RANDOM, LEAST_RANDOM = 0.5, 0.05
+"""Part of the decisions that are random at first, and from the second half on."""
 DEAD = 2.0
 """What a node costs in a dead end, in multiples of the scale of costs."""
 
@@ -54,7 +54,7 @@ def solve(problem: Problem, *, memory_bytes: float | None = None, seconds: float
     try:
         while episodes < EPISODES and not learner.is_decided:
             done = min(1.0, 2 * episodes / EPISODES)
-            learner.episode(1.0 + (LEAST_RANDOM - 1.0) * done)
+            learner.episode(MOST_RANDOM + (LEAST_RANDOM - MOST_RANDOM) * done)
             episodes += 1
             if time.monotonic() - start > seconds:
                 break
@@ -82,6 +82,8 @@ class Decision(NamedTuple):
     """Whether a strategy may be taken, [strategies]."""
     features: np.ndarray
     """[strategies, features]"""
+    added: np.ndarray
+    """What each strategy adds, with the least of edges to undecided nodes, in multiples of the scale, [strategies]."""
 
 
 class Remembered(NamedTuple):
@@ -89,10 +91,12 @@ class Remembered(NamedTuple):
 
     node: Any
     features: Any
+    added: Any
     taken: Any
     cost: Any
     next_node: Any
     next_features: Any
+    next_added: Any
     next_options: Any
     """None of them at the end."""
 
@@ -113,10 +117,12 @@ class Learner:
         self.memory = Remembered(
             node=np.zeros(MEMORY, np.int32),
             features=np.zeros((*shape, NUM_FEATURES), np.float32),
+            added=np.zeros(shape, np.float32),
             taken=np.zeros(MEMORY, np.int32),
             cost=np.zeros(MEMORY, np.float32),
             next_node=np.zeros(MEMORY, np.int32),
             next_features=np.zeros((*shape, NUM_FEATURES), np.float32),
+            next_added=np.zeros(shape, np.float32),
             next_options=np.zeros(shape, bool),
         )
         self.num_decisions = self.num_updates = 0
@@ -137,12 +143,13 @@ class Learner:
         options = np.zeros(self.width, bool)
         options[partial.options(node)] = True
         is_option = options[: own.stop - own.start]
-        features = np.zeros((self.width, NUM_FEATURES), np.float32)
+        features, added = np.zeros((self.width, NUM_FEATURES), np.float32), np.zeros(self.width, np.float32)
         if options.any():
             costs = partial.local[own], partial.added_costs(node), partial.problem.costs[node]
             known = features_of([cost / self.scale for cost in costs], partial.extra[own], is_option)
             features[: len(is_option)] = known
-        return Decision(node, options, features)
+            added[: len(is_option)] = np.where(is_option, costs[1] / self.scale, 0.0)
+        return Decision(node, options, features, added)
 
     def episode(self, random_share: float) -> None:
         """Makes a choice, some of it at random, and learns from it."""
@@ -166,18 +173,18 @@ class Learner:
         (options,) = decision.options.nonzero()
         if self.rng.random() < random_share:
             return int(self.rng.choice(options))
-        values = np.asarray(_values(self.weights, decision.node, decision.features))
+        values = np.asarray(_values(self.weights, decision.node, decision.features, decision.added))
         return int(options[values[options].argmin()])
 
     def _remember(self, decision: Decision, taken: int, cost: float, following: Decision | None) -> None:
         at = self.num_decisions % MEMORY
         memory = self.memory
         memory.node[at], memory.features[at] = decision.node, decision.features
-        memory.taken[at], memory.cost[at] = taken, cost
+        memory.added[at], memory.taken[at], memory.cost[at] = decision.added, taken, cost
         memory.next_options[at] = False
         if following is not None:
             memory.next_node[at], memory.next_features[at] = following.node, following.features
-            memory.next_options[at] = following.options
+            memory.next_added[at], memory.next_options[at] = following.added, following.options
         self.num_decisions += 1
         if self.num_decisions >= BATCH and self.num_decisions % DECISIONS_PER_UPDATE == 0:
             self._update()
@@ -191,13 +198,20 @@ class Learner:
             self.target = self.weights
 
 
+def values_of(weights: Weights, node: Any, features: Any, added: Any) -> jax.Array:
+    """Q of a node's strategies, [strategies]: what they add is known, the network learns the rest."""
+    return added + scores(weights, node, features)
+
+
 def targets(target: Weights, batch: Remembered) -> jax.Array:
     """What Q of remembered decisions should be: the cost added, and the least Q' of what came next."""
-    values = jnp.where(batch.next_options, scores(target, batch.next_node, batch.next_features), jnp.inf)
+    values = jnp.where(
+        batch.next_options, values_of(target, batch.next_node, batch.next_features, batch.next_added), jnp.inf
+    )
     return batch.cost + jnp.where(batch.next_options.any(axis=1), values.min(axis=1), 0.0)
 
 
-_values = jax.jit(scores)
+_values = jax.jit(values_of)
 
 
 @jax.jit
@@ -205,7 +219,7 @@ def _updated(weights: Weights, target: Weights, state: Any, batch: Remembered) -
     """One step of Adam on the Huber loss of a batch."""
 
     def loss(weights: Weights) -> jax.Array:
-        values = scores(weights, batch.node, batch.features)
+        values = values_of(weights, batch.node, batch.features, batch.added)
         error = jnp.take_along_axis(values, batch.taken[:, None], axis=1)[:, 0] - targets(target, batch)
         size = jnp.abs(error)
         return jnp.mean(jnp.where(size < 1, 0.5 * error**2, size - 0.5))

@@ -18,8 +18,8 @@ EPISODES = 2_000
 """After which the search ends, if not by time or because everything is explored."""
 EXPLORATION = 0.1
 """UCT's constant, for costs between 0 and 1."""
-GREEDY_SHARE = 0.9
-"""Part of a roll-out's decisions that take what adds least."""
+RANDOM_DECISIONS = 2
+"""Of a roll-out, on average; half of the roll-outs follow the best choice otherwise, half take what adds least."""
 
 
 def solve(problem: Problem, *, memory_bytes: float | None = None, seconds: float = 60, seed: int = 0) -> Solution:
@@ -27,9 +27,10 @@ def solve(problem: Problem, *, memory_bytes: float | None = None, seconds: float
 
     An episode goes down the tree of decisions, taking the strategy of least
     `mean cost - EXPLORATION range sqrt(log visits / visits of the strategy)`, until it meets a state that is new, and
-    completes the choice at random. After every decision `PartialChoice.propagate` drops what is needless now and
-    decides what is forced. States whose undecided nodes face the same costs and limits are one, with the cost still to
-    come. What is fully explored isn't visited again: if that is everything, the choice is proven.
+    completes the choice at random. Of a state with n visits the 1 + sqrt(n) strategies that add least are looked at, of
+    those that are left (progressive widening). After every decision `PartialChoice.propagate` drops what is needless
+    now and decides what is forced. States whose undecided nodes face the same costs and limits are one, with the cost
+    still to come. What is fully explored isn't visited again: if that is everything, the choice is proven.
 
     If nodes are equal with their surroundings, as in repeated layers, the first half of the episodes decides all nodes
     of a group at once.
@@ -48,7 +49,8 @@ def solve(problem: Problem, *, memory_bytes: float | None = None, seconds: float
         searches.insert(0, TreeSearch(problem, seed, groups))
     for search in searches:
         share = 0.5 if search is not searches[-1] else 1.0
-        search.run(int(share * EPISODES), start + share * seconds)
+        if not search.run(int(share * EPISODES), start + share * seconds):
+            break
     best, is_proven = min((search.best for search in searches), key=lambda one: one.cost), searches[-1].is_done
     if math.isinf(best.cost) or not problem.is_feasible(best.choice):
         raise nothing_found(problem, "automap", is_proven=is_proven)
@@ -108,12 +110,14 @@ class State:
         return Completion(cost + self.best_cost, np.where(choice >= 0, choice, self.best))
 
     def selected(self, scale: float) -> int:
-        """The place of the next strategy: each once, then by UCT."""
-        unvisited = np.flatnonzero(self.visits == 0)
-        if len(unvisited):
-            return int(unvisited[0])
-        bonus = EXPLORATION * scale * np.sqrt(math.log(self.visits.sum()) / self.visits)
-        return int(np.argmin(np.where(self.is_explored, np.inf, self.total / self.visits - bonus)))
+        """The place of the next strategy by UCT, of those that add least and are not explored: more with each visit."""
+        total = int(self.visits.sum())
+        places = np.flatnonzero(~self.is_explored)[: 1 + math.isqrt(total)]
+        visits = self.visits[places]
+        if not visits.all():
+            return int(places[visits.argmin()])
+        bonus = EXPLORATION * scale * np.sqrt(math.log(total) / visits)
+        return int(places[np.argmin(self.total[places] / visits - bonus)])
 
 
 class TreeSearch:
@@ -144,8 +148,8 @@ class TreeSearch:
         elif not self.start.is_dead:
             self.best = Completion(self.start.cost, self.start.choice)
 
-    def run(self, episodes: int, until: float) -> None:
-        """Searches until everything is explored, or episodes or time end, but for one episode at least."""
+    def run(self, episodes: int, until: float) -> bool:
+        """Searches until all is explored, or episodes or time end, but for one episode; False if the user ends it."""
         try:
             while not self.is_done:
                 self.episode()
@@ -154,6 +158,8 @@ class TreeSearch:
         except KeyboardInterrupt:
             if self.best.cost == math.inf:
                 raise
+            return False
+        return True
 
     def episode(self) -> None:
         """Goes down to a new state, completes its choice, and tells all states above."""
@@ -215,13 +221,20 @@ class TreeSearch:
 
         What leaves another node without options is undone.
         """
+        follows_best = self.rng.random() < 0.5
+        random_share = min(0.5, RANDOM_DECISIONS / (partial.choice < 0).sum())
         while not partial.is_dead and (at := self._next(partial, at)) < len(self.order):
             node = self.order[at]
             options = partial.options(node)
             if not len(options):
                 return Completion(math.inf, partial.choice)
-            is_greedy = not self.episodes or self.rng.random() < GREEDY_SHARE
-            ranks = partial.added_costs(node)[options] if is_greedy else self.rng.random(len(options))
+            ranks = partial.added_costs(node)[options]
+            if self.episodes and self.rng.random() < random_share:
+                # The second best half as often as the best, and so on.
+                ranks = np.argsort(np.argsort(ranks)) - self.rng.geometric(0.5)
+                ranks = np.where(ranks < 0, len(options) + ranks, ranks)
+            elif follows_best:
+                ranks = np.where(options == self.best.choice[node], -np.inf, ranks)
             for place in np.argsort(ranks, kind="stable").tolist():
                 trial = partial.copied()
                 self._decide(trial, node, int(options[place]))

@@ -21,13 +21,15 @@ def test_targets_by_hand():
     batch = Remembered(
         node=np.array([0, 0, 1]),
         features=features,
+        added=np.ones((3, 3), np.float32),
         taken=np.array([0, 1, 2]),
         cost=np.array([1.0, 3.0, 4.0], np.float32),
         next_node=np.array([1, 1, 0]),
         next_features=features,
+        next_added=np.array([[0, 0, 0], [2, 0, 0], [0, 0, 0]], np.float32),
         next_options=np.array([[True, True, True], [True, False, True], [False, False, False]]),
     )
-    assert q_learning.targets(weights, batch).tolist() == [1 + 2, 3 + 5, 4]
+    assert q_learning.targets(weights, batch).tolist() == [1 + 2, 3 + 7, 4]
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -65,3 +67,18 @@ def test_equal_seeds_give_equal_choices(monkeypatch):
     problem = random_problem(5, nodes=10, limited=False, forbidden=0.0)
     first, second = (planner.solve(problem, "dqn", seed=3).choice for _ in range(2))
     assert first.tolist() == second.tolist()
+
+
+def test_an_interrupt_returns_the_best_so_far(monkeypatch):
+    episode = Learner.episode
+    count = 0
+
+    def interrupted(learner, share):
+        nonlocal count
+        count += 1
+        if count == 4:
+            raise KeyboardInterrupt
+        episode(learner, share)
+
+    monkeypatch.setattr(Learner, "episode", interrupted)
+    assert planner.solve(five_nodes(), "dqn").evaluations == 4

@@ -65,3 +65,22 @@ def test_equal_seeds_give_equal_choices(monkeypatch):
     monkeypatch.setattr(tree_search, "EPISODES", 25)
     first, second = (planner.solve(grid(1, 5), "automap", seed=3).choice for _ in range(2))
     assert first.tolist() == second.tolist()
+
+
+def test_an_interrupt_returns_the_best_so_far(monkeypatch):
+    episode = TreeSearch.episode
+    count = 0
+
+    def interrupted(search):
+        nonlocal count
+        count += 1
+        if count == 4:
+            raise KeyboardInterrupt
+        episode(search)
+
+    monkeypatch.setattr(TreeSearch, "episode", interrupted)
+    wide = grid(2, 6)
+    pairs = list(zip(wide.edges.tolist(), wide.edge_costs, strict=True))
+    edges = [(i + shift, j + shift, matrix) for shift in (0, 36) for (i, j), matrix in pairs]
+    twice = planner.Problem.of([*wide.costs] * 2, edges)  # so that there are groups, searched first
+    assert planner.solve(twice, "automap").evaluations == 3
