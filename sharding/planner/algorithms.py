@@ -66,7 +66,8 @@ ALGORITHMS: Mapping[str, Solver] = {
     "tensoropt": pareto_frontier.solve,
     "tofu": axis_recursion.solve,
 }
-"""Solvers by the name of the system that published them; `lagrangian` is our own, and what "auto" takes."""
+"""Solvers by the name of the system that published them. `dqn` is Auto-MAP's, not to be confused with Automap;
+`reinforce` is that of Mirhoseini et al.; `lagrangian` is our own, and what "auto" takes."""
 
 
 def solve(
