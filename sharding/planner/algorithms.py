@@ -7,7 +7,21 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from ..errors import ShardingError
-from . import elimination, exhaustive, lagrangian, linear_program, markov_chain, pareto_frontier, relaxation
+from . import (
+    axis_recursion,
+    chain_memory,
+    double_recursion,
+    elimination,
+    exhaustive,
+    lagrangian,
+    linear_program,
+    markov_chain,
+    pareto_frontier,
+    policy_gradient,
+    q_learning,
+    relaxation,
+    tree_search,
+)
 from .problem import Problem
 from .solution import Solution
 
@@ -39,14 +53,21 @@ class Solver(Protocol):
 
 ALGORITHMS: Mapping[str, Solver] = {
     "alpa": linear_program.solve,
+    "automap": tree_search.solve,
     "autoparallel": relaxation.solve,
+    "dqn": q_learning.solve,
     "exhaustive": exhaustive.solve,
     "flexflow": markov_chain.solve,
+    "galvatron": chain_memory.solve,
     "lagrangian": lagrangian.solve,
+    "mindspore": double_recursion.solve,
     "optcnn": elimination.solve,
+    "reinforce": policy_gradient.solve,
     "tensoropt": pareto_frontier.solve,
+    "tofu": axis_recursion.solve,
 }
-"""Solvers by the name of the system that published them; `lagrangian` is our own, and what "auto" takes."""
+"""Solvers by the name of the system that published them. `dqn` is Auto-MAP's, not to be confused with Automap;
+`reinforce` is that of Mirhoseini et al.; `lagrangian` is our own, and what "auto" takes."""
 
 
 def solve(

@@ -56,6 +56,9 @@ class Problem:
     """Per edge, the cost of each pair of strategies, float64 [strategies of the first, of the second]."""
     memory_bytes: float = math.inf
     """The limit at every time."""
+    splits: tuple[np.ndarray, ...] = ()
+    """Per node, the factor that each mesh axis shards in each strategy, or -1 for none, int64 [strategies, axes]; empty
+    if the problem doesn't say, as those of files."""
 
     @classmethod
     def of(
@@ -67,6 +70,7 @@ class Problem:
         intervals: Sequence[tuple[int, int]] | np.ndarray | None = None,
         memory_bytes: float = math.inf,
         name: str = "",
+        splits: Sequence[Any] | None = None,
     ) -> Problem:
         """A problem of plain lists or arrays.
 
@@ -77,6 +81,8 @@ class Problem:
             intervals: per node, [first time, end); by default all nodes are alive together.
             memory_bytes: the limit at every time.
             name: for tables and files.
+            splits: per node, [strategies, mesh axes], the factor of the node that an axis shards, -1 for none; searches
+                that decide one mesh axis after the other go by it.
 
         Raises:
             ShardingError: shapes don't fit, numbers are negative or not a number; all failures together.
@@ -97,6 +103,7 @@ class Problem:
             edges=np.asarray(pairs, np.int64).reshape(-1, 2),
             edge_costs=tuple(matrices[id(matrix)] for _, _, matrix in triples),
             memory_bytes=float(memory_bytes),
+            splits=tuple(np.asarray(split, np.int64) for split in splits or ()),
         )
         raise_together(f"planner.Problem {name!r}", list(_failures(problem)))
         return problem
@@ -254,6 +261,23 @@ def _failures(problem: Problem) -> Iterable[ShardingError]:
             yield ShardingError(f"edges[{e}]", found=f"costs of shape {matrix.shape}", required=required)
         elif not (np.abs(matrix) <= FORBIDDEN).all():
             yield ShardingError(f"edges[{e}]", found="a cost that is not a number", required="numbers above -1e18")
+    yield from _split_failures(problem)
     if not problem.memory_bytes > 0:
         found = f"{problem.memory_bytes:g}"
         yield ShardingError("memory_bytes", found=found, required="a positive number of bytes")
+
+
+def _split_failures(problem: Problem) -> Iterable[ShardingError]:
+    """What is wrong with the factors that mesh axes shard."""
+    if not problem.splits:
+        return
+    if len(problem.splits) != problem.num_nodes:
+        found = f"{len(problem.splits)} for {problem.num_nodes} nodes"
+        yield ShardingError("splits", found=found, required="one per node, or none at all")
+    num_axes = problem.splits[0].shape[-1] if problem.splits[0].ndim == 2 else 0
+    for i, (cost, split) in enumerate(zip(problem.costs, problem.splits, strict=False)):
+        if split.shape != (len(cost), num_axes):
+            required = f"{len(cost)} strategies x mesh axes, as many axes for every node"
+            yield ShardingError(f"splits[{i}]", found=f"shape {split.shape}", required=required)
+        elif (split < -1).any():
+            yield ShardingError(f"splits[{i}]", found=f"{split.min()}", required="indices of factors, or -1 for none")

@@ -115,3 +115,24 @@ def test_a_limit_below_every_peak_says_the_smallest(limit):
     with pytest.raises(sharding.ShardingError, match="memory_bytes=8 or more"):
         five_nodes().limited(limit)
     assert five_nodes().limited(8).memory_bytes == 8
+
+
+@pytest.mark.parametrize(
+    ("splits", "message"),
+    [
+        ([[[0], [-1]]], "1 for 2 nodes"),
+        ([[[0], [-1]], [[0]]], r"splits\[1\]\n.*shape \(1, 1\)"),
+        ([[[0], [-1]], [[0, 1], [0, -1]]], r"shape \(2, 2\)"),
+        ([[0, -1], [0, -1]], "2 strategies x mesh axes"),
+        ([[[0], [-1]], [[0], [-2]]], "indices of factors, or -1 for none"),
+    ],
+)
+def test_splits_have_a_row_per_strategy(splits, message):
+    with pytest.raises(sharding.ShardingError, match=message):
+        planner.Problem.of([[1, 2], [3, 4]], splits=splits)
+
+
+def test_splits_stay_with_another_limit():
+    problem = planner.Problem.of([[1, 2]], usages=[[4, 2]], splits=[[[0, -1], [-1, 0]]])
+    assert problem.limited(3).splits[0].tolist() == [[0, -1], [-1, 0]]
+    assert planner.Problem.of([[1, 2]]).splits == ()

@@ -75,3 +75,46 @@ def five_nodes(*, is_chain: bool = False) -> Problem:
         usages=[[(5 * i + 4 * p) % 7 + 1 for p in range(3)] for i in range(5)],
         name="chain of five" if is_chain else "five nodes",
     )
+
+
+def random_axes(seed: int, *, nodes: int = 4, limited: bool = False) -> Problem:
+    """A problem on two mesh axes: each node shards none or one of two factors over each of them."""
+    rng = np.random.default_rng(seed)
+    splits = list(itertools.product((-1, 0, 1), repeat=2))
+    size = len(splits)
+    edges = [(i, i + 1, rng.integers(0, 20, (size, size))) for i in range(nodes - 1)]
+    problem = Problem.of(
+        rng.integers(0, 20, (nodes, size)),
+        edges,
+        usages=[[8 >> sum(factor >= 0 for factor in split) for split in splits]] * nodes,
+        splits=[splits] * nodes,
+        name=f"axes {seed}",
+    )
+    return problem.limited(problem.least_peak_bytes + 2) if limited else problem
+
+
+def two_matmuls(rows: int, *, rounds: int = 3) -> tuple[Problem, list[tuple[int, ...]]]:
+    """Two matmuls (rows x 1024 x 4096, rows x 4096 x 1024) on axes of two devices, and the strategies of both.
+
+    A strategy says which of rows, contracted and columns each axis halves (0, 1, 2). Halving costs the elements of the
+    array without that dim; sharding the array between them differently costs 16 of its elements; both at the sizes
+    that earlier axes leave. Not halving costs more than anything else.
+    """
+    shapes = [(rows, 1024, 4096), (rows, 4096, 1024)]
+    strategies = list(itertools.product((0, 1, 2, -1), repeat=rounds))
+
+    def local(shape: tuple[int, ...], axes: tuple[int, ...]) -> list[float]:
+        return [size / 2 ** axes.count(dim) for dim, size in enumerate(shape)]
+
+    def cost(shape: tuple[int, ...], axes: tuple[int, ...]) -> float:
+        sizes = [local(shape, axes[:r]) for r in range(rounds)]
+        return sum(1e15 if dim < 0 else math.prod(size) / size[dim] for dim, size in zip(axes, sizes, strict=True))
+
+    def reshard(first: tuple[int, ...], second: tuple[int, ...]) -> float:
+        between = [({0: 0, 2: 1}.get(p), {0: 0, 1: 1}.get(q)) for p, q in zip(first, second, strict=True)]
+        sizes = [local(shapes[0], first[:r]) for r in range(rounds)]
+        return sum(16 * size[0] * size[2] for (p, q), size in zip(between, sizes, strict=True) if p != q)
+
+    edge = [[reshard(p, q) for q in strategies] for p in strategies]
+    costs = [[cost(shape, axes) for axes in strategies] for shape in shapes]
+    return Problem.of(costs, [(0, 1, edge)], splits=[strategies] * 2), strategies

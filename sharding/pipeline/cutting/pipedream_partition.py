@@ -78,16 +78,12 @@ def pipedream(
             parts or bandwidth.
 
     References:
-        Narayanan et al., PipeDream, SOSP 2019 (1806.03377), section 3.1. The released code adds where this takes the
-        maximum, and counts weights twice.
+        Narayanan et al., PipeDream, SOSP 2019 (1806.03377), section 3.1. The released program differs: see
+        ``pipedream_released``.
     """
     asked = "cutting.pipedream"
     check_layers(asked, costs=costs, activation_bytes=activation_bytes, weight_bytes=weight_bytes)
-    if not levels:
-        raise ShardingError(f"{asked}(levels)", found="no levels", required="at least one (parts, bandwidth)")
-    for number, (parts, bandwidth) in enumerate(levels):
-        check_positive(f"{asked}: levels[{number}]", parts=parts)
-        check_bandwidths(f"{asked}: levels[{number}]", bandwidth=bandwidth)
+    check_levels(asked, levels)
     weights = run_sums(weight_bytes)
     below: _Best = {
         (begin, begin + length): _Stages(time, (length,), (1,))
@@ -100,6 +96,15 @@ def pipedream(
         below = _level(below, begins, parts, bandwidth, activation_bytes, weights)
     best = below[0, len(costs)]
     return ReplicatedCut(sizes=best.sizes, replicas=best.replicas, bottleneck=best.time)
+
+
+def check_levels(asked: str, levels: Sequence[Level | tuple[int, float]]) -> None:
+    """Raises unless there are levels, each with parts and bandwidth."""
+    if not levels:
+        raise ShardingError(f"{asked}(levels)", found="no levels", required="at least one (parts, bandwidth)")
+    for number, (parts, bandwidth) in enumerate(levels):
+        check_positive(f"{asked}: levels[{number}]", parts=parts)
+        check_bandwidths(f"{asked}: levels[{number}]", bandwidth=bandwidth)
 
 
 class _Stages(NamedTuple):
