@@ -15,7 +15,7 @@ import jax
 from jax.extend.core import primitives
 
 from ... import compat
-from .straight_line import Program, variables
+from ...graph.straight_line import Program, variables
 
 _Operand = tuple[Any, tuple[int, ...], tuple[int, ...]]
 """An array, its contracted dims, and its batch dims."""

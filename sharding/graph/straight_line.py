@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from ... import compat
+from .. import compat
 
 CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2"})
 """Primitives that only call their body.
