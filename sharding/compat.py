@@ -121,10 +121,15 @@ def jaxpr_fun(closed: Any) -> Any:
 
 
 def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
-    """Binds an equation's primitive to other operands, keeping its source line and name stack."""
+    """Binds an equation's primitive to other operands, keeping its name stack and source line, if it has one.
+
+    One that is traced without a user's function in between has none, and gets that of the caller.
+    """
     stack = _source.current_name_stack() + eqn.source_info.name_stack
     params = eqn.primitive.get_bind_params(eqn.params)
-    with _source.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
+    traceback = eqn.source_info.traceback
+    traceback = None if traceback is None or _source.user_frame(traceback) is None else traceback
+    with _source.user_context(traceback, name_stack=stack), eqn.ctx.manager:
         results = eqn.primitive.bind(*values, **params)
     return list(results) if eqn.primitive.multiple_results else [results]
 
