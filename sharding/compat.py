@@ -190,6 +190,12 @@ def is_recomputed(eqn: Any) -> bool:
     return bool(eqn.params.get("differentiated")) and any(np.atleast_1d(eqn.params.get("prevent_cse", False)))
 
 
+def offloads(policy: Any, eqn: Any) -> bool:
+    """Whether a policy of `jax.checkpoint` moves what an equation computes to the host."""
+    found = policy(eqn.primitive, *(v.aval for v in eqn.invars), **eqn.params)
+    return getattr(found, "dst", None) is not None
+
+
 _row_major_on_cpu_p = jex.Primitive("row_major_on_cpu")
 _row_major_on_cpu_p.def_impl(lambda x: x)
 _row_major_on_cpu_p.def_abstract_eval(lambda x: x)
