@@ -26,8 +26,8 @@ def unmoved_names(graph: Graph) -> tuple[str, ...]:
         moved[name] = moved.get(name, False) or any(graph.changes_memory(use) for use in users)
         sources.setdefault(name, op.source)
     return tuple(
-        f"{name!r} at {sources[name]}: the policy offloads it, but the backward pass doesn't read it, so it stays on the "
-        "device; name the array that a layer gets (a scan's carry), not the one that it returns"
+        f"{name!r} at {sources[name]}: the policy offloads it, but the backward pass doesn't read it, so it stays on "
+        "the device; name the array that a layer gets (a scan's carry), not the one that it returns"
         for name, is_moved in moved.items()
         if not is_moved
     )
