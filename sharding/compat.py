@@ -121,16 +121,11 @@ def jaxpr_fun(closed: Any) -> Any:
 
 
 def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
-    """Binds an equation's primitive to other operands, keeping its name stack and source line, if it has one.
-
-    One that is traced without a user's function in between has none, and gets that of the caller.
-    """
+    """Binds an equation's primitive to other operands, keeping its name stack, and its source line if it has one."""
     stack = _source.current_name_stack() + eqn.source_info.name_stack
-    params = eqn.primitive.get_bind_params(eqn.params)
-    traceback = eqn.source_info.traceback
-    traceback = None if traceback is None or _source.user_frame(traceback) is None else traceback
+    traceback = eqn.source_info.traceback if line_of(eqn.source_info) else None
     with _source.user_context(traceback, name_stack=stack), eqn.ctx.manager:
-        results = eqn.primitive.bind(*values, **params)
+        results = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
     return list(results) if eqn.primitive.multiple_results else [results]
 
 
@@ -188,12 +183,6 @@ def with_constants(primitive: str, params: dict[str, Any], number: int) -> dict[
 def is_recomputed(eqn: Any) -> bool:
     """Whether an equation recomputes values for the backward pass, behind a barrier, so that XLA merges none."""
     return bool(eqn.params.get("differentiated")) and any(np.atleast_1d(eqn.params.get("prevent_cse", False)))
-
-
-def offloads(policy: Any, eqn: Any) -> bool:
-    """Whether a policy of `jax.checkpoint` moves what an equation computes to the host."""
-    found = policy(eqn.primitive, *(v.aval for v in eqn.invars), **eqn.params)
-    return getattr(found, "dst", None) is not None
 
 
 _row_major_on_cpu_p = jex.Primitive("row_major_on_cpu")

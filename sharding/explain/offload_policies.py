@@ -6,7 +6,8 @@ layer gets, under another name: a scan's carry, which is saved on the device (ja
 
 from __future__ import annotations
 
-from .. import compat
+from typing import Any
+
 from ..graph import Graph
 
 
@@ -19,7 +20,7 @@ def unmoved_names(graph: Graph) -> tuple[str, ...]:
     moved: dict[str, bool] = {}
     sources: dict[str, str] = {}
     for op in graph.ops:
-        if op.name != "name" or not any(compat.offloads(policy, op.site[0]) for policy in policies.values()):
+        if op.name != "name" or not any(_offloads(policy, op.site[0]) for policy in policies.values()):
             continue
         name = op.site[0].params["name"]
         users = (use for v in op.results for use in graph.users[v])
@@ -31,3 +32,8 @@ def unmoved_names(graph: Graph) -> tuple[str, ...]:
         for name, is_moved in moved.items()
         if not is_moved
     )
+
+
+def _offloads(policy: Any, eqn: Any) -> bool:
+    found = policy(eqn.primitive, *(v.aval for v in eqn.invars), **eqn.params)
+    return getattr(found, "dst", None) is not None

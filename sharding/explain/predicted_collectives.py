@@ -53,8 +53,7 @@ def communication(assignment: Assignment, *, name: str = "") -> Ledger:
     @functools.cache
     def collectives(platform: Platform) -> tuple[Collective, ...]:
         program = ProgramCollectives(assignment, platform=platform)
-        found = [transfer.collective for _, transfers in program.ops() for transfer in transfers]
-        return (*found, *program.in_shard_maps())
+        return (*(t.collective for _, transfers in program.ops() for t in transfers), *program.in_shard_maps())
 
     find_cut = functools.cache(functools.partial(cut_searches, assignment))
     given = {"on_platform": collectives, "unknown": unknown_ops(assignment), "find_cut_searches": find_cut}

@@ -22,8 +22,22 @@ Example:
 """
 
 from .delayed_update import Delayed
+from .disk_optimizer import DiskOptimizer
+from .layer_streaming import LayerTrainer, Tiled
 from .memory_formula import model_state_bytes
 from .sharded_optimizer import Master, Sharded, shard, split
 from .state_specs import Specs, specs
 
-__all__ = ["Delayed", "Master", "Sharded", "Specs", "model_state_bytes", "shard", "specs", "split"]
+__all__ = [
+    "Delayed",
+    "DiskOptimizer",
+    "LayerTrainer",
+    "Master",
+    "Sharded",
+    "Specs",
+    "Tiled",
+    "model_state_bytes",
+    "shard",
+    "specs",
+    "split",
+]

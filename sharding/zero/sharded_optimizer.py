@@ -102,7 +102,8 @@ def shard(
     """
     check_stage("zero.shard", stage)
     if offload not in (None, "host"):
-        raise ShardingError("zero.shard(offload)", found=repr(offload), required="'host' or None")
+        outside = "zero.DiskOptimizer, which runs outside jit" if offload == "disk" else ()
+        raise ShardingError("zero.shard(offload)", found=repr(offload), required="'host' or None", fix=outside)
     if delay_after is not None and delay_after < 0:
         raise ShardingError("zero.shard(delay_after)", found=str(delay_after), required="at least 0, or None")
     options = _ShardedTransform(

@@ -219,6 +219,8 @@ def test_devices_that_do_not_reach_the_host_are_an_error(monkeypatch):
 def test_errors():
     with pytest.raises(ShardingError, match="'host' or None"):
         zero.shard(optax.adamw(1e-2), offload="hots")
+    with pytest.raises(ShardingError, match="zero.DiskOptimizer"):
+        zero.shard(optax.adamw(1e-2), offload="disk")
     with pytest.raises(ShardingError, match="at least 0, or None"):
         zero.shard(optax.adamw(1e-2), delay_after=-1)
 
