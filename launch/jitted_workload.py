@@ -92,11 +92,25 @@ class JittedWorkload:
 
     def abstract_state(self) -> TrainState:
         """The state as ShapeDtypeStructs with shardings, to restore into."""
-        return jax.tree.map(
-            lambda leaf, spec: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(self.mesh, spec)),
-            self.workload.state_shapes,
-            self.completion.in_shardings[0],
-        )
+
+        def placed(leaf: jax.ShapeDtypeStruct, spec: P | NamedSharding) -> jax.ShapeDtypeStruct:
+            spec, kind = (spec.spec, spec.memory_kind) if isinstance(spec, NamedSharding) else (spec, None)
+            found = NamedSharding(self.mesh, spec, memory_kind=kind)
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=found)
+
+        return jax.tree.map(placed, self.workload.state_shapes, self.completion.in_shardings[0])
+
+
+def state_shapes(workload: Workload) -> TrainState:
+    """The abstract state for the mesh in context; arrays in the host's memory have their initial shardings."""
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    leaves, tree = jax.tree.flatten(jax.eval_shape(workload.init, key))
+    avals = jax.make_jaxpr(workload.init)(key).out_avals
+    on_host = [aval.memory_space == jax.memory.Space.Host for aval in avals]
+    if not any(on_host):
+        return tree.unflatten(leaves)
+    placed = jax.tree.leaves(sharding.jit(workload.init).eval_shape(key))
+    return tree.unflatten([p if there else leaf for leaf, p, there in zip(leaves, placed, on_host, strict=True)])
 
 
 def planned_step(workload: Workload, plan: Plan | None = None) -> Any:
@@ -122,7 +136,7 @@ def jit_workload(workload: Workload, mesh: Mesh, *, batch_size: int, plan: Plan 
         workload=workload,
         mesh=mesh,
         batch_spec=spec,
-        completion=step.complete(workload.state_shapes, workload.batch_shapes(batch_size)),
+        completion=step.complete(state_shapes(workload), workload.batch_shapes(batch_size)),
         train_step=_jit_mpmd(mpmd_step, spec) if mpmd_step is not None and mpmd_step.suits(mesh) else step,
         evaluate=sharding.jit(workload.evaluate, in_shardings=(None, None, spec), out_shardings=replicated),
         generate=generate,
@@ -130,13 +144,21 @@ def jit_workload(workload: Workload, mesh: Mesh, *, batch_size: int, plan: Plan 
 
 
 def skip_nonfinite(step: Step) -> Step:
-    """`step`, except that a non-finite loss or gradient leaves the state unchanged but for the step count."""
+    """`step`, except that a non-finite loss or gradient leaves the state unchanged but for the step count.
+
+    State in the host's memory is left to the step, which has to leave it unchanged itself.
+    """
 
     @functools.wraps(step)
     def finite_step(state: TrainState, *args: Any) -> tuple[TrainState, DeviceMetrics]:
         new, measured = step(state, *args)
         finite = jnp.isfinite(measured["loss"]) & jnp.isfinite(measured["gradient_norm"])
-        kept = jax.tree.map(lambda updated, old: jnp.where(finite, updated, old), new, state)
+
+        def chosen(updated: jax.Array, old: jax.Array) -> jax.Array:
+            on_host = jax.typeof(updated).memory_space == jax.memory.Space.Host
+            return updated if on_host else jnp.where(finite, updated, old)
+
+        kept = jax.tree.map(chosen, new, state)
         return replace(kept, step=new.step), measured
 
     return finite_step

@@ -39,7 +39,13 @@ def with_zero(
     """The optimizer with ZeRO over the axis `data`, if requested and the mesh in context has that axis."""
     if not optimization.zero or "data" not in jax.sharding.get_abstract_mesh().axis_names:
         return transform
-    return zero.shard(transform, stage=optimization.zero, like=layout_specs(params, rules))
+    return zero.shard(
+        transform,
+        stage=optimization.zero,
+        like=layout_specs(params, rules),
+        offload=optimization.offload,
+        delay_after=optimization.delay_after,
+    )
 
 
 def layout_specs(params: Any, rules: Layout) -> Any:

@@ -109,14 +109,17 @@ def train_functions(
 
     def apply_gradients(state: TrainState, nats: jax.Array, gradients: nnx.State) -> tuple[TrainState, DeviceMetrics]:
         tx = optimizers.with_zero(transform, optimization, state.params, rules())
+        norm = optax.tree.norm(gradients)
         if isinstance(tx, zero.Sharded):
-            params, opt_state = tx.apply(gradients, state.opt_state, state.params)
+            # State on the host passes the devices group by group, so what is not finite must not reach it.
+            finite = jnp.isfinite(nats) & jnp.isfinite(norm) if optimization.offload else None
+            params, opt_state = tx.apply(gradients, state.opt_state, state.params, only_if=finite)
         else:
             updates, opt_state = tx.update(gradients, state.opt_state, state.params)
             params = optax.apply_updates(state.params, updates)
         measured = {
             "loss": nats,
-            "gradient_norm": optax.tree.norm(gradients),
+            "gradient_norm": norm,
             "learning_rate": jnp.asarray(schedule(state.step), jnp.float32),
         }
         return replace(state, params=params, opt_state=opt_state, step=state.step + 1), measured

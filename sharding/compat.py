@@ -113,11 +113,11 @@ def jaxpr_fun(closed: Any) -> Any:
 
 
 def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
-    """Binds an equation's primitive to other operands, keeping its source line and name stack."""
+    """Binds an equation's primitive to other operands, keeping its name stack, and its source line if it has one."""
     stack = _source.current_name_stack() + eqn.source_info.name_stack
-    params = eqn.primitive.get_bind_params(eqn.params)
-    with _source.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
-        results = eqn.primitive.bind(*values, **params)
+    traceback = eqn.source_info.traceback if line_of(eqn.source_info) else None
+    with _source.user_context(traceback, name_stack=stack), eqn.ctx.manager:
+        results = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
     return list(results) if eqn.primitive.multiple_results else [results]
 
 

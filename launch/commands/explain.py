@@ -12,10 +12,11 @@ from sharding.explain import Fit, Verification
 from sharding.explain.memory_fit import fit
 
 from ...models import layouts
-from .. import workloads
+from .. import jitted_workload, workloads
 from ..config.explain_config import Explain
 from ..config.mesh_config import batch_parts, check_batch, parse_mesh
 from ..config.optimizer_config import Optimization
+from ..workload import Shapes, Workload
 
 MIN_EXAMPLES = 16
 """Minimum default batch size."""
@@ -55,9 +56,9 @@ def complete(config: Explain) -> Any:
     # Without a description: generic devices, as many as the mesh needs.
     devices = config.devices or math.prod(max(size, 1) for size in axes.values())
     over = sharding.mesh(axes, devices=devices)
-    step, args = _step(config, over.mesh)
+    step, workload, batch = _step(config, over.mesh)
     with over:
-        return step.complete(*args)
+        return step.complete(jitted_workload.state_shapes(workload), batch)
 
 
 def compile_ahead(config: Explain, devices: str) -> tuple[Any, tuple[Verification, Fit]]:
@@ -66,8 +67,9 @@ def compile_ahead(config: Explain, devices: str) -> tuple[Any, tuple[Verificatio
     XLA:TPU rejects a step that exceeds its chip's memory; XLA:GPU compiles it anyway.
     """
     over = sharding.mesh(_axes(config), devices=cost.compile_only(devices))
-    step, args = _step(config, over.mesh)  # before entering the mesh, whose devices can't run anything
+    step, workload, batch = _step(config, over.mesh)  # before entering the mesh, whose devices can't run anything
     with over:
+        args = jitted_workload.state_shapes(workload), batch
         completion = step.complete(*args)
         try:
             found = completion.verify(step.lower(*args).compile())
@@ -86,8 +88,8 @@ def _axes(config: Explain) -> dict[str, int]:
     return workloads.with_required_axes(parse_mesh(config.mesh), workloads.find(config.model)[0])
 
 
-def _step(config: Explain, mesh: Any) -> tuple[Any, tuple[Any, Any]]:
-    """The train step of `config` for a mesh, and its abstract arguments."""
+def _step(config: Explain, mesh: Any) -> tuple[Any, Workload, Shapes]:
+    """The train step of `config` for a mesh, its workload, and an abstract batch."""
     family, model = workloads.find(config.model)
     sizes = dict(mesh.shape)
     workloads.check_experts(config.model.name, model, sizes)
@@ -98,6 +100,7 @@ def _step(config: Explain, mesh: Any) -> tuple[Any, tuple[Any, Any]]:
         pipeline=pipeline_config,
         sequence=sequence_config,
         zero=config.zero,
+        offload=config.offload,
         sequence_parallel=config.sequence_parallel,
     )
     workloads.check_sequence_parallel(config.model.name, family, model, optimization, sizes)
@@ -106,4 +109,4 @@ def _step(config: Explain, mesh: Any) -> tuple[Any, tuple[Any, Any]]:
     batch = config.batch or parts * math.ceil(MIN_EXAMPLES / parts)
     check_batch(batch, sizes, pipeline=pipeline_config)
     step = sharding.jit(workload.train_step, in_shardings=(None, layouts.batch(mesh.axis_names)), donate_argnums=(0,))
-    return step, (workload.state_shapes, workload.batch_shapes(batch))
+    return step, workload, workload.batch_shapes(batch)

@@ -49,7 +49,8 @@ def _run(config: Train, stop: StopRequest) -> None:
     accumulate = recipe.optimization.accumulate
     pipeline_config = config.pipeline.resolve(axes, accumulate)
     check_batch(recipe.batch, axes, accumulate, pipeline_config)
-    check_zero(recipe.optimization.zero, axes)
+    options = recipe.optimization
+    check_zero(options.zero, axes, offload=options.offload, delay_after=options.delay_after)
     sequence_config = config.sequence.resolve(axes, pipeline_config)
     workloads.check_sequence_axis(config.model.name, family, sequence_config)
     optimization = replace(recipe.optimization, pipeline=pipeline_config, sequence=sequence_config)

@@ -10,7 +10,7 @@ from sharding.errors import ShardingError
 
 from .mesh_config import check_batch, parse_mesh
 from .model_config import ModelOptions
-from .optimizer_config import ZeroStage, check_zero
+from .optimizer_config import Offload, ZeroStage, check_zero
 from .option_checks import at_least
 from .pipeline_config import PipelineOptions
 from .sequence_config import SequenceOptions
@@ -32,6 +32,8 @@ class Explain:
     sequence: OmitArgPrefixes[SequenceOptions] = field(default_factory=SequenceOptions)
     zero: ZeroStage = 0
     """ZeRO stage, what is sharded over the axis data: 1 optimizer state, 2 and gradients, 3 and parameters."""
+    offload: Offload | None = None
+    """Keep the optimizer state in the host's memory (ZeRO-Offload); needs --zero. Default: on the devices."""
     sequence_parallel: bool = False
     """Megatron sequence parallelism: shard activations between the branches of a block over the axis tensor."""
     why: Annotated[str | None, arg(metavar="NAME")] = None
@@ -58,7 +60,7 @@ class Explain:
             at_least("--batch", self.batch, 1)
             if -1 not in axes.values():
                 check_batch(self.batch, axes, pipeline=self.pipeline.resolve(axes))
-        check_zero(self.zero, axes)
+        check_zero(self.zero, axes, offload=self.offload)
         if self.aot is not None and self.devices not in (None, self.aot):
             raise ShardingError(
                 f"--devices {self.devices} --aot {self.aot}",

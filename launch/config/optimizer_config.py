@@ -2,7 +2,9 @@
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from tyro.conf import arg
 
 from sharding.errors import ShardingError
 
@@ -11,6 +13,7 @@ from .pipeline_config import PipelineConfig
 from .sequence_config import SequenceConfig
 
 ZeroStage = Literal[0, 1, 2, 3]
+Offload = Literal["host"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +36,10 @@ class Optimization:
     """The sequence-parallel attention, on a mesh with a seq axis."""
     zero: ZeroStage = 0
     """ZeRO stage over the axis `data`: 0 none, 1 optimizer state, 2 and gradients, 3 and parameters."""
+    offload: Offload | None = None
+    """Where ZeRO keeps the optimizer state, if not on the devices."""
+    delay_after: int | None = None
+    """Steps before ZeRO-Offload's delayed update."""
     sequence_parallel: bool = False
     """Whether the residual stream is sharded over the axis `tensor` along its length."""
 
@@ -41,6 +48,8 @@ class Optimization:
         at_least("--warmup", self.warmup, 0)
         at_least("--weight-decay", self.weight_decay, 0)
         at_least("--accumulate", self.accumulate, 1)
+        if self.delay_after is not None:
+            at_least("--delay-after", self.delay_after, 0)
         if self.clip <= 0:
             raise ShardingError(f"--clip {self.clip}", required="a norm greater than 0", fix="--clip 1.0")
 
@@ -62,6 +71,10 @@ class OptimizationOptions:
     zero: ZeroStage | None = None
     """ZeRO stage, what is sharded over the axis data: 1 optimizer state, 2 and gradients, 3 and parameters.
     Default: 0, nothing."""
+    offload: Offload | None = None
+    """Keep the optimizer state in the host's memory (ZeRO-Offload); needs --zero. Default: on the devices."""
+    delay_after: Annotated[int | None, arg(metavar="STEPS")] = None
+    """After so many steps, apply each gradient a step later (ZeRO-Offload's delayed update); needs --zero."""
     sequence_parallel: bool = False
     """Megatron sequence parallelism: shard activations between the branches of a block over the axis tensor."""
 
@@ -73,8 +86,13 @@ class OptimizationOptions:
         return dataclasses.replace(default, **given_options(self))
 
 
-def check_zero(stage: ZeroStage, axes: dict[str, int]) -> None:
-    """Raise an error if ZeRO has no axis to shard over."""
+def check_zero(
+    stage: ZeroStage, axes: dict[str, int], *, offload: Offload | None = None, delay_after: int | None = None
+) -> None:
+    """Raise an error if ZeRO has no axis to shard over, or if its options are given without it."""
+    if not stage and (offload is not None or delay_after is not None):
+        asked = f"--offload {offload}" if offload is not None else f"--delay-after {delay_after}"
+        raise ShardingError(asked, found="--zero 0", required="a ZeRO stage", fix=f"--zero 1 {asked}")
     if stage and axes.get("data", 1) == 1:
         mesh = ",".join(f"{name}={size}" for name, size in axes.items())
         raise ShardingError(

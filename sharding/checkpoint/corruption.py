@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .. import compat
 from ..errors import ShardingError
 from ..mesh import without_mesh
 from .array_names import as_saved
@@ -131,6 +132,8 @@ def _checksum(array: jax.Array) -> jax.Array:
     A sum does not depend on the order, hence not on the mesh. Since the factor is odd, every change of one element
     changes the sum.
     """
+    if compat.is_on_host(jax.typeof(array)):
+        array = jax.device_put(array, jax.memory.Space.Device)
     if array.dtype == jnp.bool_:
         array = array.astype(jnp.uint8)
     if jnp.issubdtype(array.dtype, jnp.complexfloating):

@@ -28,6 +28,10 @@ class Saver:
 
     Keeps the newest `keep` checkpoints, and with `keep_best` also the one with the lowest figure. A context manager: on
     exit it waits for the save in progress.
+
+    Of host memory a save takes at most the bytes of the largest array beside arrays that are there already (those of
+    CPU devices), and nothing once it is complete. From accelerators Orbax first copies the process's shards to the
+    host. `restore` takes the process's shards, and up to three of the largest arrays while it reads.
     """
 
     def __init__(self, directory: Directory, *, keep: int = 3, keep_best: bool = True):

@@ -19,6 +19,7 @@ from ..paths import Layers
 from ..spec import Axis, axis_name
 from ..xla.collective_lowering import is_slice_wide
 from ..xla.collective_ops import totals
+from .host_copies import DIRECTIONS, HostCopy
 from .unknown_ops import UnknownOp, UnknownOps
 
 
@@ -75,12 +76,14 @@ COLUMNS = (
     Column("line", "code"),
     Column("cause"),
 )
+HOST_COLUMNS = (Column("copy"), Column("count", "number"), Column("bytes", "bytes"), Column("line", "code"))
 
 
 class Ledger(Sequence[Collective], Tabular):
     """The collectives of a program, in program order; prints as a table, most bytes first.
 
-    `unknown` lists the ops without a rule; what those move that are left to XLA is not in the table.
+    `unknown` lists the ops without a rule; what those move that are left to XLA is not in the table. `host_copies` are
+    the copies between a device and the memory of its host, in a table of their own; they are not among the collectives.
     """
 
     def __init__(
@@ -93,10 +96,11 @@ class Ledger(Sequence[Collective], Tabular):
         layers: Layers | None = None,
         unknown: Sequence[UnknownOp] = (),
         find_cut_searches: Callable[[], tuple[str, ...]] = tuple,
+        host_copies: Sequence[HostCopy] = (),
     ):
         self.name, self._num_devices, self._layers = name, num_devices, layers or Layers()
         self.unknown, self._find_cut_searches = UnknownOps(unknown), find_cut_searches
-        self._collectives = tuple(collectives)
+        self._collectives, self.host_copies = tuple(collectives), tuple(host_copies)
         self._on_platform = on_platform
 
     @overload
@@ -148,6 +152,7 @@ class Ledger(Sequence[Collective], Tabular):
             layers=self._layers,
             unknown=self.unknown,
             find_cut_searches=self._find_cut_searches,
+            host_copies=self.host_copies,
         )
 
     @property
@@ -169,8 +174,18 @@ class Ledger(Sequence[Collective], Tabular):
         return sorted(rows, key=lambda row: -row[3])
 
     def tables(self) -> list[Table]:
-        """One table, of the rows."""
-        return [Table(self._title(), COLUMNS, self.rows())]
+        """The collectives; then the copies to and from the host, if any, those of one line in one row."""
+        collectives = Table(self._title(), COLUMNS, self.rows())
+        return [collectives, self._host_table()] if self.host_copies else [collectives]
+
+    def _host_table(self) -> Table:
+        rows: dict[tuple[str, str], tuple[int, int]] = {}
+        for c in self.host_copies:
+            count, size = rows.get((c.direction, c.source), (0, 0))
+            rows[c.direction, c.source] = count + c.count, size + c.bytes
+        found = [(kind, count, size, source) for (kind, source), (count, size) in rows.items()]
+        sums = (f"{bytes_text(sum(c.bytes for c in self.host_copies if c.direction == d))} {d}" for d in DIRECTIONS)
+        return Table(f"copies, per device: {', '.join(sums)}", HOST_COLUMNS, sorted(found, key=lambda row: -row[2]))
 
     def _title(self) -> str:
         counts = [
@@ -188,7 +203,9 @@ class Ledger(Sequence[Collective], Tabular):
 
     def __str__(self) -> str:
         table = [tuple(column.name for column in COLUMNS), *(tuple(map(str, row)) for row in self.rows())]
-        return "\n".join([self._title(), *(aligned(table) if len(table) > 1 else []), *self.notes()])
+        lines = [self._title(), *(aligned(table) if len(table) > 1 else [])]
+        host = ["", *str(self._host_table()).splitlines()] if self.host_copies else []
+        return "\n".join([*lines, *host, *self.notes()])
 
     __repr__ = __str__
 

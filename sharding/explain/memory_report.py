@@ -23,6 +23,7 @@ from .collective_buffers import collective_buffer_bytes
 from .host_bytes import HostBytes, host_bytes
 from .live_arrays import Array, LiveArrays, source
 from .memory_fit import Fit, fit
+from .offload_policies import unmoved_names
 from .peak_error import PEAK_ERRORS, PeakError
 
 ARGUMENTS = "(arguments)"
@@ -96,6 +97,8 @@ class MemoryReport(Tabular):
     """What NCCL keeps for the collectives on GPUs, outside XLA's memory and not in `peak_bytes`."""
     host: HostBytes = HostBytes()
     """Arrays in the host's memory (`memory_kind="pinned_host"`), which are not in `peak_bytes`."""
+    unmoved: tuple[str, ...] = ()
+    """Names that a `jax.checkpoint` policy offloads and JAX leaves on the device, with the reason."""
     arrays: tuple[Array, ...]
     """Arrays live at the peak, largest first."""
     layers: Layers = Layers()
@@ -225,6 +228,7 @@ def report(assignment: Assignment, found: Usage, *, name: str = "program", platf
         result_bytes=found.result_bytes,
         temporary_bytes=found.temporary_bytes,
         host=host_bytes(assignment, found),
+        unmoved=unmoved_names(assignment.graph),
         collective_buffer_bytes=collective_buffer_bytes(found, assignment.sizes, platform),
         arrays=LiveArrays(assignment, found).arrays(),
         layers=assignment.graph.layers,
@@ -260,6 +264,7 @@ def _lines(report: MemoryReport) -> Iterator[str]:
         yield f"outside XLA's memory: {bytes_text(report.collective_buffer_bytes)} for NCCL's buffers"
     if report.host.total_bytes:
         yield f"in the host's memory: {_host_text(report.host)} per device"
+    yield from (f"not offloaded: {line}" for line in report.unmoved)
     yield from categories.lines()
     for table in (axes, Table("", ARRAY_COLUMNS, arrays.rows[:MAX_ARRAYS])):
         yield from ("", *table.lines())

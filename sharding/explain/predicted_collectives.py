@@ -30,6 +30,7 @@ from .collective_dtypes import CollectiveDtypes
 from .collective_hints import Hints
 from .collective_ledger import Collective, Ledger
 from .cut_searches import cut_searches
+from .host_copies import host_copies
 from .reduce_scatter_creation import in_mesh_order, reduce_scattered, reduces_elementwise, stays_all_reduce
 from .runs_moved import is_moved_outside, loops_moved, times_moved
 from .shard_exchanges import ShardExchanges, axis_names
@@ -52,13 +53,12 @@ def communication(assignment: Assignment, *, name: str = "") -> Ledger:
     @functools.cache
     def collectives(platform: Platform) -> tuple[Collective, ...]:
         program = ProgramCollectives(assignment, platform=platform)
-        found = [transfer.collective for _, transfers in program.ops() for transfer in transfers]
-        return (*found, *program.in_shard_maps())
+        return (*(t.collective for _, transfers in program.ops() for t in transfers), *program.in_shard_maps())
 
     find_cut = functools.cache(functools.partial(cut_searches, assignment))
     given = {"on_platform": collectives, "unknown": unknown_ops(assignment), "find_cut_searches": find_cut}
     given |= {"layers": assignment.graph.layers, "num_devices": math.prod(assignment.sizes.values())}
-    return Ledger(collectives("cpu"), name=name, **given)
+    return Ledger(collectives("cpu"), name=name, host_copies=host_copies(assignment.as_run), **given)
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,7 @@ from ..propagation import Assignment
 from ..rules.rule_table import ELEMENTWISE
 from ..spec import Spec, axis_name, local_shape, num_parts
 from .collective_ledger import Collective
+from .host_copies import HostCopy, host_copies_of
 from .predicted_collectives import ProgramCollectives
 
 FUSED = ELEMENTWISE | {"broadcast_in_dim", "iota", "reshape", "squeeze"}
@@ -74,8 +75,9 @@ class TimedOp:
     source: str
     seconds: float
     is_collective: bool
+    """Whether it communicates: a collective, or a copy to or from the host."""
     limit: str
-    """What bounds it: `compute`, `memory`, or the links of a collective, as `nvlink over data`."""
+    """What bounds it: `compute`, `memory`, the links of a collective, as `nvlink over data`, or `host link`."""
     matmul_flops: float = 0.0
     """FLOPs of a matrix product or convolution on one device."""
 
@@ -150,8 +152,12 @@ class Estimate(Tabular):
         spans = [(p, self.timeline[f"{k} {p.name}"]) for k, p in enumerate(self.parts)]
         busy = sorted((s.start_seconds, s.end_seconds) for p, s in spans if not p.is_collective)
         waits = sorted((s.start_seconds, s.end_seconds, p.limit) for p, s in spans if p.is_collective)
-        k = 0
+        k, ends = 0, dict[str, float]()
         for start, end, limit in waits:
+            start = max(start, ends.get(limit, 0.0))  # both directions of a host link at once count once
+            ends[limit] = max(end, start)
+            if start >= end:
+                continue
             while k < len(busy) and busy[k][1] <= start:
                 k += 1
             now, idle, at = start, 0.0, k
@@ -259,7 +265,12 @@ class _Tasks:
                     yield task
                     waits.append(task[0].name)
                     self.ready[transfer.value] = (task[0].name,)
-            done = self.work(op)
+            copies = [*host_copies_of(op, self.assignment)]
+            for copy in copies:
+                task = self.host_copy(copy, waits)
+                yield task
+                waits = [task[0].name]
+            done = None if copies else self.work(op)
             seconds = 0.0 if done is None else self.seconds(op, done)
             if done is not None and seconds:
                 flops = op.times * done.flops if done.matmul_dtype is not None else 0.0
@@ -283,6 +294,12 @@ class _Tasks:
         limit = f"{link} over {', '.join(map(axis_name, c.axes))}"
         stream = LINKS if c.kind in self.asynchronous else DEVICE
         return self.task(c.kind, stream, seconds, after, c.source, limit=limit, is_collective=True)
+
+    def host_copy(self, copy: HostCopy, after: Sequence[str]) -> tuple[Task, TimedOp]:
+        chip = self.on.chip
+        stream = copy.direction if chip.sends_while_computing else DEVICE
+        name, seconds = f"copy {copy.direction}", copy.seconds(chip)
+        return self.task(name, stream, seconds, after, copy.source, limit="host link", is_collective=True)
 
     def task(
         self, name: str, stream: str, seconds: float, after: Sequence[str], source: str, *, limit: str,

@@ -115,6 +115,8 @@ class Chip:
     """Between the devices of one chip, where it has several."""
     network: Wire
     """Between hosts or TPU slices: one device's share."""
+    host_wire: Wire
+    """To the memory of the device's host."""
     torus_dims: int = 0
     """Dims of the torus that the chips form; 0 where the shape is hosts x devices."""
     wraps_at: int = 0
@@ -152,6 +154,7 @@ class Chip:
             wire=at_once(self.wire),
             core_wire=self.core_wire and at_once(self.core_wire),
             network=at_once(self.network),
+            host_wire=at_once(self.host_wire),
             op_seconds=0.0,
             collective_seconds=0.0,
             collectives=tuple(dataclasses.replace(c, start_seconds=0.0) for c in self.collectives),

@@ -7,6 +7,7 @@ are not published; these are approximations:
   jax-ml.github.io/scaling-book).
 - GPU links: 1.9 us per hop over NVLink, 4 us over the network, 4.4 us startup: the constants of NCCL's tuner for its
   LL128 protocol (github.com/NVIDIA/nccl, `src/graph/tuning.cc`, `hwLat` and the tree's `baseLat`, release 2.12).
+- Host links: 10 us per copy, about what a small `cudaMemcpyAsync` takes.
 - Per op: 3 us for a CUDA kernel launch, 1 us for a step of a TPU program.
 
 Usable memory: what libtpu 0.0.52 calls available when a program is too large for a chip (v5p: all of it); on GPUs
@@ -75,6 +76,13 @@ def _network(gigabits: float, latency_us: float) -> Wire:
     return Wire(bytes_per_second=gigabits / 8 * _GIGA, latency_seconds=latency_us * _US)
 
 
+def _pcie(giga: float) -> Wire:
+    """The link to the host, by GB/s per direction."""
+    return Wire(bytes_per_second=giga * _GIGA, latency_seconds=10 * _US)
+
+
+# Host links of TPUs: 16 GB/s each way for v4 (How to Scale Your Model, part 2), whose worked problems have 15 GB/s for
+# v6e; assumed for the others, of which none is published.
 # Vector units of TPUs: lanes x sublanes x ALUs x cores x clock = 128 x 8 x 4 x cores x GHz (How to Scale Your Model,
 # appendix of part 2, for v5p), with a multiply-add as one operation; an approximation for the others, at the same clock
 # or that of their matrix unit. The network per chip is the data center network on the same Google pages.
@@ -93,6 +101,7 @@ _TPU_V4 = Chip(
     link="ici",
     wire=_ici(45, 3),
     network=_network(50, 10),
+    host_wire=_pcie(16),
     torus_dims=3,
     wraps_at=4,
     wraps_together=True,
@@ -111,6 +120,7 @@ _TPU_V5E = Chip(
     link="ici",
     wire=_ici(50, 2),
     network=_network(25, 10),
+    host_wire=_pcie(16),
     torus_dims=2,
     wraps_at=16,
     op_seconds=1 * _US,
@@ -127,6 +137,7 @@ _TPU_V5P = Chip(
     link="ici",
     wire=_ici(100, 3),
     network=_network(50, 10),
+    host_wire=_pcie(16),
     torus_dims=3,
     wraps_at=4,
     wraps_together=True,
@@ -145,6 +156,7 @@ _TPU_V6E = Chip(
     link="ici",
     wire=_ici(100, 2),
     network=_network(100, 10),
+    host_wire=_pcie(15),
     torus_dims=2,
     wraps_at=16,
     op_seconds=1 * _US,
@@ -165,6 +177,7 @@ _TPU_7X = Chip(
     wire=_ici(100, 3).shared(2),
     core_wire=Wire(bytes_per_second=6 * 100 * _GIGA, latency_seconds=1 * _US),
     network=_network(50, 10),
+    host_wire=_pcie(16 / 2),
     torus_dims=3,
     wraps_at=4,
     wraps_together=True,
@@ -174,6 +187,7 @@ _TPU_7X = Chip(
 _A100 = Chip(
     # NVIDIA A100 80GB SXM data sheet: bf16 312, TF32 156, FP32 19.5, int8 624 TFLOPS, 80 GB of HBM2e, 2039 GB/s, NVLink
     # of 600 GB/s bidirectional, 12 links (Ampere white paper). DGX A100 data sheet: 200 Gb/s of network per GPU.
+    # PCIe Gen4 of 64 GB/s bidirectional.
     name="a100",
     platform="gpu",
     memory_bytes=80 * 10**9,
@@ -183,6 +197,7 @@ _A100 = Chip(
     link="nvlink",
     wire=_nvlink(25, 12),
     network=_network(200, 4),
+    host_wire=_pcie(32),
     op_seconds=3 * _US,
     collective_seconds=4.4 * _US,
 )
@@ -190,6 +205,7 @@ _H100 = Chip(
     # https://www.nvidia.com/en-us/data-center/h100/, SXM, whose tensor rates are with sparsity, twice these: bf16
     # 989.4, TF32 494.7, FP8 and int8 1978.9, FP32 66.9 TFLOPS (Hopper white paper), 80 GB of HBM3, 3.35 TB/s, NVLink of
     # 900 GB/s bidirectional, 18 links. DGX H100 data sheet: 400 Gb/s of network per GPU.
+    # PCIe Gen5 of 128 GB/s bidirectional.
     name="h100",
     platform="gpu",
     memory_bytes=80 * 10**9,
@@ -199,6 +215,7 @@ _H100 = Chip(
     link="nvlink",
     wire=_nvlink(25, 18),
     network=_network(400, 4),
+    host_wire=_pcie(64),
     op_seconds=3 * _US,
     collective_seconds=4.4 * _US,
 )
@@ -213,7 +230,8 @@ _H200 = replace(
 _B200 = Chip(
     # NVIDIA DGX B200 data sheet: 8 GPUs with 1,440 GB of HBM3e and 64 TB/s in total, FP8 72 PFLOPS with sparsity,
     # NVLink of 14.4 TB/s bidirectional, 400 Gb/s of network per GPU. NVIDIA Blackwell data sheet (HGX B200, per GPU,
-    # half of the rates with sparsity): bf16 2250, TF32 1100, int8 4500, FP32 80 TFLOPS; 18 links (NVLink 5).
+    # half of the rates with sparsity): bf16 2250, TF32 1100, int8 4500, FP32 80 TFLOPS; 18 links (NVLink 5), PCIe
+    # Gen5 of 128 GB/s bidirectional.
     name="b200",
     platform="gpu",
     memory_bytes=180 * 10**9,
@@ -223,6 +241,7 @@ _B200 = Chip(
     link="nvlink",
     wire=_nvlink(50, 18),
     network=_network(400, 4),
+    host_wire=_pcie(64),
     op_seconds=3 * _US,
     collective_seconds=4.4 * _US,
 )
@@ -243,6 +262,7 @@ _CPU = Chip(
     link="shared memory",
     wire=Wire(bytes_per_second=5 * _GIGA, latency_seconds=10 * _US),
     network=_network(25, 30),
+    host_wire=Wire(bytes_per_second=5 * _GIGA, latency_seconds=10 * _US),
     op_seconds=2 * _US,
     collective_seconds=50 * _US,
     shares_cores=True,

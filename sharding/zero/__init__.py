@@ -14,10 +14,30 @@ Example:
     ...     state = tx.init({"w": jnp.ones((64, 16), jnp.bfloat16)})
     >>> isinstance(state, zero.Master), state.weights["w"].dtype, state.weights["w"].sharding.spec
     (True, dtype('float32'), P('data',))
+    >>> with sharding.mesh(data=8):
+    ...     tx = zero.shard(optax.adamw(1e-3), offload="host", delay_after=40)
+    ...     state = tx.init({"w": jnp.ones((64, 16))})
+    >>> isinstance(state, zero.Delayed), state.inner[0].mu["w"].sharding.memory_kind
+    (True, 'pinned_host')
 """
 
+from .delayed_update import Delayed
+from .disk_optimizer import DiskOptimizer
+from .layer_streaming import LayerTrainer, Tiled
 from .memory_formula import model_state_bytes
 from .sharded_optimizer import Master, Sharded, shard, split
 from .state_specs import Specs, specs
 
-__all__ = ["Master", "Sharded", "Specs", "model_state_bytes", "shard", "specs", "split"]
+__all__ = [
+    "Delayed",
+    "DiskOptimizer",
+    "LayerTrainer",
+    "Master",
+    "Sharded",
+    "Specs",
+    "Tiled",
+    "model_state_bytes",
+    "shard",
+    "specs",
+    "split",
+]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +14,13 @@ from jax.sharding import PartitionSpec as P
 from ..annotations.annotate import annotate
 from ..annotations.propagation_barrier import barrier
 from ..errors import ShardingError
+from . import host_state
+from .delayed_update import Delayed, delayed, select
 from .memory_formula import check_stage
 from .state_specs import Specs, axes_of, found_specs, is_spec, leaf_specs, mesh_sizes, report_replicated
+from .streamed_update import streamed
+
+Offload = Literal["host"]
 
 PRIORITY = 2
 """Lower priority than a model's own annotations (0) and its FSDP annotations (1)."""
@@ -39,13 +45,15 @@ class Sharded(optax.GradientTransformationExtraArgs):
         self.transform = transform
         return self
 
-    def apply(self, gradients: Any, state: Any, params: Any, **extra: Any) -> tuple[Any, Any]:
+    def apply(
+        self, gradients: Any, state: Any, params: Any, *, only_if: jax.Array | None = None, **extra: Any
+    ) -> tuple[Any, Any]:
         """New parameters and the next state, equal to ``update`` followed by ``optax.apply_updates``.
 
         With replicated parameters each device computes its shard of the new ones, which are then all-gathered in their
-        own dtype, without memory for the updates.
+        own dtype, without memory for the updates. Where the scalar `only_if` is false, both stay as they are.
         """
-        return self.transform.apply(gradients, state, params, **extra)
+        return self.transform.apply(gradients, state, params, only_if, **extra)
 
 
 def shard(
@@ -55,6 +63,8 @@ def shard(
     stage: int = 1,
     like: Any = None,
     master: bool = False,
+    offload: Offload | None = None,
+    delay_after: int | None = None,
     replicas: str | None = None,
     strict: bool = False,
 ) -> Sharded:
@@ -72,21 +82,40 @@ def shard(
             inside a trace.
         master: whether the state keeps float32 master weights, which take the updates; the parameters, such as
             bfloat16, are rounded from them.
+        offload: ``"host"`` keeps the state's arrays, master weights among them, in the host's memory. An update reads
+            and writes them parameter by parameter; at most two are on the device. Donate the state.
+        delay_after: steps of warm-up before ZeRO-Offload's delayed update, in which a step applies the gradient of the
+            step before it; the step behind the warm-up applies none. 0 delays from the first step on, and then an
+            update runs independently of its step's gradient; the state fits both. None: no delay.
         replicas: see ``specs``.
         strict: see ``specs``.
 
     Raises:
-        ShardingError: no such stage; when used, no mesh in context or no such axis; under `strict`, parameters that
-            stay replicated.
+        ShardingError: no such stage, offload or delay; when used, no mesh in context or no such axis, or devices that
+            don't reach the host's memory; under `strict`, parameters that stay replicated.
 
     A parameter without a divisible dim stays replicated; a warning lists these with their bytes.
 
     References:
-        Rajbhandari et al., ZeRO, SC 2020 (1910.02054), section 5.
+        Rajbhandari et al., ZeRO, SC 2020 (1910.02054), section 5; Ren et al., ZeRO-Offload, USENIX ATC 2021
+        (2101.06840), sections 4 and 5.2.
     """
     check_stage("zero.shard", stage)
+    if offload not in (None, "host"):
+        outside = "zero.DiskOptimizer, which runs outside jit" if offload == "disk" else ()
+        raise ShardingError("zero.shard(offload)", found=repr(offload), required="'host' or None", fix=outside)
+    if delay_after is not None and delay_after < 0:
+        raise ShardingError("zero.shard(delay_after)", found=str(delay_after), required="at least 0, or None")
     options = _ShardedTransform(
-        tx=tx, axis=axis, stage=stage, like=like, master=master, replicas=replicas, strict=strict
+        tx=tx,
+        axis=axis,
+        stage=stage,
+        like=like,
+        master=master,
+        offload=offload,
+        delay_after=delay_after,
+        replicas=replicas,
+        strict=strict,
     )
     return Sharded(options)
 
@@ -114,6 +143,8 @@ class _ShardedTransform:
     stage: int
     like: Any
     master: bool
+    offload: Offload | None
+    delay_after: int | None
     replicas: str | None
     strict: bool
 
@@ -122,27 +153,79 @@ class _ShardedTransform:
         return f"zero.shard(axis={self.axis!r})"
 
     def init(self, params: Any) -> Any:
+        if self.offload is not None:
+            host_state.check(f"zero.shard(offload={self.offload!r})")
         found = self._specs(params)
         report_replicated(self.asked, found.whole, strict=self.strict)
+        state = self._initial(params, found.state)
+        if self.delay_after is not None:
+            pending = _annotate(jax.tree.map(jnp.zeros_like, barrier(params, "forward")), found.state)
+            state = Delayed(jnp.zeros((), jnp.int32), pending, state)
+        return state if self.offload is None else host_state.stored(state)
+
+    def _initial(self, params: Any, state_specs: Any) -> Any:
         if not self.master:
-            return self._annotate_state(self.tx.init(params), params, found.state)
+            return self._annotate_state(self.tx.init(params), params, state_specs)
         weights = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), barrier(params, "forward"))
-        weights = _annotate(weights, found.state)
-        return Master(weights, self._annotate_state(self.tx.init(weights), params, found.state))
+        weights = _annotate(weights, state_specs)
+        return Master(weights, self._annotate_state(self.tx.init(weights), params, state_specs))
 
     def update(self, updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         """Updates and the next state."""
         if params is None:
             raise ShardingError(f"{self.asked}.update", found="no parameters", required="params as the third argument")
+        dtypes = jax.tree.map(lambda leaf: jnp.float32 if self.master else leaf.dtype, params)
+        zeros = jax.tree.map(jnp.zeros_like, params, dtypes)
+        return self._run(self._update, updates, state, params, extra, unchanged=zeros)
+
+    def apply(
+        self, gradients: Any, state: Any, params: Any, only_if: jax.Array | None, **extra: Any
+    ) -> tuple[Any, Any]:
+        """New parameters and the next state."""
+        return self._run(self._apply, gradients, state, params, extra, unchanged=params, only_if=only_if)
+
+    def _run(
+        self,
+        update: Callable[[Any, Any, Any, dict[str, Any]], tuple[Any, Any]],
+        gradients: Any,
+        state: Any,
+        params: Any,
+        extra: dict[str, Any],
+        *,
+        unchanged: Any,
+        only_if: jax.Array | None = None,
+    ) -> tuple[Any, Any]:
+        """What `update` gives: delayed, only on a condition, and with the state in the host's memory, where asked."""
+
+        def now(gradients: Any, state: Any) -> tuple[Any, Any]:
+            return update(gradients, state, params, extra)
+
+        def step(state: Any) -> tuple[Any, Any]:
+            before = state if self.offload is None else host_state.fetched(state)
+            if self.delay_after is None:
+                new, after = now(gradients, before)
+            else:
+                specs = self._state_specs(params)
+                waiting = before._replace(pending=_annotate(before.pending, specs))
+                new, after = delayed(now, self.delay_after, self._scattered(gradients, specs), waiting, unchanged)
+            if only_if is not None:
+                new, after = select(only_if, (new, after), (unchanged, before))
+            return new, after if self.offload is None else host_state.stored(after)
+
+        if self.offload is None:
+            return step(state)
+        host_state.check(f"zero.shard(offload={self.offload!r})")
+        return streamed(step, state)
+
+    def _update(self, gradients: Any, state: Any, params: Any, extra: dict[str, Any]) -> tuple[Any, Any]:
         if not self.master:
-            updates, state, _ = self._updates(updates, state, params, self._state_specs(params), extra)
+            updates, state, _ = self._updates(gradients, state, params, self._state_specs(params), extra)
             return barrier(updates, "backward"), state
-        new, state = self.apply(updates, state, params, **extra)
+        new, state = self._apply(gradients, state, params, extra)
         # In float32, so that adding them gives exactly the new parameters.
         return jax.tree.map(lambda new, old: new.astype(jnp.float32) - old.astype(jnp.float32), new, params), state
 
-    def apply(self, gradients: Any, state: Any, params: Any, **extra: Any) -> tuple[Any, Any]:
-        """New parameters and the next state."""
+    def _apply(self, gradients: Any, state: Any, params: Any, extra: dict[str, Any]) -> tuple[Any, Any]:
         state_specs = self._state_specs(params)
         updates, state, weights = self._updates(gradients, state, params, state_specs, extra)
         weights = optax.apply_updates(weights, updates)
@@ -157,12 +240,16 @@ class _ShardedTransform:
 
         The barriers keep the state's sharding inside the optimizer: it does not propagate to parameters and gradients.
         """
-        gradients = _annotate(barrier(gradients, "forward") if self.stage == 1 else gradients, state_specs)
+        gradients = self._scattered(gradients, state_specs)
         weights = _annotate(state.weights if self.master else barrier(params, "forward"), state_specs)
         state = self._annotate_state(state.inner if self.master else state, params, state_specs)
         gradients = jax.tree.map(lambda leaf, weight: leaf.astype(weight.dtype), gradients, weights)
         updates, state = optax.with_extra_args_support(self.tx).update(gradients, state, weights, **extra)
         return _annotate(updates, state_specs), self._annotate_state(state, params, state_specs), weights
+
+    def _scattered(self, gradients: Any, state_specs: Any) -> Any:
+        """The gradients sharded as the state; in stage 1 without sharding those that the backward pass computes."""
+        return _annotate(barrier(gradients, "forward") if self.stage == 1 else gradients, state_specs)
 
     def _state_specs(self, params: Any) -> Any:
         return self._specs(params).state

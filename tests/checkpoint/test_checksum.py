@@ -120,3 +120,10 @@ def test_arrays_of_another_checkpoint_are_told(tmp_path):
     (tmp_path / "2" / "arrays").rename(tmp_path / "1" / "arrays")
     (tmp_path / "aside").rename(tmp_path / "2" / "arrays")
     assert checkpoint.verify(tmp_path) == {2: "checksum mismatch: w", 1: "checksum mismatch: w"}
+
+
+def test_an_array_in_the_memory_of_the_host_has_the_same():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    array = np.arange(64, dtype=np.float32).reshape(8, 8)
+    host = jax.device_put(array, NamedSharding(mesh, P("data"), memory_kind="pinned_host"))
+    assert checksums({"x": host})["x"] == checksum(array)

@@ -53,8 +53,8 @@ def waits(found: Estimate) -> dict[str, float]:
     sums: dict[str, float] = {}
     for second in range(round(found.seconds)):
         if not running(second, collectives=False):
-            for p in running(second, collectives=True):
-                sums[p.limit] = sums.get(p.limit, 0.0) + 1
+            for limit in {p.limit for p in running(second, collectives=True)}:
+                sums[limit] = sums.get(limit, 0.0) + 1
     return sums
 
 

@@ -2,5 +2,5 @@
 
 In: the user's stage functions, parameters and a schedule. Out: loss and gradients. Both executors run the forward and
 backward programs of a stage (`stage_programs`), partitioned from the equations of its traced function
-(`straight_line`).
+(`graph/straight_line.py`).
 """

@@ -16,7 +16,7 @@ import jax.extend.core as jex
 from jax.extend.core import primitives
 
 from ... import compat
-from .straight_line import Program, variables
+from ...graph.straight_line import Program, variables
 
 _Operand = tuple[Any, tuple[int, ...], tuple[int, ...]]
 """An array, its contracted dims, and its batch dims."""

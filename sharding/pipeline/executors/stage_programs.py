@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 
 from ... import compat
+from ...graph.straight_line import Program, trace_program, variables
 from ...rules.rule_table import ELEMENTWISE, TRANSCENDENTAL
 from .activations import EMPTY, Activation, ActivationTree, Arrays, is_float
 from .cpu_matmul_order import reorder_products
-from .straight_line import Program, trace_program, variables
 
 CHEAP = (ELEMENTWISE - TRANSCENDENTAL | {"broadcast_in_dim", "div", "reshape", "squeeze"}) - {"name"}
 """Primitives that are cheaper to rematerialize than to store and load."""

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from sharding.graph.straight_line import trace_program
 from sharding.pipeline.executors.cpu_matmul_order import reorder_products
-from sharding.pipeline.executors.straight_line import trace_program
 
 X, G = jnp.ones((2, 5, 3)), jnp.ones((2, 5, 7))
 SCORES, Q = jnp.ones((2, 4, 16, 15)), jnp.ones((2, 4, 16, 3))

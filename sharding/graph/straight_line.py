@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.extend.core as jex
 
-from ... import compat
+from .. import compat
 
 CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2"})
 """Primitives that only call their body.

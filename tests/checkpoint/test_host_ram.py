@@ -1,0 +1,56 @@
+"""Host memory: saving takes at most a copy of the largest array, 50 saves no more, restoring the state and three."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import json, sys
+from pathlib import Path
+import jax
+import numpy as np
+jax.config.update("jax_num_cpu_devices", 8)
+from jax.sharding import NamedSharding
+from sharding import P, checkpoint
+
+folder, arrays, array_bytes, saves = sys.argv[1], *map(int, sys.argv[2:])
+
+def kilobytes(name):
+    return int(Path("/proc/self/status").read_text().partition(name + ":")[2].split()[0])
+
+def peak_beyond_now(f):
+    Path("/proc/self/clear_refs").write_text("5")  # the peak so far
+    before = kilobytes("VmRSS")
+    result = f()
+    return 1024 * (kilobytes("VmHWM") - before), result
+
+sharding = NamedSharding(jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,)), P("data"))
+state = {str(k): jax.device_put(np.full((8, array_bytes // 32), k, np.float32), sharding) for k in range(arrays)}
+resident, extra = [], []
+with checkpoint.Saver(folder, keep=2) as saver:
+    for step in range(saves):
+        extra.append(peak_beyond_now(lambda: (saver.save(step, state), saver.wait()))[0])
+        resident.append(1024 * kilobytes("VmRSS"))
+checkpoint.restore(folder, state, saves - 1)  # once for what is loaded and compiled
+restoring, _ = peak_beyond_now(lambda: jax.block_until_ready(checkpoint.restore(folder, state, saves - 1)))
+print(json.dumps({"resident": resident, "extra": extra, "restoring": restoring}))
+"""
+SLACK = 8 * 2**20
+"""What allocator and threads take, whatever the arrays."""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize(
+    "array_bytes", [2**21, pytest.param(2**27, marks=pytest.mark.slow)], ids=["16 MB", "1 GB of state"]
+)
+def test_memory_of_saves_and_restores_is_bounded(tmp_path, array_bytes):
+    arrays, saves = 8, 50
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path), *map(str, (arrays, array_bytes, saves))]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert max(found["extra"][5:]) <= array_bytes + SLACK
+    assert found["resident"][-1] - found["resident"][9] <= array_bytes + SLACK
+    assert found["restoring"] <= arrays * array_bytes + 3 * array_bytes + SLACK
