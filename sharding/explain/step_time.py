@@ -3,9 +3,9 @@
 Every op is one task on the device's stream, each after its dependencies (`cost.simulate`), in program order, or on GPUs
 in that of XLA's scheduler (`cost/latency_hiding.py`). A collective that the platform's compiler starts asynchronously
 (`ASYNCHRONOUS`: a start and a done in the compiled schedule) is a task on the links, beside compute; any other one is
-on the device's stream. A loop's tasks are multiplied by its trip count. Elementwise ops fuse into their consumers, so
-arrays between them are never stored. At a chip's peak rates the estimate is a lower bound; at measured rates
-(`sharding calibrate`) it is close.
+on the device's stream. Copies to and from the host's memory run beside both. A loop's tasks are multiplied by its trip
+count. Elementwise ops fuse into their consumers, so arrays between them are never stored. At a chip's peak rates the
+estimate is a lower bound; at measured rates (`sharding calibrate`) it is close.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ FUSED = ELEMENTWISE | {"broadcast_in_dim", "iota", "reshape", "squeeze"}
 """Ops that XLA fuses into their consumers."""
 NO_WORK = frozenset({"annotate", "barrier", "edge", "same", "scan xs", "scan ys", "shard_map"})
 """Ops that only constrain shardings; a slice of a scan's stacked input is read where it is used."""
-DEVICE, LINKS = "device", "links"
+DEVICE, LINKS, HOST = "device", "links", "host"
 ASYNCHRONOUS: Mapping[Platform, Collection[Kind]] = {
     "cpu": (),
     "tpu": ("collective-permute", "reduce-scatter"),
@@ -74,8 +74,9 @@ class TimedOp:
     source: str
     seconds: float
     is_collective: bool
+    """Or a copy to or from the host's memory."""
     limit: str
-    """What bounds it: `compute`, `memory`, or the links of a collective, as `nvlink over data`."""
+    """What bounds it: `compute`, `memory`, the links of a collective, as `nvlink over data`, or the `host link`."""
     matmul_flops: float = 0.0
     """FLOPs of a matrix product or convolution on one device."""
 
@@ -109,7 +110,7 @@ class Estimate(Tabular):
 
     @property
     def communication_seconds(self) -> float:
-        """The sum over all collectives."""
+        """The sum over all collectives, and copies to and from the host's memory."""
         return sum(p.seconds for p in self.parts if p.is_collective)
 
     @property
@@ -261,7 +262,11 @@ class _Tasks:
                     self.ready[transfer.value] = (task[0].name,)
             done = self.work(op)
             seconds = 0.0 if done is None else self.seconds(op, done)
-            if done is not None and seconds:
+            if self.graph.changes_memory(op) and self.on.chip.host_bytes_per_second:
+                task = self.host_copy(op, waits)
+                yield task
+                waits = [task[0].name]
+            elif done is not None and seconds:
                 flops = op.times * done.flops if done.matmul_dtype is not None else 0.0
                 limit = "compute" if is_compute_bound(done, self.on.chip) else "memory"
                 task = self.task(op.name, DEVICE, seconds, waits, op.source, limit=limit, matmul_flops=flops)
@@ -283,6 +288,17 @@ class _Tasks:
         limit = f"{link} over {', '.join(map(axis_name, c.axes))}"
         stream = LINKS if c.kind in self.asynchronous else DEVICE
         return self.task(c.kind, stream, seconds, after, c.source, limit=limit, is_collective=True)
+
+    def host_copy(self, op: Op, after: Sequence[str]) -> tuple[Task, TimedOp]:
+        """A copy between the memories of host and device."""
+        moved = sum(self.num_bytes(v) for v in op.operands)
+        seconds = op.times * moved / (self.on.chip.host_bytes_per_second or math.inf)
+        stream = HOST if self.on.chip.sends_while_computing else DEVICE
+        return self.task(op.name, stream, seconds, after, op.source, limit="host link", is_collective=True)
+
+    def num_bytes(self, v: int) -> int:
+        """Bytes of a value on one device."""
+        return math.prod(self.local(v, self.assignment.specs[v]).shape) * self.graph.itemsize(v)
 
     def task(
         self, name: str, stream: str, seconds: float, after: Sequence[str], source: str, *, limit: str,

@@ -9,6 +9,9 @@ are not published; these are approximations:
   LL128 protocol (github.com/NVIDIA/nccl, `src/graph/tuning.cc`, `hwLat` and the tree's `baseLat`, release 2.12).
 - Per op: 3 us for a CUDA kernel launch, 1 us for a step of a TPU program.
 
+To and from the host's memory, over PCIe: about 15 GB/s per TPU, 32 GB/s for v6e, which is taken for 7x, too (How to Scale
+Your Model, part 2); 16 lanes of PCIe 4 (A100: 32 GB/s) or 5 (64 GB/s) per GPU, by NVIDIA's data sheets.
+
 Usable memory: what libtpu 0.0.52 calls available when a program is too large for a chip (v5p: all of it); on GPUs
 JAX's share, which `XLA_CLIENT_MEM_FRACTION` sets (docs.jax.dev/en/latest/gpu_memory_allocation.html).
 """
@@ -93,6 +96,7 @@ _TPU_V4 = Chip(
     link="ici",
     wire=_ici(45, 3),
     network=_network(50, 10),
+    host_bytes_per_second=15 * _GIGA,
     torus_dims=3,
     wraps_at=4,
     wraps_together=True,
@@ -111,6 +115,7 @@ _TPU_V5E = Chip(
     link="ici",
     wire=_ici(50, 2),
     network=_network(25, 10),
+    host_bytes_per_second=15 * _GIGA,
     torus_dims=2,
     wraps_at=16,
     op_seconds=1 * _US,
@@ -127,6 +132,7 @@ _TPU_V5P = Chip(
     link="ici",
     wire=_ici(100, 3),
     network=_network(50, 10),
+    host_bytes_per_second=15 * _GIGA,
     torus_dims=3,
     wraps_at=4,
     wraps_together=True,
@@ -145,6 +151,7 @@ _TPU_V6E = Chip(
     link="ici",
     wire=_ici(100, 2),
     network=_network(100, 10),
+    host_bytes_per_second=32 * _GIGA,
     torus_dims=2,
     wraps_at=16,
     op_seconds=1 * _US,
@@ -165,6 +172,7 @@ _TPU_7X = Chip(
     wire=_ici(100, 3).shared(2),
     core_wire=Wire(bytes_per_second=6 * 100 * _GIGA, latency_seconds=1 * _US),
     network=_network(50, 10),
+    host_bytes_per_second=32 / 2 * _GIGA,
     torus_dims=3,
     wraps_at=4,
     wraps_together=True,
@@ -183,6 +191,7 @@ _A100 = Chip(
     link="nvlink",
     wire=_nvlink(25, 12),
     network=_network(200, 4),
+    host_bytes_per_second=32 * _GIGA,
     op_seconds=3 * _US,
     collective_seconds=4.4 * _US,
 )
@@ -199,6 +208,7 @@ _H100 = Chip(
     link="nvlink",
     wire=_nvlink(25, 18),
     network=_network(400, 4),
+    host_bytes_per_second=64 * _GIGA,
     op_seconds=3 * _US,
     collective_seconds=4.4 * _US,
 )
@@ -223,6 +233,7 @@ _B200 = Chip(
     link="nvlink",
     wire=_nvlink(50, 18),
     network=_network(400, 4),
+    host_bytes_per_second=64 * _GIGA,
     op_seconds=3 * _US,
     collective_seconds=4.4 * _US,
 )

@@ -39,6 +39,20 @@ def test_a_collective_that_everything_depends_on_is_exposed():
     assert estimate.seconds == pytest.approx(estimate.compute_seconds + alone)
 
 
+def test_copies_to_the_host_run_beside_compute():
+    host, device = jax.memory.Space.Host, jax.memory.Space.Device
+
+    def fn(x, w):
+        kept = jax.device_put(x, host)
+        return (x @ w) @ jax.device_put(kept, device)
+
+    found = completed(fn, [floats(8192, 8192), floats(8192, 8192)], {"a": 4}, in_shardings=(P("a"), None))
+    estimate, copy = found.estimate("v5p"), 8192**2 * 2 / 4 / 15e9
+    assert [p.seconds for p in estimate.parts if p.name == "device_put"] == [pytest.approx(copy)] * 2
+    assert estimate.by_limit["host link"] == pytest.approx(2 * copy, rel=0.5)
+    assert estimate.seconds < estimate.compute_seconds + estimate.communication_seconds
+
+
 def test_what_bounds_a_step():
     square = floats(8192, 8192)
     one = completed(lambda x, w: x @ w, [square, square], {"a": 4}, in_shardings=(P("a"), None)).estimate("v5p")
