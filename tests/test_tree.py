@@ -21,11 +21,11 @@ FLOORS = [
     ["annotations", "kernels"],
     ["distributed", "expert", "graph", "pipeline", "sequence", "tensor", "xla", "zero"],
     ["checkpoint", "cost", "models", "propagation"],
-    ["remat", "rewrite"],
+    ["rewrite"],
     ["memory"],
     ["explain"],
     ["completion"],
-    ["comparison", "jit"],
+    ["comparison", "jit", "remat"],
     ["planner"],
     ["sharding"],  # the face, sharding/__init__.py
     ["launch"],

@@ -89,6 +89,8 @@ class Estimate(Tabular):
     chip: str
     peak_flops_per_second: float
     """Of the chip's matrix unit in bfloat16."""
+    host_memory_bytes: int = 0
+    """One device's share of the host's memory; 0 if unknown."""
     parts: tuple[TimedOp, ...]
     """In program order."""
     folds: bool = True
@@ -213,6 +215,7 @@ def estimate(assignment: Assignment, on: Topology, *, name: str = "") -> Estimat
         name=name,
         chip=str(on.devices),
         peak_flops_per_second=on.chip.rates.bfloat16_flops_per_second,
+        host_memory_bytes=on.chip.host_memory_bytes or 0,
         parts=tuple(parts),
         folds=on.folds,
         loops=tuple(dict.fromkeys(loop.source for op in assignment.graph.ops for loop in op.loops)),
@@ -250,10 +253,16 @@ class _Tasks:
         self.asynchronous = ASYNCHRONOUS[on.chip.platform] if on.chip.sends_while_computing else ()
         self.ready: dict[int, tuple[str, ...]] = {}  # value -> the tasks that it depends on
         self.number = 0
+        self.times = 1  # of the current loop
+        self.last: tuple[str, ...] = ()  # the device's last task
+        self.copies: list[str] = []  # in the current loop
+        self.started: tuple[str, ...] = ()  # the last task and copies before the current loop
 
     def all(self) -> Iterator[tuple[Task, TimedOp]]:
         for op, transfers in self.program.ops():
-            waits = [t for v in op.operands for t in self.ready.get(v, ())]
+            if op.times != self.times:
+                self.times, self.started, self.copies = op.times, (*self.last, *self.copies), []
+            waits = [*self.started, *(t for v in op.operands for t in self.ready.get(v, ()))]
             for transfer in transfers:
                 if transfer.is_before:
                     task = self.collective(transfer.collective, self.ready.get(transfer.value, ()))
@@ -266,12 +275,14 @@ class _Tasks:
                 task = self.host_copy(op, waits)
                 yield task
                 waits = [task[0].name]
+                self.copies += waits
             elif done is not None and seconds:
                 flops = op.times * done.flops if done.matmul_dtype is not None else 0.0
                 limit = "compute" if is_compute_bound(done, self.on.chip) else "memory"
                 task = self.task(op.name, DEVICE, seconds, waits, op.source, limit=limit, matmul_flops=flops)
                 yield task
                 waits = [task[0].name]
+                self.last = (task[0].name,)
             for transfer in transfers:
                 if not transfer.is_before:
                     task = self.collective(transfer.collective, waits)

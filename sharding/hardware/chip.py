@@ -117,6 +117,8 @@ class Chip:
     """Between hosts or TPU slices: one device's share."""
     host_bytes_per_second: float | None = None
     """Between the device's memory and the host's, in one direction; None where they are one memory."""
+    host_memory_bytes: int | None = None
+    """One device's share of the host's memory; None where it is unknown, or where device and host have one memory."""
     torus_dims: int = 0
     """Dims of the torus that the chips form; 0 where the shape is hosts x devices."""
     wraps_at: int = 0

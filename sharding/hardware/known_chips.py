@@ -9,8 +9,10 @@ are not published; these are approximations:
   LL128 protocol (github.com/NVIDIA/nccl, `src/graph/tuning.cc`, `hwLat` and the tree's `baseLat`, release 2.12).
 - Per op: 3 us for a CUDA kernel launch, 1 us for a step of a TPU program.
 
-To and from the host's memory, over PCIe: about 15 GB/s per TPU, 32 GB/s for v6e, which is taken for 7x, too (How to Scale
-Your Model, part 2); 16 lanes of PCIe 4 (A100: 32 GB/s) or 5 (64 GB/s) per GPU, by NVIDIA's data sheets.
+To and from the host's memory, over PCIe: about 15 GB/s per TPU, 32 GB/s for v6e, which is taken for 7x, too (How to
+Scale Your Model, part 2); 16 lanes of PCIe 4 (A100: 32 GB/s) or 5 (64 GB/s) per GPU, by NVIDIA's data sheets.
+The host's memory: 448 GB for 4 chips (cloud.google.com/tpu/docs/v5p), 1,536 GiB for 8 (docs/v6e), 2 TB for 8 GPUs (DGX
+H100 and H200).
 
 Usable memory: what libtpu 0.0.52 calls available when a program is too large for a chip (v5p: all of it); on GPUs
 JAX's share, which `XLA_CLIENT_MEM_FRACTION` sets (docs.jax.dev/en/latest/gpu_memory_allocation.html).
@@ -133,6 +135,7 @@ _TPU_V5P = Chip(
     wire=_ici(100, 3),
     network=_network(50, 10),
     host_bytes_per_second=15 * _GIGA,
+    host_memory_bytes=448 * 10**9 // 4,
     torus_dims=3,
     wraps_at=4,
     wraps_together=True,
@@ -152,6 +155,7 @@ _TPU_V6E = Chip(
     wire=_ici(100, 2),
     network=_network(100, 10),
     host_bytes_per_second=32 * _GIGA,
+    host_memory_bytes=1536 * _GIB // 8,
     torus_dims=2,
     wraps_at=16,
     op_seconds=1 * _US,
@@ -209,6 +213,7 @@ _H100 = Chip(
     wire=_nvlink(25, 18),
     network=_network(400, 4),
     host_bytes_per_second=64 * _GIGA,
+    host_memory_bytes=2 * 10**12 // 8,
     op_seconds=3 * _US,
     collective_seconds=4.4 * _US,
 )

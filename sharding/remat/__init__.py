@@ -21,21 +21,26 @@ Example:
 """
 
 from .actions import Action, Advance, Backward, Free, Place, Record, Restore, Snapshot
+from .auto_policy import Auto, auto
+from .budget import Fitted, fit
 from .chain import Chain
 from .checkpoint_schedule import Schedule
 from .disk_revolve import disk_revolve
 from .layer_scan import scan
+from .policy import Policy
 from .revolve import revolve
 from .rotor import rotor
-from .selection import Policy, Selection, select
+from .selection import Selection, select
 from .sequential import sequence
 from .sublinear import chen, sqrt
 
 __all__ = [
     "Action",
     "Advance",
+    "Auto",
     "Backward",
     "Chain",
+    "Fitted",
     "Free",
     "Place",
     "Record",
@@ -44,8 +49,10 @@ __all__ = [
     "Schedule",
     "Selection",
     "Snapshot",
+    "auto",
     "chen",
     "disk_revolve",
+    "fit",
     "revolve",
     "rotor",
     "scan",
