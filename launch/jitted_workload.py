@@ -91,10 +91,16 @@ class JittedWorkload:
         )
 
 
+def jit_step(workload: Workload, mesh: Mesh) -> Any:
+    """The jitted train step."""
+    spec = layouts.batch(mesh.axis_names)
+    return sharding.jit(skip_nonfinite(workload.train_step), in_shardings=(None, spec), donate_argnums=(0,))
+
+
 def jit_workload(workload: Workload, mesh: Mesh, *, batch_size: int) -> JittedWorkload:
     """`workload` jitted for `mesh`, which must be the mesh in context; nothing is compiled yet."""
     spec = layouts.batch(mesh.axis_names)
-    step = sharding.jit(skip_nonfinite(workload.train_step), in_shardings=(None, spec), donate_argnums=(0,))
+    step = jit_step(workload, mesh)
     # With several processes each needs a full copy of what it reads.
     replicated = P() if jax.process_count() > 1 else None
     generate = workload.sampler and sharding.jit(

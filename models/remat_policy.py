@@ -11,6 +11,9 @@ Policy = Callable[..., Any]
 Remat = bool | tuple[Policy, ...]
 """Whether layers are rematerialised, except their attention output; or the policies of consecutive layers, in turn."""
 
+NAMES = ("block_input", "qkv", "attention_output", "attention_logsumexp", "attention_out", "mlp_hidden")
+"""The values of a layer that policies choose by; two of them are those of attention kernels."""
+
 REMAT_POLICY = jax.checkpoint_policies.save_only_these_names("attention_out")
 """Save the attention output only; the layers name it with `checkpoint_name`."""
 

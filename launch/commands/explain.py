@@ -12,7 +12,8 @@ from sharding.explain import Fit, Verification
 from sharding.explain.memory_fit import fit
 
 from ...models import layouts
-from .. import workloads
+from .. import memory_budget, workloads
+from ..config.byte_size import parse_bytes
 from ..config.explain_config import Explain
 from ..config.mesh_config import batch_parts, check_batch, parse_mesh
 from ..config.optimizer_config import Optimization
@@ -23,7 +24,10 @@ MIN_EXAMPLES = 16
 
 def run(config: Explain) -> None:
     """Print and write what `config` asks for."""
-    completion, facts = compile_ahead(config, config.aot) if config.aot is not None else (complete(config), ())
+    model, fitted = _within_memory(config)
+    if fitted is not None:
+        print(fitted)
+    completion, facts = compile_ahead(config, model, config.aot) if config.aot else (complete(config, model), ())
     if config.check is not None:
         sharding.check_lock(completion, config.check)
         print(f"matches {config.check}")
@@ -44,29 +48,26 @@ def run(config: Explain) -> None:
     for fact in facts:
         print(fact)
     files = config.check or config.lock or config.report
-    shown = files or config.why or config.communication or config.memory or config.suggest
+    shown = fitted is not None or files or config.why or config.communication or config.memory or config.suggest
     if not (shown or facts):
         print(completion)
 
 
-def complete(config: Explain) -> Any:
-    """The completion of the train step over the mesh of `config`, on described devices."""
-    axes = _axes(config)
-    # Without a description: generic devices, as many as the mesh needs.
-    devices = config.devices or math.prod(max(size, 1) for size in axes.values())
-    over = sharding.mesh(axes, devices=devices)
-    step, args = _step(config, over.mesh)
+def complete(config: Explain, model: Any = None) -> Any:
+    """The completion of the train step of a model, by default that of `config`, over its mesh on described devices."""
+    over = _described(config)
+    step, args = _step(config, model, over.mesh)
     with over:
         return step.complete(*args)
 
 
-def compile_ahead(config: Explain, devices: str) -> tuple[Any, tuple[Verification, Fit]]:
+def compile_ahead(config: Explain, model: Any, devices: str) -> tuple[Any, tuple[Verification, Fit]]:
     """The completion, its predictions compared with the step compiled ahead of time, and whether it fits in memory.
 
     XLA:TPU rejects a step that exceeds its chip's memory; XLA:GPU compiles it anyway.
     """
     over = sharding.mesh(_axes(config), devices=cost.compile_only(devices))
-    step, args = _step(config, over.mesh)  # before entering the mesh, whose devices can't run anything
+    step, args = _step(config, model, over.mesh)  # before entering the mesh, whose devices can't run anything
     with over:
         completion = step.complete(*args)
         try:
@@ -82,24 +83,52 @@ def compile_ahead(config: Explain, devices: str) -> tuple[Any, tuple[Verificatio
     return completion, (found, fit(found.compiled_peak_bytes, chip))
 
 
+def _within_memory(config: Explain) -> tuple[Any, Any]:
+    """The configuration of the model, and what was chosen to fit in memory, if it was asked for."""
+    _, model = workloads.find(config.model)
+    if config.memory_budget is None:
+        return model, None
+    over = _described(config)
+    memory_budget.check(
+        config.model.name,
+        model,
+        _optimization(config, dict(over.mesh.shape)),
+        f"--memory-budget {config.memory_budget}",
+    )
+    with over:
+        memory_bytes = parse_bytes("--memory-budget", config.memory_budget)
+        return memory_budget.fit(model, lambda model: _step(config, model, over.mesh), memory_bytes)
+
+
+def _described(config: Explain) -> Any:
+    """The mesh on described devices; without a description on generic ones, as many as it needs."""
+    axes = _axes(config)
+    return sharding.mesh(axes, devices=config.devices or config.aot or math.prod(max(n, 1) for n in axes.values()))
+
+
+def _optimization(config: Explain, sizes: dict[str, int]) -> Optimization:
+    pipeline_config = config.pipeline.resolve(sizes)
+    return Optimization(
+        pipeline=pipeline_config,
+        sequence=config.sequence.resolve(sizes, pipeline_config),
+        zero=config.zero,
+        sequence_parallel=config.sequence_parallel,
+    )
+
+
 def _axes(config: Explain) -> dict[str, int]:
     return workloads.with_required_axes(parse_mesh(config.mesh), workloads.find(config.model)[0])
 
 
-def _step(config: Explain, mesh: Any) -> tuple[Any, tuple[Any, Any]]:
-    """The train step of `config` for a mesh, and its abstract arguments."""
-    family, model = workloads.find(config.model)
+def _step(config: Explain, model: Any, mesh: Any) -> memory_budget.Step:
+    """The train step of a model for a mesh, and its abstract arguments."""
+    family, default = workloads.find(config.model)
+    model = default if model is None else model
     sizes = dict(mesh.shape)
     workloads.check_experts(config.model.name, model, sizes)
-    pipeline_config = config.pipeline.resolve(sizes)
-    sequence_config = config.sequence.resolve(sizes, pipeline_config)
-    workloads.check_sequence_axis(config.model.name, family, sequence_config)
-    optimization = Optimization(
-        pipeline=pipeline_config,
-        sequence=sequence_config,
-        zero=config.zero,
-        sequence_parallel=config.sequence_parallel,
-    )
+    optimization = _optimization(config, sizes)
+    pipeline_config = optimization.pipeline
+    workloads.check_sequence_axis(config.model.name, family, optimization.sequence)
     workloads.check_sequence_parallel(config.model.name, family, model, optimization, sizes)
     workload = family.build(config.model.name, model, optimization, steps=1000, seed=0)
     parts = batch_parts(sizes) * (1 if pipeline_config is None else pipeline_config.microbatches)

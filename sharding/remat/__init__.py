@@ -22,7 +22,7 @@ Example:
 
 from .actions import Action, Advance, Backward, Free, Place, Record, Restore, Snapshot
 from .auto_policy import Auto, auto
-from .budget import Fitted, fit
+from .budget import Fitted, fit, names
 from .chain import Chain
 from .checkpoint_schedule import Schedule
 from .disk_revolve import disk_revolve
@@ -53,6 +53,7 @@ __all__ = [
     "chen",
     "disk_revolve",
     "fit",
+    "names",
     "revolve",
     "rotor",
     "scan",

@@ -14,7 +14,7 @@ from ..errors import ShardingError
 from ..explain.largest_batch import larger_axis_hint
 from ..hardware import Chip, Devices
 from .auto_policy import Choice, Group, chosen
-from .budget_program import AutoProgram, Value
+from .budget_program import AutoProgram, Value, recorded
 from .budget_search import Cost, Options
 from .policy import Policy
 
@@ -29,6 +29,8 @@ class Fitted(Tabular):
     """For `jax.checkpoint(fun, policy=...)`, by the group of `remat.auto[group]`; `None` is that of `remat.auto`."""
     cost: Cost
     """Predicted, with this choice."""
+    chip: str
+    """The chip, or devices, of the predicted times."""
     compiled_bytes: int | None
     """The peak that XLA allocates, if it was asked for."""
     least: Cost
@@ -93,7 +95,7 @@ class Fitted(Tabular):
             parts.append(f"{bytes_text(found.host_bytes)} in the host's memory")
         more = found.flops / self.least.flops - 1 if self.least.flops else 0.0
         parts.append(f"{found.flops:.4g} FLOPs ({more:+.1%} of those with nothing kept)")
-        parts.append(f"estimated {seconds_text(found.seconds)}")
+        parts.append(f"estimated {seconds_text(found.seconds)} on {self.chip}")
         return ", ".join(parts)
 
     def __str__(self) -> str:
@@ -194,12 +196,24 @@ def fit(
         memory_bytes=memory_bytes,
         policies=dict(choice.policies),
         cost=cost,
+        chip=program.chip,
         compiled_bytes=compiled_bytes,
         least=program.least,
         tradeoffs=tuple(cost for _, cost in found),
         values=tuple(program.values(choice)),
         _step=step,
     )
+
+
+def names(step: Any, *args: Any) -> tuple[str, ...]:
+    """The names that `checkpoint_name` gives to values in the blocks with `policy=remat.auto`, for `fit(names=...)`.
+
+    Args:
+        step: of `sharding.jit`, with the derivative inside.
+        args: its arguments, arrays or shapes.
+    """
+    _, recorder = recorded(step, args)
+    return tuple(dict.fromkeys(key[1] for asked in recorder.asked.values() for key in asked if key[0] == "name"))
 
 
 def _first_within(program: AutoProgram, found: Sequence[tuple[Options, Cost]], memory_bytes: float) -> tuple[int, int]:
@@ -231,7 +245,7 @@ def _too_little(program: AutoProgram, options: Options, memory_bytes: float, lea
     report = program.completed(program.choice(options)).memory()
     parts = [f"{bytes_text(num_bytes)} of {kind}" for kind, num_bytes in report.by_class.items()]
     largest = next(iter(report.grouped()), None)
-    where = [f"largest: {largest[0]} at {largest[1][0].source or 'an unknown line'}"] if largest else []
+    where = [f"largest: {largest[0]} {largest[1][0].source}".rstrip()] if largest else []
     return ShardingError(
         f"remat.fit({report.name}, memory_bytes={memory_bytes:g})",
         found=[

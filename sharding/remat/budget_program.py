@@ -55,6 +55,8 @@ class AutoProgram:
     groups: list[Group]
     options: tuple[str, ...]
     """Of each value."""
+    chip: str
+    """The chip, or devices, of the predicted times."""
     host_memory_bytes: float
     """Limit of the host's memory per device."""
     search: Search = field(init=False)
@@ -78,9 +80,7 @@ class AutoProgram:
         Raises:
             ShardingError: there are none, or not these names.
         """
-        recorder = Recorder()
-        with chosen(recorder):
-            completion = step.complete(*args)
+        completion, recorder = recorded(step, args)
         if not recorder.asked:
             raise ShardingError(
                 f"remat.fit({completion.name})",
@@ -95,8 +95,8 @@ class AutoProgram:
                 if key[0] == "name" or (key[0] in MATMULS and names is None and key not in aliases):
                     keys.setdefault(key, []).append(group)
         hardware = _known(completion) if hardware is None else hardware
-        known = completion.estimate(hardware).host_memory_bytes
-        host_limit = known if host_memory_bytes is None else host_memory_bytes
+        time = completion.estimate(hardware)
+        host_limit = time.host_memory_bytes if host_memory_bytes is None else host_memory_bytes
         return cls(
             step=step,
             args=args,
@@ -104,6 +104,7 @@ class AutoProgram:
             keys=keys if names is None else _named(names, keys),
             groups=list(recorder.asked),
             options=(KEEP, OFFLOAD, RECOMPUTE) if host_limit else (KEEP, RECOMPUTE),
+            chip=time.chip,
             host_memory_bytes=host_limit,
         )
 
@@ -191,6 +192,13 @@ class AutoProgram:
                 flops=self.search.cost(without).flops - self.search.cost(all_kept).flops,
                 source=next((op.source for op in ops[key] if op.source), ""),
             )
+
+
+def recorded(step: Any, args: Sequence[Any]) -> tuple[Completion, Recorder]:
+    """A step with nothing kept, and what JAX asks about."""
+    recorder = Recorder()
+    with chosen(recorder):
+        return step.complete(*args), recorder
 
 
 def flops(time: Estimate) -> float:
