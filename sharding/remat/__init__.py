@@ -23,6 +23,7 @@ Example:
 from .actions import Action, Advance, Backward, Free, Place, Record, Restore, Snapshot
 from .auto_policy import Auto, auto
 from .budget import Fitted, fit, names
+from .budget_search import Cost
 from .chain import Chain
 from .checkpoint_schedule import Schedule
 from .disk_revolve import disk_revolve
@@ -40,6 +41,7 @@ __all__ = [
     "Auto",
     "Backward",
     "Chain",
+    "Cost",
     "Fitted",
     "Free",
     "Place",

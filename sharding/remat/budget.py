@@ -18,6 +18,9 @@ from .budget_program import AutoProgram, Value, recorded
 from .budget_search import Cost, Options
 from .policy import Policy
 
+Peak = Literal["predicted", "compiled"]
+"""Whose peak memory is limited: the predicted program's, or that of the one that XLA compiles."""
+
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Fitted(Tabular):
@@ -38,7 +41,17 @@ class Fitted(Tabular):
     tradeoffs: tuple[Cost, ...]
     """The best programs for other budgets, least memory first."""
     values: tuple[Value, ...]
-    _step: Any
+    _program: AutoProgram
+    _found: tuple[tuple[Options, Cost], ...]
+
+    def within(self, memory_bytes: float, *, peak: Peak = "predicted") -> Fitted:
+        """The same for another limit, without another search.
+
+        Raises:
+            ShardingError: a limit below what any choice takes, as for `fit`.
+        """
+        _check_limit("Fitted.within", memory_bytes)
+        return _chosen(self._program, self._found, memory_bytes, peak)
 
     @property
     def policy(self) -> Policy:
@@ -65,7 +78,7 @@ class Fitted(Tabular):
     @property
     def step(self) -> Fixed:
         """The step with this choice, whatever the context that it is called in."""
-        return Fixed(self._step, Choice(tuple(self.policies.items())))
+        return Fixed(self._program.step, Choice(tuple(self.policies.items())))
 
     def tables(self) -> list[Table]:
         """One row per value; then the best programs for other budgets."""
@@ -136,7 +149,7 @@ def fit(
     memory_bytes: float,
     names: Sequence[str] | None = None,
     host_memory_bytes: float | None = None,
-    peak: Literal["predicted", "compiled"] = "predicted",
+    peak: Peak = "predicted",
     hardware: Devices | Chip | str | None = None,
 ) -> Fitted:
     """Chooses what the blocks of a program keep for their backward, so that its peak memory is within a limit.
@@ -182,7 +195,12 @@ def fit(
     """
     _check(step, memory_bytes)
     program = AutoProgram.of(step, args, names=names, host_memory_bytes=host_memory_bytes, hardware=hardware)
-    found = program.tradeoffs()
+    return _chosen(program, program.tradeoffs(), memory_bytes, peak)
+
+
+def _chosen(program: AutoProgram, found: Sequence[tuple[Options, Cost]], memory_bytes: float, peak: Peak) -> Fitted:
+    """The fastest of the trade-offs within a limit."""
+    compiled_bytes = None
     if peak == "compiled":
         place, compiled_bytes = _first_within(program, found, memory_bytes)
         choice, cost = program.choice(found[place][0]), found[place][1]
@@ -191,7 +209,6 @@ def fit(
         if place is None:
             raise _too_little(program, found[0][0], memory_bytes, found[0][1].peak_bytes)
         choice, cost = program.between(found[place : place + 2], memory_bytes)
-        compiled_bytes = None
     return Fitted(
         memory_bytes=memory_bytes,
         policies=dict(choice.policies),
@@ -201,7 +218,8 @@ def fit(
         least=program.least,
         tradeoffs=tuple(cost for _, cost in found),
         values=tuple(program.values(choice)),
-        _step=step,
+        _program=program,
+        _found=tuple(found),
     )
 
 
@@ -234,10 +252,14 @@ def _check(step: Any, memory_bytes: float) -> None:
             required="a step of sharding.jit, whose memory can be predicted",
             fix="remat.fit(sharding.jit(step), ...)",
         )
+    _check_limit("remat.fit", memory_bytes)
+
+
+def _check_limit(asked: str, memory_bytes: float) -> None:
     is_number = isinstance(memory_bytes, int | float) and not isinstance(memory_bytes, bool)
     if not is_number or not (math.isfinite(memory_bytes) and memory_bytes > 0):
         raise ShardingError(
-            f"remat.fit(memory_bytes={memory_bytes!r})", required="bytes per device, above 0", fix="memory_bytes=16e9"
+            f"{asked}(memory_bytes={memory_bytes!r})", required="bytes per device, above 0", fix="memory_bytes=16e9"
         )
 
 

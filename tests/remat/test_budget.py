@@ -130,14 +130,19 @@ def within_each_budget(fun, args, **options):
     """The programs of five budgets, from the least to more than enough."""
     free = fitted(fun, args, 1e12, **options)
     least, most = free.tradeoffs[0].peak_bytes, free.tradeoffs[-1].peak_bytes
-    found = [fitted(fun, args, budget, **options) for budget in np.linspace(least, most, 5).round().tolist()]
+    found = []
+    for budget in np.linspace(least, most, 5).round().tolist():
+        with two_devices():
+            found.append(free.within(budget))
     for one in found:
         assert one.peak_bytes <= one.memory_bytes
     for smaller, larger in itertools.pairwise(found):
         assert larger.cost.seconds <= smaller.cost.seconds
         assert larger.tradeoffs == smaller.tradeoffs
-    with pytest.raises(ShardingError, match=rf"memory_bytes={least}"):
-        fitted(fun, args, least - 1, **options)
+    with two_devices(), pytest.raises(ShardingError, match=rf"memory_bytes={least}"):
+        free.within(least - 1)
+    again = fitted(fun, args, found[2].memory_bytes, **options)
+    assert (again.cost, again.policies) == (found[2].cost, found[2].policies)
     return found
 
 
@@ -172,8 +177,8 @@ def test_the_compiled_peak_is_within_each_budget(fun):
     least, most = free.tradeoffs[0].peak_bytes, free.tradeoffs[-1].peak_bytes
     seconds = []
     for budget in np.linspace(1.4 * least, max(1.5 * least, 1.2 * most), 5).round().tolist():
-        found = fitted(fun, args, budget, peak="compiled")
         with two_devices():
+            found = free.within(budget, peak="compiled")
             assert compiled_bytes(found.step.lower(*args)) == found.compiled_bytes <= budget
         seconds.append(found.cost.seconds)
     assert seconds == sorted(seconds, reverse=True)
