@@ -1,7 +1,8 @@
 """Recomputation in the backward pass as a decision: which states are stored, and what runs again.
 
 In: a chain of steps, equal or with costs and sizes, and a number of snapshots or bytes. Out: a `Schedule` to inspect,
-plot and edit, and `scan` and `sequence`, whose derivatives follow it.
+plot and edit, and `scan` and `sequence`, whose derivatives follow it. Or in: a step of `sharding.jit` with blocks under
+`jax.checkpoint(block, policy=auto)`, and a number of bytes per device. Out: what to keep, recompute and offload.
 
 Example:
     >>> from sharding import remat

@@ -1,4 +1,4 @@
-"""`auto`: a policy for `jax.checkpoint` whose choice `remat.fit` makes."""
+"""`auto`: a policy for `jax.checkpoint`, or the schedule of a `remat.scan`, whose choice `remat.fit` makes."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from typing import Any
 
 import jax
 
+from .checkpoint_schedule import Schedule
 from .linearized_program import Key, key_of
-from .policy import Policy
+from .policy import Policy, scan_key
+from .sublinear import sqrt
 
 Group = Hashable
 """Of blocks that are chosen together."""
@@ -37,6 +39,10 @@ class Auto:
 
     def __call__(self, primitive: Any, *avals: Any, **params: Any) -> Any:
         return _in_force.value.of(self.group)(primitive, *avals, **params)
+
+    def schedule(self, steps: int) -> Schedule | None:
+        """The schedule of a `remat.scan`: by default `remat.sqrt`; None keeps the residuals of all steps."""
+        return _in_force.value.of(self.group).schedule(steps)
 
 
 auto = Auto()
@@ -78,6 +84,11 @@ class Asked:
     def __call__(self, primitive: Any, *avals: Any, **params: Any) -> bool:
         self.keys[key_of(primitive, avals, params)] = None
         return False
+
+    def schedule(self, steps: int) -> Schedule | None:
+        """Any schedule; records the scan."""
+        self.keys[scan_key(steps)] = None
+        return sqrt(steps)
 
 
 _in_force: Any = jax.make_user_context(default_value=Choice())

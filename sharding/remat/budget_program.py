@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import itertools
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +19,7 @@ from ..hardware import Chip, Devices
 from .auto_policy import Choice, Group, Recorder, chosen
 from .budget_search import Cost, Options, Search
 from .linearized_program import Key, key_of
-from .policy import EVERYTHING, Policy, label
+from .policy import EVERYTHING, SCAN, Policy, label
 
 KEEP, OFFLOAD, RECOMPUTE = "keep", "offload", "recompute"
 TYPICAL = {"tpu": "v5p", "gpu": "h100", "cpu": "cpu"}
@@ -34,7 +36,7 @@ class Value:
     name: str
     """Given by `checkpoint_name`, or the op and its operands."""
     action: str
-    """`keep`, `offload` or `recompute`; where groups differ, each with its number of groups."""
+    """`keep`, `offload`, `recompute`, or the snapshots of a scan; where groups differ, each with how many do so."""
     num_bytes: int
     """Of all its arrays on one device."""
     flops: float
@@ -53,8 +55,6 @@ class AutoProgram:
     keys: dict[Key, list[Group]]
     """The values to decide on, and the groups that have them."""
     groups: list[Group]
-    options: tuple[str, ...]
-    """Of each value."""
     chip: str
     """The chip, or devices, of the predicted times."""
     host_memory_bytes: float
@@ -62,7 +62,7 @@ class AutoProgram:
     search: Search = field(init=False)
 
     def __post_init__(self) -> None:
-        decisions = [self.options] * len(self.keys)
+        decisions = [self.options_of(key) for key in self.keys]
         self.search = Search(decisions, lambda options: self.price(self.choice(options)), self.host_memory_bytes)
 
     @classmethod
@@ -92,7 +92,7 @@ class AutoProgram:
         keys: dict[Key, list[Group]] = {}
         for group, asked in recorder.asked.items():
             for key in asked:
-                if key[0] == "name" or (key[0] in MATMULS and names is None and key not in aliases):
+                if key[0] in ("name", SCAN) or (key[0] in MATMULS and names is None and key not in aliases):
                     keys.setdefault(key, []).append(group)
         hardware = _known(completion) if hardware is None else hardware
         time = completion.estimate(hardware)
@@ -103,10 +103,16 @@ class AutoProgram:
             hardware=hardware,
             keys=keys if names is None else _named(names, keys),
             groups=list(recorder.asked),
-            options=(KEEP, OFFLOAD, RECOMPUTE) if host_limit else (KEEP, RECOMPUTE),
             chip=time.chip,
             host_memory_bytes=host_limit,
         )
+
+    def options_of(self, key: Key) -> Options:
+        """What can be done to a value, or how many snapshots a scan can hold; most memory first."""
+        if key[0] == SCAN:
+            counts = itertools.takewhile(bool, (key[1] >> k for k in itertools.count(1)))
+            return (KEEP, *counts) if key[1] > 1 else (KEEP, 1)
+        return (KEEP, OFFLOAD, RECOMPUTE) if self.host_memory_bytes else (KEEP, RECOMPUTE)
 
     def tradeoffs(self) -> list[tuple[Options, Cost]]:
         """The best programs, least memory first; one of those that were tried keeps everything."""
@@ -129,7 +135,7 @@ class AutoProgram:
     @property
     def least(self) -> Cost:
         """With nothing kept."""
-        return self.search.cost((RECOMPUTE,) * len(self.keys))
+        return self.search.cost(tuple(options[-1] for options in self.search.decisions))
 
     def choice(self, options: Options, first: Options = (), share: int = 0) -> Choice:
         """The choice that treats the values of all groups so; the first groups, as many as `share`, otherwise."""
@@ -142,7 +148,8 @@ class AutoProgram:
         own = [
             (key, action) for (key, groups), action in zip(self.keys.items(), options, strict=True) if group in groups
         ]
-        return Policy(*(frozenset(key for key, action in own if action == one) for one in (KEEP, OFFLOAD)))
+        saved, offloaded = (frozenset(key for key, action in own if action == one) for one in (KEEP, OFFLOAD))
+        return Policy(saved, offloaded, tuple((key, action) for key, action in own if isinstance(action, int)))
 
     def completed(self, choice: Choice) -> Completion:
         """The program under a choice."""
@@ -184,7 +191,7 @@ class AutoProgram:
                 ops[own].append(op)
         specs = completion.assignment.specs
         for place, (key, groups) in enumerate(self.keys.items()):
-            without = (*all_kept[:place], RECOMPUTE, *all_kept[place + 1 :])
+            without = (*all_kept[:place], self.search.decisions[place][-1], *all_kept[place + 1 :])
             yield Value(
                 name=label(key),
                 action=_action(key, [choice.of(group) for group in groups]),
@@ -213,11 +220,8 @@ def _key(op: Op) -> Key:
 
 def _action(key: Key, policies: Sequence[Policy]) -> str:
     """What policies do to a value."""
-    counts: dict[str, int] = dict.fromkeys((KEEP, OFFLOAD, RECOMPUTE), 0)
-    for policy in policies:
-        is_kept = key in policy.saved or EVERYTHING in policy.saved
-        counts[KEEP if is_kept else OFFLOAD if key in policy.offloaded else RECOMPUTE] += 1
-    found = [action for action, count in counts.items() if count]
+    counts = Counter(_action_of(key, policy) for policy in policies)
+    found = list(counts)
     return (
         found[0] if len(found) == 1 else ", ".join(f"{action} {counts[action]} of {len(policies)}" for action in found)
     )
@@ -233,6 +237,14 @@ def _aliases(graph: Graph) -> set[Key]:
         if op.name == "name" and maker is not None and maker.site and maker.name in MATMULS:
             found.add(_key(maker))
     return found
+
+
+def _action_of(key: Key, policy: Policy) -> str:
+    if key in policy.saved or EVERYTHING in policy.saved:
+        return KEEP
+    if (count := dict(policy.snapshots).get(key)) is not None:
+        return f"{count} snapshots"
+    return OFFLOAD if key in policy.offloaded else RECOMPUTE
 
 
 def _known(completion: Completion) -> Hardware:

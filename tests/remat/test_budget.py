@@ -99,6 +99,10 @@ def mixed_types(ws, x):
     return jnp.sum(x)
 
 
+def scheduled(ws, x):
+    return jnp.sum(remat.scan(lambda x, w: (jnp.tanh(jnp.sin(x) @ w), None), x, ws, schedule=remat.auto)[0])
+
+
 X, SQUARES, STACK = floats(512, 32), [floats(32, 32)] * 4, floats(4, 32, 32)
 PROGRAMS = {
     mlp: (SQUARES, X),
@@ -113,6 +117,7 @@ PROGRAMS = {
     looped: (SQUARES[:2], X),
     partly: (SQUARES, X),
     mixed_types: (SQUARES, X),
+    scheduled: (floats(12, 32, 32), X),
 }
 
 
@@ -220,6 +225,24 @@ def test_what_is_kept_is_said_by_line():
     assert "test_budget.py" in value.source
     assert "recompute" in str(found)
     assert str(found.policy) == "keeps nothing"
+
+
+def test_snapshots_of_a_scan_are_chosen():
+    args = PROGRAMS[scheduled]
+    free = fitted(scheduled, args, 1e12)
+    assert free.values[0].name == "scan of 12 steps" and free.values[0].action == "keep"
+    found = fitted(scheduled, args, free.tradeoffs[0].peak_bytes)
+    assert found.values[0].action == f"{found.policy.snapshots[0][1]} snapshots"
+    schedule = found.policy.schedule(12)
+
+    def by_hand(ws, x):
+        return jnp.sum(remat.scan(lambda x, w: (jnp.tanh(jnp.sin(x) @ w), None), x, ws, schedule=schedule)[0])
+
+    arrays = arrays_of(args)
+    with two_devices():
+        step = sharding.jit(jax.value_and_grad(by_hand), in_shardings=(None, P("data")))
+        assert step.complete(*args).memory().peak_bytes == found.peak_bytes < free.peak_bytes
+        jax.tree.map(np.testing.assert_array_equal, step(*arrays), found.step(*arrays))
 
 
 def test_groups_share_a_budget():
