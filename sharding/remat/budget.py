@@ -168,8 +168,8 @@ def fit(
         args: its arguments, arrays or shapes.
         memory_bytes: limit of peak memory per device: of arguments, results and temporaries.
         names: decides on these named values only; the others run again.
-        host_memory_bytes: limit of the host's memory per device; 0 offloads nothing. Default: a device's share of what
-            hosts of the mesh's chips have, where that is known, and else 0.
+        host_memory_bytes: limit of the host's memory per device for what is offloaded; 0 offloads nothing. Default: a
+            device's share of what hosts of the mesh's chips have, where that is known, and else 0.
         peak: what is within the limit: the prediction, or what XLA allocates. To find that, the fastest programs
             compile, one after the other, until one is within.
         hardware: as for `Completion.estimate`. Without known devices times are those of a v5p, an H100 or a CPU.
@@ -231,7 +231,7 @@ def names(step: Any, *args: Any) -> tuple[str, ...]:
         step: of `sharding.jit`, with the derivative inside.
         args: its arguments, arrays or shapes.
     """
-    _, recorder = recorded(step, args)
+    _, recorder = recorded(step.with_empty_cache(), args)
     return tuple(dict.fromkeys(key[1] for asked in recorder.asked.values() for key in asked if key[0] == "name"))
 
 
@@ -246,7 +246,7 @@ def _first_within(program: AutoProgram, found: Sequence[tuple[Options, Cost]], m
 
 
 def _check(step: Any, memory_bytes: float) -> None:
-    if not callable(getattr(step, "complete", None)):
+    if not callable(getattr(step, "with_empty_cache", None)):
         raise ShardingError(
             "remat.fit(step)",
             found=f"{type(step).__name__} {getattr(step, '__name__', '')}".strip(),

@@ -50,6 +50,8 @@ class AutoProgram:
     """A step under choices."""
 
     step: Any
+    trial: Any
+    """The step, with a cache of its own."""
     args: Sequence[Any]
     hardware: Hardware
     keys: dict[Key, list[Group]]
@@ -58,12 +60,15 @@ class AutoProgram:
     chip: str
     """The chip, or devices, of the predicted times."""
     host_memory_bytes: float
-    """Limit of the host's memory per device."""
+    """Limit of the host's memory per device, for what is offloaded."""
+    own_host_bytes: int
+    """Of the program with nothing offloaded, such as its arguments there."""
     search: Search = field(init=False)
 
     def __post_init__(self) -> None:
+        limit = self.own_host_bytes + self.host_memory_bytes
         decisions = [self.options_of(key) for key in self.keys]
-        self.search = Search(decisions, lambda options: self.price(self.choice(options)), self.host_memory_bytes)
+        self.search = Search(decisions, lambda options: self.price(self.choice(options)), limit)
 
     @classmethod
     def of(
@@ -80,7 +85,8 @@ class AutoProgram:
         Raises:
             ShardingError: there are none, or not these names.
         """
-        completion, recorder = recorded(step, args)
+        trial = step.with_empty_cache()
+        completion, recorder = recorded(trial, args)
         if not recorder.asked:
             raise ShardingError(
                 f"remat.fit({completion.name})",
@@ -99,12 +105,14 @@ class AutoProgram:
         host_limit = time.host_memory_bytes if host_memory_bytes is None else host_memory_bytes
         return cls(
             step=step,
+            trial=trial,
             args=args,
             hardware=hardware,
             keys=keys if names is None else _named(names, keys),
             groups=list(recorder.asked),
             chip=time.chip,
             host_memory_bytes=host_limit,
+            own_host_bytes=completion.memory().host.total_bytes,
         )
 
     def options_of(self, key: Key) -> Options:
@@ -154,12 +162,15 @@ class AutoProgram:
     def completed(self, choice: Choice) -> Completion:
         """The program under a choice."""
         with chosen(choice):
-            return self.step.complete(*self.args)
+            completion = self.trial.complete(*self.args)
+        self.trial.clear_cache()
+        return completion
 
     def compiled_peak(self, choice: Choice) -> int:
         """The peak that XLA allocates, in bytes per device."""
         with chosen(choice):
-            compiled = self.step.lower(*self.args).compile()
+            compiled = self.trial.lower(*self.args).compile()
+        self.trial.clear_cache()
         memory = read_compiled(compiled).memory
         if memory is None:
             raise ShardingError(
@@ -268,4 +279,4 @@ def _named(names: Sequence[str], keys: dict[Key, list[Group]]) -> dict[Key, list
             required="names given by checkpoint_name in the blocks",
             fix=[f"did you mean {one!r}?" for one in near],
         )
-    return {("name", name): keys[("name", name)] for name in names}
+    return {key: groups for key, groups in keys.items() if key[0] == SCAN or key[1] in names}

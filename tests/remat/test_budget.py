@@ -198,6 +198,27 @@ def test_the_compiled_peak_is_within_the_budget():
         assert compiled_bytes(found.step.lower(*PROGRAMS[mlp])) == found.compiled_bytes <= budget
 
 
+def test_trials_leave_no_programs_behind():
+    with two_devices():
+        step = sharding.jit(jax.value_and_grad(mlp), in_shardings=(None, P("data")))
+        found = remat.fit(step, *PROGRAMS[mlp], memory_bytes=1e12)
+        assert step._cache_size() == 0
+        found.step.complete(*PROGRAMS[mlp])
+        assert step._cache_size() == 1
+
+
+def test_arguments_on_the_host_are_no_offloaded_values():
+    on_host = jax.memory.Space.Host
+
+    def loss(ws, x):
+        return scanned(jax.device_put(ws, jax.memory.Space.Device), x)
+
+    with sharding.mesh(data=4, devices="v5p:2x2x1"):
+        step = sharding.jit(lambda ws, x: jax.device_put(jax.grad(loss)(ws, x), on_host))
+        found = remat.fit(step, *PROGRAMS[scanned], memory_bytes=1e12, host_memory_bytes=0)
+    assert found.cost.host_bytes > 0 and not found.policy.offloaded
+
+
 def test_the_policy_and_the_step_are_one_program():
     args = PROGRAMS[mlp]
     free = fitted(mlp, args, 1e12)
