@@ -230,6 +230,17 @@ def names(step: Any, *args: Any) -> tuple[str, ...]:
     Args:
         step: of `sharding.jit`, with the derivative inside.
         args: its arguments, arrays or shapes.
+
+    Example:
+        >>> import jax, sharding
+        >>> from jax import numpy as jnp
+        >>> from jax.ad_checkpoint import checkpoint_name
+        >>> from sharding import remat
+        >>> layer = jax.checkpoint(lambda w, x: jnp.tanh(checkpoint_name(x @ w, "hidden")), policy=remat.auto)
+        >>> step = sharding.jit(jax.grad(lambda w, x: layer(w, x).sum()))
+        >>> with sharding.mesh(data=1):
+        ...     remat.names(step, jnp.ones((4, 4)), jnp.ones((8, 4)))
+        ('hidden',)
     """
     _, recorder = recorded(step.with_empty_cache(), args)
     return tuple(dict.fromkeys(key[1] for asked in recorder.asked.values() for key in asked if key[0] == "name"))
