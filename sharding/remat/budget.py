@@ -188,7 +188,7 @@ def fit(
         ...     return x.sum()
         >>> step = sharding.jit(jax.grad(loss))
         >>> args = [jnp.ones((64, 64))] * 4, jnp.ones((4096, 64))
-        >>> with sharding.mesh(data=1):
+        >>> with sharding.mesh(data=8):
         ...     fitted = remat.fit(step, *args, memory_bytes=12e6)
         ...     grads = fitted.step(*args)
         >>> fitted.peak_bytes <= 12e6
@@ -238,7 +238,7 @@ def names(step: Any, *args: Any) -> tuple[str, ...]:
         >>> from sharding import remat
         >>> layer = jax.checkpoint(lambda w, x: jnp.tanh(checkpoint_name(x @ w, "hidden")), policy=remat.auto)
         >>> step = sharding.jit(jax.grad(lambda w, x: layer(w, x).sum()))
-        >>> with sharding.mesh(data=1):
+        >>> with sharding.mesh(data=8):
         ...     remat.names(step, jnp.ones((4, 4)), jnp.ones((8, 4)))
         ('hidden',)
     """
