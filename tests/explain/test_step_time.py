@@ -53,6 +53,16 @@ def test_copies_to_the_host_run_beside_compute():
     assert estimate.seconds < estimate.compute_seconds + estimate.communication_seconds
 
 
+def test_a_loop_starts_behind_what_precedes_it():
+    def fn(x, ws):
+        x = jax.lax.scan(lambda x, w: (x @ w, None), x, ws)[0]
+        return jax.lax.scan(lambda x, w: (x + w @ w, None), x, ws)[0]
+
+    estimate = completed(fn, [floats(1024, 1024), floats(8, 1024, 1024)], {"a": 4}).estimate("v5p")
+    first, second = [f"{k} {p.name}" for k, p in enumerate(estimate.parts) if p.name == "dot_general"]
+    assert estimate.timeline[second].start_seconds >= estimate.timeline[first].end_seconds
+
+
 def test_what_bounds_a_step():
     square = floats(8192, 8192)
     one = completed(lambda x, w: x @ w, [square, square], {"a": 4}, in_shardings=(P("a"), None)).estimate("v5p")
