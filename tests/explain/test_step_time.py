@@ -55,7 +55,8 @@ def test_copies_to_the_host_run_beside_compute():
 
 def test_a_loop_starts_behind_what_precedes_it():
     def fn(x, ws):
-        x = jax.lax.scan(lambda x, w: (x @ w, None), x, ws)[0]
+        on_host = jax.device_put(ws, jax.memory.Space.Host)
+        x = jax.lax.scan(lambda x, w: (x @ jax.device_put(w, jax.memory.Space.Device), None), x, on_host)[0]
         return jax.lax.scan(lambda x, w: (x + w @ w, None), x, ws)[0]
 
     estimate = completed(fn, [floats(1024, 1024), floats(8, 1024, 1024)], {"a": 4}).estimate("v5p")
