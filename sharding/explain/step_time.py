@@ -262,7 +262,7 @@ class _Tasks:
         for op, transfers in self.program.ops():
             if op.times != self.times:
                 self.times, self.started, self.copies = op.times, (*self.last, *self.copies), []
-            waits = [*self.started, *(t for v in op.operands for t in self.ready.get(v, ()))]
+            waits = [t for v in op.operands for t in self.ready.get(v, ())]
             for transfer in transfers:
                 if transfer.is_before:
                     task = self.collective(transfer.collective, self.ready.get(transfer.value, ()))
@@ -315,7 +315,8 @@ class _Tasks:
         self, name: str, stream: str, seconds: float, after: Sequence[str], source: str, *, limit: str,
         matmul_flops: float = 0.0, is_collective: bool = False,
     ) -> tuple[Task, TimedOp]:  # fmt: skip
-        task = Task(name=f"{self.number} {name}", stream=stream, seconds=seconds, after=tuple(dict.fromkeys(after)))
+        after = tuple(dict.fromkeys((*self.started, *after)))
+        task = Task(name=f"{self.number} {name}", stream=stream, seconds=seconds, after=after)
         self.number += 1
         return task, TimedOp(
             name=name,
