@@ -113,6 +113,12 @@ def state_shapes(workload: Workload) -> TrainState:
     return tree.unflatten([p if there else leaf for leaf, p, there in zip(leaves, placed, on_host, strict=True)])
 
 
+def jit_step(workload: Workload, mesh: Mesh) -> Any:
+    """The jitted train step."""
+    spec = layouts.batch(mesh.axis_names)
+    return sharding.jit(skip_nonfinite(workload.train_step), in_shardings=(None, spec), donate_argnums=(0,))
+
+
 def planned_step(workload: Workload, plan: Plan | None = None) -> Any:
     """The train step of `workload` as `sharding.plan` found it, or to plan."""
     return sharding.jit(skip_nonfinite(workload.train_step), donate_argnums=(0,), plan=plan)
@@ -121,7 +127,7 @@ def planned_step(workload: Workload, plan: Plan | None = None) -> Any:
 def jit_workload(workload: Workload, mesh: Mesh, *, batch_size: int, plan: Plan | None = None) -> JittedWorkload:
     """`workload` jitted for `mesh`, which must be the mesh in context; nothing is compiled yet."""
     spec = layouts.batch(mesh.axis_names)
-    step = sharding.jit(skip_nonfinite(workload.train_step), in_shardings=(None, spec), donate_argnums=(0,))
+    step = jit_step(workload, mesh)
     if plan is not None:
         step = planned_step(workload, plan)
         batch = [spec for name, spec in plan.arguments if name.partition("/")[0] == NAMES[1]]

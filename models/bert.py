@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from .remat_policy import Remat
 from .transformer import config_errors, loss, run, stack
 from .transformer_block import Block
 from .transformer_layers import MLP, Branch, LayerNorm, bidirectional_attention, dropout, normal, zeros
@@ -43,8 +44,9 @@ class Config:
     """Post-norm (after each residual sum, as published) or pre-norm blocks."""
     scan: bool = False
     """Whether layers are stacked and scanned (one block compiled for any depth) or unrolled."""
-    remat: bool = False
-    """Whether blocks are rematerialised in the backward pass, except their attention output."""
+    remat: Remat = False
+    """Whether blocks are rematerialised in the backward pass, except their attention output; or the policies of
+    `jax.checkpoint` of consecutive blocks, in turn."""
     dropout: float = 0.0
     """Dropout rate of the embedding and of each branch's output, when called with a key."""
     dtype: Literal["float32", "bfloat16"] = "float32"

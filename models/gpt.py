@@ -15,6 +15,7 @@ from flax import nnx
 
 from sharding import kernels
 
+from .remat_policy import Remat
 from .text_generation import LanguageModel, generate
 from .transformer import config_errors, loss, run, stack
 from .transformer_block import NO_HOOKS, Block, StreamHooks
@@ -85,8 +86,9 @@ class Config:
     """Whether projections have biases."""
     scan: bool = False
     """Whether layers are stacked and scanned (one block compiled for any depth) or unrolled."""
-    remat: bool = False
-    """Whether blocks are rematerialised in the backward pass, except their attention output."""
+    remat: Remat = False
+    """Whether blocks are rematerialised in the backward pass, except their attention output; or the policies of
+    `jax.checkpoint` of consecutive blocks, in turn."""
     dropout: float = 0.0
     """Dropout rate of the embedding and of each branch's output, when called with a key."""
     dtype: Literal["float32", "bfloat16"] = "float32"

@@ -21,7 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 from sharding import expert
 
 from . import gpt
-from .remat_policy import REMAT_POLICY
+from .remat_policy import rematerialised, scan_layers
 from .transformer_block import Block
 from .transformer_layers import MLP, Attention, Branch, RMSNorm, dropout
 
@@ -153,15 +153,14 @@ class GPTMoE(nnx.Module):
 
 
 def _run(blocks: Any, x_BSM: jax.Array, key: jax.Array | None, config: Config) -> tuple[jax.Array, expert.Balance]:
-    call = Pair.__call__
-    if config.remat:
-        call = jax.checkpoint(call, policy=REMAT_POLICY, prevent_cse=not config.scan)
+    calls = rematerialised(Pair.__call__, config.remat, scan=config.scan)
     keys_N = None if key is None else jax.random.split(key, config.layers // 2)
     if isinstance(blocks, Pair):
-        return jax.lax.scan(lambda x, pair: call(pair[0], x, pair[1]), x_BSM, (blocks, keys_N))
+        scanned = [lambda x, pair, call=call: call(pair[0], x, pair[1]) for call in calls]
+        return scan_layers(scanned, x_BSM, (blocks, keys_N))
     found = []
     for i, pair in enumerate(blocks):
-        x_BSM, balance = call(pair, x_BSM, None if keys_N is None else keys_N[i])
+        x_BSM, balance = calls[i % len(calls)](pair, x_BSM, None if keys_N is None else keys_N[i])
         found.append(balance)
     return x_BSM, jax.tree.map(lambda *each: jnp.stack(each), *found)
 

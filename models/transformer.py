@@ -1,7 +1,8 @@
 """A stack of transformer blocks, run in a loop or a scan, and the token loss.
 
 - Layers are a list, or one stacked block that is scanned; both start from the same values.
-- With `remat` the output of each attention is saved, so the backward pass repeats no forward reduction.
+- With `remat` the output of each attention is saved, so the backward pass repeats no forward reduction; or what the
+  given policies save, by the names `block_input`, `qkv`, `attention_out` and `mlp_hidden`, and those of kernels.
 
 Shape suffixes as in `transformer_layers`, and L layers, V vocabulary.
 """
@@ -13,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from .remat_policy import REMAT_POLICY
+from .remat_policy import policies, rematerialised, scan_layers
 from .transformer_block import Block
 from .transformer_layers import TransformerConfig
 
@@ -37,6 +38,9 @@ def config_errors(config: Any, sizes: Iterable[str]) -> list[str]:
         wrong.append(f"kernels={config.kernels!r} must be 'auto', 'xla' or 'pallas'")
     if not 0 <= config.dropout < 1:
         wrong.append(f"dropout={config.dropout} must be at least 0 and less than 1")
+    turn = len(policies(config.remat))
+    if config.scan and turn and config.layers % turn:
+        wrong.append(f"layers={config.layers} must be a multiple of the {turn} policies of remat to scan them")
     return wrong
 
 
@@ -48,18 +52,14 @@ def stack(block: Callable[[jax.Array], Block], config: TransformerConfig, key: j
 
 def run(blocks: Any, x_BSM: jax.Array, key: jax.Array | None, config: TransformerConfig) -> jax.Array:
     """The residual stream after all `blocks`; a `key` enables dropout."""
-    call = _rematerialised(config) if config.remat else Block.__call__
+    calls = rematerialised(Block.__call__, config.remat, scan=config.scan)
     keys_L = None if key is None else jax.random.split(key, config.layers)
     if isinstance(blocks, Block):
-        return jax.lax.scan(lambda x, layer: (call(layer[0], x, layer[1]), None), x_BSM, (blocks, keys_L))[0]
+        scanned = [lambda x, layer, call=call: (call(layer[0], x, layer[1]), None) for call in calls]
+        return scan_layers(scanned, x_BSM, (blocks, keys_L))[0]
     for i, block in enumerate(blocks):
-        x_BSM = call(block, x_BSM, None if keys_L is None else keys_L[i])
+        x_BSM = calls[i % len(calls)](block, x_BSM, None if keys_L is None else keys_L[i])
     return x_BSM
-
-
-def _rematerialised(config: TransformerConfig) -> Callable[[Block, jax.Array, jax.Array | None], jax.Array]:
-    # Inside a scan the loop already prevents CSE of the two computations.
-    return jax.checkpoint(Block.__call__, policy=REMAT_POLICY, prevent_cse=not config.scan)
 
 
 def loss(logits_BSV: jax.Array, targets_BS: jax.Array) -> jax.Array:

@@ -72,6 +72,7 @@ class Block(nnx.Module):
     def _run(
         self, attention: Callable[[jax.Array], tuple[jax.Array, Any]], x_BSM: jax.Array, key: jax.Array | None
     ) -> tuple[jax.Array, Any]:
+        x_BSM = checkpoint_name(x_BSM, "block_input")
         key1, key2 = (None, None) if key is None else jax.random.split(key)
         branch_input, branch_output = self.stream.branch_input, self.stream.branch_output
         branch_BSM, after = attention(branch_input(x_BSM if self.order == "post" else self.norm1(x_BSM)))

@@ -17,8 +17,11 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from sharding import kernels
+
+from .remat_policy import Remat
 
 
 class TransformerConfig(Protocol):
@@ -47,7 +50,7 @@ class TransformerConfig(Protocol):
     @property
     def scan(self) -> bool: ...
     @property
-    def remat(self) -> bool: ...
+    def remat(self) -> Remat: ...
 
 
 AttentionFn = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
@@ -232,6 +235,7 @@ class Attention(nnx.Module):
         qkv_BSGND = jnp.einsum("BSM,MGND->BSGND", x_BSM, self.qkv[...].astype(dtype))
         if self.qkv_bias is not None:
             qkv_BSGND += self.qkv_bias[...].astype(dtype)[None, None, :, :, :]
+        qkv_BSGND = checkpoint_name(qkv_BSGND, "qkv")
         per_group = config.heads // config.kv_heads
         q_BSGQD, k_BSG1D, v_BSG1D = jnp.split(qkv_BSGND, [per_group, per_group + 1], axis=3)
         k_BSGD, v_BSGD = k_BSG1D.squeeze(3), v_BSG1D.squeeze(3)
@@ -261,6 +265,7 @@ class MLP(nnx.Module):
 
     def __call__(self, x_BSM: jax.Array) -> jax.Array:
         h_BSF = _with_bias(jnp.einsum("BSM,MF->BSF", x_BSM, self.w1[...].astype(x_BSM.dtype)), self.bias1)
+        h_BSF = checkpoint_name(h_BSF, "mlp_hidden")
         return _with_bias(jnp.einsum("BSF,FM->BSM", jax.nn.gelu(h_BSF), self.w2[...].astype(x_BSM.dtype)), self.bias2)
 
 

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from .image_classifier import Head, check_shape
+from .remat_policy import Remat
 from .transformer import config_errors, run, stack
 from .transformer_block import Block
 from .transformer_layers import MLP, Branch, LayerNorm, bidirectional_attention, dropout, normal, zeros
@@ -46,8 +47,9 @@ class Config:
     """Input of the classifier: a class token before the patches, or the mean over patches."""
     scan: bool = False
     """Whether layers are stacked and scanned (one block compiled for any depth) or unrolled."""
-    remat: bool = False
-    """Whether blocks are rematerialised in the backward pass, except their attention output."""
+    remat: Remat = False
+    """Whether blocks are rematerialised in the backward pass, except their attention output; or the policies of
+    `jax.checkpoint` of consecutive blocks, in turn."""
     dropout: float = 0.0
     """Dropout rate of the embedding and of each branch's output, when called with a key."""
     dtype: Literal["float32", "bfloat16"] = "float32"

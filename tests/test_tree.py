@@ -21,11 +21,11 @@ FLOORS = [
     ["annotations", "kernels"],
     ["distributed", "expert", "graph", "sequence", "tensor", "xla"],
     ["checkpoint", "cost", "models", "pipeline", "propagation", "zero"],
-    ["remat", "rewrite"],
+    ["rewrite"],
     ["memory"],
     ["explain"],
     ["completion"],
-    ["comparison", "jit"],
+    ["comparison", "jit", "remat"],
     ["planner"],
     ["sharding"],  # the face, sharding/__init__.py
     ["launch"],

@@ -12,7 +12,8 @@ from sharding.explain import Fit, Verification
 from sharding.explain.memory_fit import fit
 
 from ...models import layouts
-from .. import jitted_workload, workloads
+from .. import jitted_workload, memory_budget, workloads
+from ..config.byte_size import parse_bytes
 from ..config.explain_config import Explain
 from ..config.mesh_config import batch_parts, check_batch, parse_mesh
 from ..config.optimizer_config import Optimization
@@ -24,7 +25,10 @@ MIN_EXAMPLES = 16
 
 def run(config: Explain) -> None:
     """Print and write what `config` asks for."""
-    completion, facts = compile_ahead(config, config.aot) if config.aot is not None else (complete(config), ())
+    model, fitted = _within_memory(config)
+    if fitted is not None:
+        print(fitted)
+    completion, facts = compile_ahead(config, model, config.aot) if config.aot else (complete(config, model), ())
     if config.check is not None:
         sharding.check_lock(completion, config.check)
         print(f"matches {config.check}")
@@ -45,29 +49,28 @@ def run(config: Explain) -> None:
     for fact in facts:
         print(fact)
     files = config.check or config.lock or config.report
-    shown = files or config.why or config.communication or config.memory or config.suggest
+    shown = fitted is not None or files or config.why or config.communication or config.memory or config.suggest
     if not (shown or facts):
         print(completion)
 
 
-def complete(config: Explain) -> Any:
-    """The completion of the train step over the mesh of `config`, on described devices."""
-    axes = _axes(config)
-    # Without a description: generic devices, as many as the mesh needs.
-    devices = config.devices or math.prod(max(size, 1) for size in axes.values())
-    over = sharding.mesh(axes, devices=devices)
-    step, workload, batch = _step(config, over.mesh)
+def complete(config: Explain, model: Any = None) -> Any:
+    """The completion of the train step of a model, by default that of `config`, over its mesh on described devices."""
+    over = _described(config)
+    step, workload, batch = _step(config, model, over.mesh)
     with over:
         return step.complete(jitted_workload.state_shapes(workload), batch)
 
 
-def compile_ahead(config: Explain, devices: str) -> tuple[Any, tuple[Verification, Fit]]:
+def compile_ahead(config: Explain, model: Any, devices: str) -> tuple[Any, tuple[Verification, Fit]]:
     """The completion, its predictions compared with the step compiled ahead of time, and whether it fits in memory.
 
     XLA:TPU rejects a step that exceeds its chip's memory; XLA:GPU compiles it anyway.
     """
     over = sharding.mesh(_axes(config), devices=cost.compile_only(devices))
-    step, workload, batch = _step(config, over.mesh)  # before entering the mesh, whose devices can't run anything
+    step, workload, batch = _step(
+        config, model, over.mesh
+    )  # before entering the mesh, whose devices can't run anything
     with over:
         args = jitted_workload.state_shapes(workload), batch
         completion = step.complete(*args)
@@ -84,25 +87,58 @@ def compile_ahead(config: Explain, devices: str) -> tuple[Any, tuple[Verificatio
     return completion, (found, fit(found.compiled_peak_bytes, chip))
 
 
-def _axes(config: Explain) -> dict[str, int]:
-    return workloads.with_required_axes(parse_mesh(config.mesh), workloads.find(config.model)[0])
+def _within_memory(config: Explain) -> tuple[Any, Any]:
+    """The configuration of the model, and what was chosen to fit in memory, if it was asked for."""
+    _, model = workloads.find(config.model)
+    if config.memory_budget is None:
+        return model, None
+    over = _described(config)
+    memory_budget.check(
+        config.model.name,
+        model,
+        _optimization(config, dict(over.mesh.shape)),
+        f"--memory-budget {config.memory_budget}",
+    )
+    with over:
+        memory_bytes = parse_bytes("--memory-budget", config.memory_budget)
+
+        def step_of(model: Any) -> memory_budget.Step:
+            step, workload, batch = _step(config, model, over.mesh)
+            return step, (jitted_workload.state_shapes(workload), batch)
+
+        return memory_budget.fit(model, step_of, memory_bytes)
 
 
-def _step(config: Explain, mesh: Any) -> tuple[Any, Workload, Shapes]:
-    """The train step of `config` for a mesh, its workload, and an abstract batch."""
-    family, model = workloads.find(config.model)
-    sizes = dict(mesh.shape)
-    workloads.check_experts(config.model.name, model, sizes)
+def _described(config: Explain) -> Any:
+    """The mesh on described devices; without a description on generic ones, as many as it needs."""
+    axes = _axes(config)
+    return sharding.mesh(axes, devices=config.devices or config.aot or math.prod(max(n, 1) for n in axes.values()))
+
+
+def _optimization(config: Explain, sizes: dict[str, int]) -> Optimization:
     pipeline_config = config.pipeline.resolve(sizes)
-    sequence_config = config.sequence.resolve(sizes, pipeline_config)
-    workloads.check_sequence_axis(config.model.name, family, sequence_config)
-    optimization = Optimization(
+    return Optimization(
         pipeline=pipeline_config,
-        sequence=sequence_config,
+        sequence=config.sequence.resolve(sizes, pipeline_config),
         zero=config.zero,
         offload=config.offload,
         sequence_parallel=config.sequence_parallel,
     )
+
+
+def _axes(config: Explain) -> dict[str, int]:
+    return workloads.with_required_axes(parse_mesh(config.mesh), workloads.find(config.model)[0])
+
+
+def _step(config: Explain, model: Any, mesh: Any) -> tuple[Any, Workload, Shapes]:
+    """The train step of a model for a mesh, its workload, and an abstract batch."""
+    family, default = workloads.find(config.model)
+    model = default if model is None else model
+    sizes = dict(mesh.shape)
+    workloads.check_experts(config.model.name, model, sizes)
+    optimization = _optimization(config, sizes)
+    pipeline_config = optimization.pipeline
+    workloads.check_sequence_axis(config.model.name, family, optimization.sequence)
     workloads.check_sequence_parallel(config.model.name, family, model, optimization, sizes)
     workload = family.build(config.model.name, model, optimization, steps=1000, seed=0)
     parts = batch_parts(sizes) * (1 if pipeline_config is None else pipeline_config.microbatches)

@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,13 +16,14 @@ from sharding import ShardingError, checkpoint
 from sharding.distributed import consistency, processes
 from sharding.planner import Plan
 
-from .. import device_setup, jitted_workload, run_folder, text, workloads
+from .. import device_setup, jitted_workload, memory_budget, run_folder, text, workloads
+from ..config.byte_size import parse_bytes
 from ..config.mesh_config import check_batch, parse_mesh
 from ..config.optimizer_config import check_zero
 from ..config.train_config import Train, as_json
 from ..stop_signals import StopRequest
 from ..training_loop import TrainingLoop
-from ..workload import Batch, DataSource
+from ..workload import Batch, DataSource, Workload
 
 
 def run(config: Train) -> None:
@@ -57,9 +59,17 @@ def _run(config: Train, stop: StopRequest) -> None:
     tokenized = text.read(config.text) if config.text.is_given else None
     model = text.resize_vocab(model, tokenized) if tokenized else model
     workloads.check_sequence_parallel(config.model.name, family, model, optimization, axes)
-    workload = family.build(
-        config.model.name, model, optimization, steps=recipe.steps, seed=config.seed, sample=recipe.sample
-    )
+    devices = jax.devices()[: math.prod(axes.values())]
+
+    def build(model: Any) -> Workload:
+        options = {"steps": recipe.steps, "seed": config.seed, "sample": recipe.sample}
+        return family.build(config.model.name, model, optimization, **options)
+
+    if config.memory is not None:
+        memory_budget.check(config.model.name, model, optimization, f"--memory {config.memory}")
+        with sharding.mesh(axes, devices=devices) as mesh:
+            model = _within_memory(config.memory, model, lambda model: _step(build(model), mesh, recipe.batch))
+    workload = build(model)
     workloads.check_accumulation(workload, accumulate)
     if recipe.sample and not workload.sampler:
         raise ShardingError(
@@ -80,7 +90,6 @@ def _run(config: Train, stop: StopRequest) -> None:
     elif processes.index() == 0:
         run_folder.move_aside(config.out)
     processes.barrier("folder")
-    devices = jax.devices()[: math.prod(axes.values())]
     with sharding.mesh(axes, devices=devices) as mesh:
         assert isinstance(mesh, jax.sharding.Mesh)
         _check_processes_agree(settings, source, mesh)
@@ -94,6 +103,21 @@ def _run(config: Train, stop: StopRequest) -> None:
             jitted=jitted_workload.jit_workload(workload, mesh, batch_size=recipe.batch, plan=plan),
         )
         loop.run()
+
+
+def _step(workload: Workload, mesh: Any, batch_size: int) -> memory_budget.Step:
+    return jitted_workload.jit_step(workload, mesh), (
+        jitted_workload.state_shapes(workload),
+        workload.batch_shapes(batch_size),
+    )
+
+
+def _within_memory(memory: str, model: Any, step: Callable[[Any], memory_budget.Step]) -> Any:
+    """The model whose step fits in memory; process 0 says what it keeps."""
+    model, fitted = memory_budget.fit(model, step, parse_bytes("--memory", memory))
+    if processes.index() == 0:
+        print(fitted)
+    return model
 
 
 def _resume_on_restart(config: Train) -> Train:

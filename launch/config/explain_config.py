@@ -8,6 +8,7 @@ from tyro.conf import OmitArgPrefixes, arg
 
 from sharding.errors import ShardingError
 
+from .byte_size import parse_bytes
 from .mesh_config import check_batch, parse_mesh
 from .model_config import ModelOptions
 from .optimizer_config import Offload, ZeroStage, check_zero
@@ -42,6 +43,9 @@ class Explain:
     """List the collectives of a step, each with the source line and the reason."""
     memory: bool = False
     """Show peak memory by category."""
+    memory_budget: Annotated[str | None, arg(metavar="BYTES")] = None
+    """Show what the model's layers would have to recompute or offload to fit in this memory per device, such as 16GB,
+    by line, or the least memory that would do; other options show the step that does."""
     suggest: bool = False
     """List the single annotations that would save most, with what a step then sends, holds and takes."""
     aot: Annotated[str | None, arg(metavar="DEVICES")] = None
@@ -56,6 +60,8 @@ class Explain:
 
     def __post_init__(self) -> None:
         axes = parse_mesh(self.mesh)
+        if self.memory_budget is not None:
+            parse_bytes("--memory-budget", self.memory_budget)
         if self.batch is not None:
             at_least("--batch", self.batch, 1)
             if -1 not in axes.values():

@@ -9,7 +9,7 @@ from tyro.conf import OmitArgPrefixes, arg
 from sharding import hardware
 from sharding.errors import ShardingError
 
-from .byte_sizes import parse_bytes
+from .byte_size import parse_bytes
 from .model_config import ModelOptions
 from .option_checks import at_least
 

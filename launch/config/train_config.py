@@ -12,6 +12,7 @@ from tyro.conf import OmitArgPrefixes, arg
 
 from sharding.errors import ShardingError
 
+from .byte_size import parse_bytes
 from .mesh_config import check_batch, parse_mesh
 from .model_config import ModelOptions
 from .optimizer_config import Optimization, OptimizationOptions
@@ -73,6 +74,9 @@ class Train:
     """Whether to also keep the checkpoint with the best held-out metric, among those saved at an evaluation step."""
     nonfinite: Literal["stop", "skip"] = "stop"
     """On a non-finite loss or gradient: stop, or skip the step and keep the state before it."""
+    memory: Annotated[str | None, arg(metavar="BYTES")] = None
+    """Memory per device, such as 16GB: what the model's layers keep, recompute or offload is chosen so that the
+    predicted peak is within it. Default: the preset's recomputation, or --remat."""
     init: Annotated[Path | None, arg(metavar="FILE")] = None
     """Initialize the parameters from this safetensors file, such as `sharding checkpoint export` writes."""
     resume: bool = False
@@ -87,6 +91,8 @@ class Train:
                 at_least("--" + name.replace("_", "-"), getattr(self, name), minimum)
         if self.resume_step is not None and not self.resume:
             raise ShardingError(f"--resume-step {self.resume_step}", required="--resume", fix="--resume")
+        if self.memory is not None:
+            parse_bytes("--memory", self.memory)
         axes = parse_mesh(self.mesh)
         if self.batch is not None and -1 not in axes.values():
             accumulate = self.optimization.accumulate or 1
@@ -109,4 +115,6 @@ def _plain(value: Any) -> Any:
         return {name: _plain(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(inner) for inner in value]
+    if isinstance(value, frozenset):
+        return sorted(map(_plain, value), key=str)
     return str(value) if isinstance(value, Path) else value

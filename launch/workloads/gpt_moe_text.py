@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from ...models import gpt, gpt_moe, layouts
-from ...models.remat_policy import REMAT_POLICY
+from ...models.remat_policy import policies
 from ..config.optimizer_config import Optimization
 from ..config.train_config import Recipe
 from ..expert_stats import ExpertStats
@@ -34,7 +34,7 @@ def build(
                 add=lambda stats, balance: stats.add(balance),
                 loss_output=loss_output,
             ),
-            remat=REMAT_POLICY if config.remat else None,
+            remat=next(iter(policies(config.remat)), None),
         )
         config = replace(config, scan=True)
     plain_model = functools.partial(gpt_moe.GPTMoE, config)

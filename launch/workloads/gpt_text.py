@@ -14,7 +14,7 @@ from flax import nnx
 from sharding import kernels
 
 from ...models import gpt, layouts, text_generation, transformer_block
-from ...models.remat_policy import REMAT_POLICY
+from ...models.remat_policy import policies
 from .. import tensor_parallel
 from ..config.optimizer_config import Optimization
 from ..config.train_config import Recipe
@@ -77,7 +77,7 @@ def build(
             examples=next_tokens,
             loss=tensor_parallel.loss,
             past=gpt.GPT.past,
-            remat=REMAT_POLICY if config.remat else None,
+            remat=next(iter(policies(config.remat)), None),
         )
         config = replace(config, scan=True)
     stream = tensor_parallel.stream() if optimization.sequence_parallel else transformer_block.NO_HOOKS

@@ -70,11 +70,12 @@ def largest_batch(
         batch=good * multiple,
         fit=found[good].fits(chip) if good else None,
         next=after.fits(chip),
-        hint=_hint(after),
+        hint=larger_axis_hint(after),
     )
 
 
-def _hint(report: MemoryReport) -> str:
+def larger_axis_hint(report: MemoryReport) -> str:
+    """Which mesh axis saves most memory when it is doubled."""
     shares = sorted(report.by_axis.values(), key=lambda s: (-s.twice_as_long_saves, s.axis))
     if not shares or not shares[0].twice_as_long_saves:
         return "nothing is sharded over any mesh axis: more devices would not help with these shardings"

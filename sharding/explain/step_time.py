@@ -3,9 +3,9 @@
 Every op is one task on the device's stream, each after its dependencies (`cost.simulate`), in program order, or on GPUs
 in that of XLA's scheduler (`cost/latency_hiding.py`). A collective that the platform's compiler starts asynchronously
 (`ASYNCHRONOUS`: a start and a done in the compiled schedule) is a task on the links, beside compute; any other one is
-on the device's stream. A loop's tasks are multiplied by its trip count. Elementwise ops fuse into their consumers, so
-arrays between them are never stored. At a chip's peak rates the estimate is a lower bound; at measured rates
-(`sharding calibrate`) it is close.
+on the device's stream. Copies to and from the host's memory run beside both. A loop's tasks are multiplied by its trip
+count. Elementwise ops fuse into their consumers, so arrays between them are never stored. At a chip's peak rates the
+estimate is a lower bound; at measured rates (`sharding calibrate`) it is close.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ FUSED = ELEMENTWISE | {"broadcast_in_dim", "iota", "reshape", "squeeze"}
 """Ops that XLA fuses into their consumers."""
 NO_WORK = frozenset({"annotate", "barrier", "edge", "same", "scan xs", "scan ys", "shard_map"})
 """Ops that only constrain shardings; a slice of a scan's stacked input is read where it is used."""
-DEVICE, LINKS = "device", "links"
+DEVICE, LINKS, HOST = "device", "links", "host"
 ASYNCHRONOUS: Mapping[Platform, Collection[Kind]] = {
     "cpu": (),
     "tpu": ("collective-permute", "reduce-scatter"),
@@ -90,6 +90,8 @@ class Estimate(Tabular):
     chip: str
     peak_flops_per_second: float
     """Of the chip's matrix unit in bfloat16."""
+    host_memory_bytes: int = 0
+    """One device's share of the host's memory; 0 if unknown."""
     parts: tuple[TimedOp, ...]
     """In program order."""
     folds: bool = True
@@ -111,7 +113,7 @@ class Estimate(Tabular):
 
     @property
     def communication_seconds(self) -> float:
-        """The sum over all collectives."""
+        """The sum over all collectives, and copies to and from the host's memory."""
         return sum(p.seconds for p in self.parts if p.is_collective)
 
     @property
@@ -218,6 +220,7 @@ def estimate(assignment: Assignment, on: Topology, *, name: str = "") -> Estimat
         name=name,
         chip=str(on.devices),
         peak_flops_per_second=on.chip.rates.bfloat16_flops_per_second,
+        host_memory_bytes=on.chip.host_memory_bytes or 0,
         parts=tuple(parts),
         folds=on.folds,
         loops=tuple(dict.fromkeys(loop.source for op in assignment.graph.ops for loop in op.loops)),
@@ -255,9 +258,15 @@ class _Tasks:
         self.asynchronous = ASYNCHRONOUS[on.chip.platform] if on.chip.sends_while_computing else ()
         self.ready: dict[int, tuple[str, ...]] = {}  # value -> the tasks that it depends on
         self.number = 0
+        self.times = 1  # of the current loop
+        self.last: tuple[str, ...] = ()  # the device's last task
+        self.copies: list[str] = []  # in the current loop
+        self.started: tuple[str, ...] = ()  # the last task and copies before the current loop
 
     def all(self) -> Iterator[tuple[Task, TimedOp]]:
         for op, transfers in self.program.ops():
+            if op.times != self.times:
+                self.times, self.started, self.copies = op.times, (*self.last, *self.copies), []
             waits = [t for v in op.operands for t in self.ready.get(v, ())]
             for transfer in transfers:
                 if transfer.is_before:
@@ -270,6 +279,7 @@ class _Tasks:
                 task = self.host_copy(copy, waits)
                 yield task
                 waits = [task[0].name]
+                self.copies += waits
             done = None if copies else self.work(op)
             seconds = 0.0 if done is None else self.seconds(op, done)
             if done is not None and seconds:
@@ -278,6 +288,7 @@ class _Tasks:
                 task = self.task(op.name, DEVICE, seconds, waits, op.source, limit=limit, matmul_flops=flops)
                 yield task
                 waits = [task[0].name]
+                self.last = (task[0].name,)
             for transfer in transfers:
                 if not transfer.is_before:
                     task = self.collective(transfer.collective, waits)
@@ -305,7 +316,8 @@ class _Tasks:
         self, name: str, stream: str, seconds: float, after: Sequence[str], source: str, *, limit: str,
         matmul_flops: float = 0.0, is_collective: bool = False,
     ) -> tuple[Task, TimedOp]:  # fmt: skip
-        task = Task(name=f"{self.number} {name}", stream=stream, seconds=seconds, after=tuple(dict.fromkeys(after)))
+        after = tuple(dict.fromkeys((*self.started, *after)))
+        task = Task(name=f"{self.number} {name}", stream=stream, seconds=seconds, after=after)
         self.number += 1
         return task, TimedOp(
             name=name,

@@ -117,6 +117,8 @@ class Chip:
     """Between hosts or TPU slices: one device's share."""
     host_wire: Wire
     """To the memory of the device's host."""
+    host_memory_bytes: int | None = None
+    """One device's share of the host's memory; None where it is unknown, or where device and host have one memory."""
     torus_dims: int = 0
     """Dims of the torus that the chips form; 0 where the shape is hosts x devices."""
     wraps_at: int = 0

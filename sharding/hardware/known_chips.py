@@ -10,6 +10,11 @@ are not published; these are approximations:
 - Host links: 10 us per copy, about what a small `cudaMemcpyAsync` takes.
 - Per op: 3 us for a CUDA kernel launch, 1 us for a step of a TPU program.
 
+To and from the host's memory, over PCIe: about 15 GB/s per TPU, 32 GB/s for v6e, which is taken for 7x, too (How to
+Scale Your Model, part 2); 16 lanes of PCIe 4 (A100: 32 GB/s) or 5 (64 GB/s) per GPU, by NVIDIA's data sheets.
+The host's memory: 448 GB for 4 chips (cloud.google.com/tpu/docs/v5p), 1,536 GiB for 8 (docs/v6e), 2 TB for 8 GPUs (DGX
+H100 and H200).
+
 Usable memory: what libtpu 0.0.52 calls available when a program is too large for a chip (v5p: all of it); on GPUs
 JAX's share, which `XLA_CLIENT_MEM_FRACTION` sets (docs.jax.dev/en/latest/gpu_memory_allocation.html).
 """
@@ -81,8 +86,6 @@ def _pcie(giga: float) -> Wire:
     return Wire(bytes_per_second=giga * _GIGA, latency_seconds=10 * _US)
 
 
-# Host links of TPUs: 16 GB/s each way for v4 (How to Scale Your Model, part 2), whose worked problems have 15 GB/s for
-# v6e; assumed for the others, of which none is published.
 # Vector units of TPUs: lanes x sublanes x ALUs x cores x clock = 128 x 8 x 4 x cores x GHz (How to Scale Your Model,
 # appendix of part 2, for v5p), with a multiply-add as one operation; an approximation for the others, at the same clock
 # or that of their matrix unit. The network per chip is the data center network on the same Google pages.
@@ -101,7 +104,7 @@ _TPU_V4 = Chip(
     link="ici",
     wire=_ici(45, 3),
     network=_network(50, 10),
-    host_wire=_pcie(16),
+    host_wire=_pcie(15),
     torus_dims=3,
     wraps_at=4,
     wraps_together=True,
@@ -120,7 +123,7 @@ _TPU_V5E = Chip(
     link="ici",
     wire=_ici(50, 2),
     network=_network(25, 10),
-    host_wire=_pcie(16),
+    host_wire=_pcie(15),
     torus_dims=2,
     wraps_at=16,
     op_seconds=1 * _US,
@@ -137,7 +140,8 @@ _TPU_V5P = Chip(
     link="ici",
     wire=_ici(100, 3),
     network=_network(50, 10),
-    host_wire=_pcie(16),
+    host_wire=_pcie(15),
+    host_memory_bytes=448 * 10**9 // 4,
     torus_dims=3,
     wraps_at=4,
     wraps_together=True,
@@ -156,7 +160,8 @@ _TPU_V6E = Chip(
     link="ici",
     wire=_ici(100, 2),
     network=_network(100, 10),
-    host_wire=_pcie(15),
+    host_wire=_pcie(32),
+    host_memory_bytes=1536 * _GIB // 8,
     torus_dims=2,
     wraps_at=16,
     op_seconds=1 * _US,
@@ -177,7 +182,7 @@ _TPU_7X = Chip(
     wire=_ici(100, 3).shared(2),
     core_wire=Wire(bytes_per_second=6 * 100 * _GIGA, latency_seconds=1 * _US),
     network=_network(50, 10),
-    host_wire=_pcie(16 / 2),
+    host_wire=_pcie(32 / 2),
     torus_dims=3,
     wraps_at=4,
     wraps_together=True,
@@ -216,6 +221,7 @@ _H100 = Chip(
     wire=_nvlink(25, 18),
     network=_network(400, 4),
     host_wire=_pcie(64),
+    host_memory_bytes=2 * 10**12 // 8,
     op_seconds=3 * _US,
     collective_seconds=4.4 * _US,
 )

@@ -191,6 +191,10 @@ class Jitted:
         """Forgets all traced and compiled programs of this function, as does `jax.clear_caches()`."""
         self._cache.cache_clear()
 
+    def with_empty_cache(self) -> Jitted:
+        """The same function, which has traced and compiled nothing: for trials that are to leave no programs behind."""
+        return Jitted(self._f, self._signature, self._options)
+
     def _cache_size(self) -> int:
         """The number of programs in the cache, by the name that tests of `jax.jit` use."""
         return len({*map(id, self._cache.executables.values())})

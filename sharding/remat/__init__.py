@@ -1,7 +1,8 @@
 """Recomputation in the backward pass as a decision: which states are stored, and what runs again.
 
 In: a chain of steps, equal or with costs and sizes, and a number of snapshots or bytes. Out: a `Schedule` to inspect,
-plot and edit, and `scan` and `sequence`, whose derivatives follow it.
+plot and edit, and `scan` and `sequence`, whose derivatives follow it. Or in: a step of `sharding.jit` with blocks under
+`jax.checkpoint(block, policy=auto)`, and a number of bytes per device. Out: what to keep, recompute and offload.
 
 Example:
     >>> from sharding import remat
@@ -21,21 +22,28 @@ Example:
 """
 
 from .actions import Action, Advance, Backward, Free, Place, Record, Restore, Snapshot
+from .auto_policy import Auto, auto
+from .budget import Fitted, fit, names
+from .budget_search import Cost
 from .chain import Chain
 from .checkpoint_schedule import Schedule
 from .disk_revolve import disk_revolve
 from .layer_scan import scan
+from .policy import Policy
 from .revolve import revolve
 from .rotor import rotor
-from .selection import Policy, Selection, select
+from .selection import Selection, select
 from .sequential import sequence
 from .sublinear import chen, sqrt
 
 __all__ = [
     "Action",
     "Advance",
+    "Auto",
     "Backward",
     "Chain",
+    "Cost",
+    "Fitted",
     "Free",
     "Place",
     "Record",
@@ -44,8 +52,11 @@ __all__ = [
     "Schedule",
     "Selection",
     "Snapshot",
+    "auto",
     "chen",
     "disk_revolve",
+    "fit",
+    "names",
     "revolve",
     "rotor",
     "scan",

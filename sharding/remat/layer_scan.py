@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .. import compat
+from .auto_policy import Auto
 from .checkpoint_schedule import Schedule
 from .loop_tables import loop_tables
 from .replay_loops import replayed_scan
@@ -24,7 +25,7 @@ def scan(
     xs: Any = None,
     length: int | None = None,
     *,
-    schedule: Schedule,
+    schedule: Schedule | Auto,
 ) -> tuple[Any, Any]:
     """As `jax.lax.scan`; its reverse-mode derivative holds and computes exactly what the schedule says.
 
@@ -39,7 +40,7 @@ def scan(
         init: the first carry.
         xs: arrays with one entry per step.
         length: steps, where ``xs`` has no arrays.
-        schedule: for as many steps.
+        schedule: for as many steps; or `remat.auto`, for which `remat.fit` chooses the number of snapshots.
 
     Raises:
         ShardingError: a schedule for another number of steps, or one that can't run.
@@ -58,6 +59,11 @@ def scan(
     leaves, xs_tree = jax.tree.flatten(xs)
     steps = leaves[0].shape[0] if leaves else length
     assert steps is not None, "lax.scan has checked it"
+    if isinstance(schedule, Auto):
+        chosen = schedule.schedule(steps)
+        if chosen is None:
+            return lax.scan(body, init, xs, length)
+        schedule = chosen
     check_executable("remat.scan(schedule)", schedule, steps)
     schedule.check()
     carry = [_cast(leaf, end.dtype) for leaf, end in zip(jax.tree.leaves(init), jax.tree.leaves(ends[0]), strict=True)]

@@ -12,18 +12,9 @@ import jax
 from ..display import Column, Table, Tabular
 from ..display.units import bytes_text
 from ..errors import ShardingError
-from .linearized_program import Key, Program, key_of, linearized, saved_bytes
+from .linearized_program import Key, Program, linearized, saved_bytes
+from .policy import Policy
 from .selection_solvers import SOLVERS, Algorithm, Plan, plan
-
-
-@dataclass(frozen=True)
-class Policy:
-    """A policy for `jax.checkpoint`: saves the values of some ops, named or not."""
-
-    saved: frozenset[Key]
-
-    def __call__(self, primitive: Any, *avals: Any, **params: Any) -> bool:
-        return key_of(primitive, avals, params) in self.saved
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

@@ -39,6 +39,31 @@ def test_a_collective_that_everything_depends_on_is_exposed():
     assert estimate.seconds == pytest.approx(estimate.compute_seconds + alone)
 
 
+def test_copies_to_the_host_run_beside_compute():
+    host, device = jax.memory.Space.Host, jax.memory.Space.Device
+
+    def fn(x, w):
+        kept = jax.device_put(x, host)
+        return (x @ w) @ jax.device_put(kept, device)
+
+    found = completed(fn, [floats(8192, 8192), floats(8192, 8192)], {"a": 4}, in_shardings=(P("a"), None))
+    estimate, copy = found.estimate("v5p"), 8192**2 * 2 / 4 / 15e9
+    assert [p.seconds for p in estimate.parts if p.name == "device_put"] == [pytest.approx(copy)] * 2
+    assert estimate.by_limit["host link"] == pytest.approx(2 * copy, rel=0.5)
+    assert estimate.seconds < estimate.compute_seconds + estimate.communication_seconds
+
+
+def test_a_loop_starts_behind_what_precedes_it():
+    def fn(x, ws):
+        on_host = jax.device_put(ws, jax.memory.Space.Host)
+        x = jax.lax.scan(lambda x, w: (x @ jax.device_put(w, jax.memory.Space.Device), None), x, on_host)[0]
+        return jax.lax.scan(lambda x, w: (x + w @ w, None), x, ws)[0]
+
+    estimate = completed(fn, [floats(1024, 1024), floats(8, 1024, 1024)], {"a": 4}).estimate("v5p")
+    first, second = [f"{k} {p.name}" for k, p in enumerate(estimate.parts) if p.name == "dot_general"]
+    assert estimate.timeline[second].start_seconds >= estimate.timeline[first].end_seconds
+
+
 def test_what_bounds_a_step():
     square = floats(8192, 8192)
     one = completed(lambda x, w: x @ w, [square, square], {"a": 4}, in_shardings=(P("a"), None)).estimate("v5p")

@@ -21,6 +21,7 @@ def test_numbers_of_a_chip_are_consistent(known):
     assert rates.matmul_flops_per_second("float32", "highest") <= rates.matmul_flops_per_second("float32")
     assert known.memory_bytes_per_second >= known.wire.bytes_per_second
     assert known.wire.total_bytes_per_second > 0
+    assert known.host_wire.total_bytes_per_second < known.memory_bytes_per_second
     assert (known.wire.num_links == 2 * known.torus_dims) if known.torus_dims else not known.wraps_at
     assert known.wire.latency_seconds <= known.network.latency_seconds
 

@@ -214,6 +214,18 @@ def test_remat_changes_nothing(scan):
     _assert_close(_paths(remat_grads), _paths(grads))
 
 
+@pytest.mark.parametrize("scan", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_layers_follow_their_policies_in_turn(scan):
+    value, grads = _value_and_grad(_model(scan=scan, layers=4), None)
+    policies = jax.checkpoint_policies
+    in_turn = (policies.save_only_these_names("qkv", "mlp_hidden"), policies.nothing_saveable)
+    found, found_grads = _value_and_grad(_model(scan=scan, layers=4, remat=in_turn), None)
+    np.testing.assert_allclose(found, value, rtol=1e-6)
+    _assert_close(_paths(found_grads), _paths(grads))
+    with pytest.raises(ValueError, match="multiple of the 3 policies"):
+        _model(scan=True, layers=4, remat=(*in_turn, policies.nothing_saveable))
+
+
 def test_remat_saves_the_attention_output_only():
     # The backward pass of a block recomputes neither the attention's output projection nor w2: 6 dots forward and 12
     # backward are 18 with everything saved; rematerialisation repeats qkv, the scores, the weighted values and w1.

@@ -6,7 +6,7 @@ import pytest
 
 from sharding import launch, planner
 from sharding.errors import ShardingError
-from sharding.launch.config.byte_sizes import parse_bytes
+from sharding.launch.config.byte_size import parse_bytes
 
 TINY = ("--model", "gpt-tiny", "--scan", "--devices", "cpu:8", "--mesh", "2x4", "--seconds", "3")
 
@@ -49,7 +49,7 @@ def test_training_by_a_plan_has_the_losses_of_one_device(saved, tmp_path):
     [
         (["--mesh", "2x2"], "8 devices"),
         (["--mesh", "data=8"], "--mesh 64x8"),
-        (["--memory", "16 apples"], "positive number of bytes"),
+        (["--memory", "16 apples"], "bytes per device, above 0"),
         (["--algorithm", "simplex"], "no such algorithm"),
         (["--out", "plan.txt"], "plan.txt.json"),
         (["--memory", "1MB"], "at the least"),
@@ -68,7 +68,7 @@ def test_a_missing_plan_is_an_error(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("text", "size"), [("16GB", 16e9), ("1.5 GiB", 1.5 * 2**30), ("800mb", 8e8), ("1e9", 1e9), ("7", 7), ("2KiB", 2048)]
+    ("text", "size"), [("16GB", 16e9), ("1.5 GiB", 1.5 * 2**30), ("800mb", 8e8), ("7", 7), ("2KiB", 2048)]
 )
 def test_byte_sizes(text, size):
     assert parse_bytes("--memory", text) == size

@@ -1,0 +1,53 @@
+"""What a model's layers keep for their backward pass, chosen so that a train step fits in memory."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from sharding import remat
+from sharding.errors import ShardingError
+
+from ..models.remat_policy import NAMES
+from .config.optimizer_config import Optimization
+
+GROUPS = 4
+"""Unrolled layers are chosen in this many groups; scanned ones all alike, as they are one program."""
+
+Step = tuple[Any, tuple[Any, Any]]
+"""A jitted train step, and its abstract arguments."""
+
+
+def check(name: str, model: Any, optimization: Optimization, option: str) -> None:
+    """Raise an error if the recomputation of a model's layers can't be chosen."""
+    if not any(field.name == "remat" for field in dataclasses.fields(model)):
+        raise ShardingError(
+            f"--model {name} {option}",
+            found="a model without recomputation",
+            required="layers whose recomputation can be chosen",
+            fix=["--model gpt-tiny", f"leave {option} out"],
+        )
+    if optimization.pipeline is not None:
+        raise ShardingError(
+            f"--mesh pipe={optimization.pipeline.devices} {option}",
+            found="a pipeline, whose schedule decides what a stage keeps",
+            required="layers that are not pipelined",
+            fix=["--remat", f"leave {option} out"],
+        )
+
+
+def fit(model: Any, step: Callable[[Any], Step], memory_bytes: int) -> tuple[Any, remat.Fitted]:
+    """The configuration of a model whose step fits in memory on the mesh in context, and what was chosen.
+
+    Args:
+        model: its configuration.
+        step: the train step of a configuration.
+        memory_bytes: per device.
+
+    Raises:
+        ShardingError: no choice fits, with the least memory that one does.
+    """
+    groups = 1 if model.scan else min(GROUPS, model.layers)
+    jitted, args = step(dataclasses.replace(model, remat=tuple(remat.auto[k] for k in range(groups))))
+    names = [name for name in remat.names(jitted, *args) if name in NAMES]
+    fitted = remat.fit(jitted, *args, memory_bytes=memory_bytes, names=names)
+    return dataclasses.replace(model, remat=tuple(fitted.policies[k] for k in range(groups))), fitted
