@@ -48,7 +48,8 @@ def test_copies_to_the_host_run_beside_compute():
 
     found = completed(fn, [floats(8192, 8192), floats(8192, 8192)], {"a": 4}, in_shardings=(P("a"), None))
     estimate, copy = found.estimate("v5p"), 8192**2 * 2 / 4 / 15e9
-    assert [p.seconds for p in estimate.parts if p.name == "device_put"] == [pytest.approx(copy)] * 2
+    copies = [p.seconds for p in estimate.parts if p.name.startswith("copy")]
+    assert copies == [pytest.approx(copy, rel=0.01)] * 2  # and the latency
     assert estimate.by_limit["host link"] == pytest.approx(2 * copy, rel=0.5)
     assert estimate.seconds < estimate.compute_seconds + estimate.communication_seconds
 
