@@ -65,7 +65,8 @@ def initialize(
     _exit_immediately_on_error()
     if reports.HEARTBEAT_FD in os.environ and sys.__stderr__ is not None:
         faulthandler.register(signal.SIGUSR1, file=sys.__stderr__, all_threads=True)
-    consistency.agree(consistency.versions() | consistency.flags(), about=asked)
+    # Without the arguments, which differ: all processes must be at the same topic.
+    consistency.agree(consistency.versions() | consistency.flags(), about="sharding.initialize()")
     reports.report(reports.UP)
 
 

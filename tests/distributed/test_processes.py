@@ -1,9 +1,11 @@
 """Connecting processes: errors for inconsistent arguments, ports in use, and missing processes."""
 
+import errno
 import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -12,10 +14,12 @@ from support import process_threads
 
 import sharding
 from sharding import ShardingError
-from sharding.distributed import initialize, processes
+from sharding.distributed import consistency, initialize, processes
+from sharding.distributed import heartbeat as reports
 
 CONNECT = """
 import sys
+import threading
 import sharding
 sharding.initialize(sys.argv[1], 3, 0, timeout=3)
 """
@@ -60,8 +64,10 @@ def test_a_port_in_use():
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         port = listener.getsockname()[1]
-        with pytest.raises(ShardingError, match="required: a free port"):
+        with pytest.raises(ShardingError, match="required: a free port") as caught:
             sharding.initialize(f"127.0.0.1:{port}", 2, 0)
+    (found,) = caught.value.found
+    assert found.endswith(f"127.0.0.1:{port}: {os.strerror(errno.EADDRINUSE)}")
 
 
 def test_an_address_of_another_host():
@@ -175,3 +181,138 @@ def test_an_uncaught_error_ends_its_process_with_a_code_that_tells_whether_to_co
     error = kind("asked", found="nobody", required="somebody") if kind is processes.ConnectError else kind("asked")
     process_threads.run(monkeypatch, lambda index: sys.excepthook(kind, error, None), 2)
     assert codes == [code] * 2 and "asked" in capsys.readouterr().err
+
+
+LAUNCHED = {processes.COORDINATOR: "10.0.0.1:1234", processes.NUM_PROCESSES: "3", processes.PROCESS: "2"}
+
+
+def identity(monkeypatch: pytest.MonkeyPatch, given=(None, None, None), environment=(), detected=(None,) * 4):
+    """Coordinator, processes, own index and local devices of a process; None if it is the only one."""
+    monkeypatch.setattr(processes.compat, "detected_cluster", lambda: detected)
+    for name, value in dict(environment).items():
+        monkeypatch.setenv(name, value)
+    found = initialize._identity(given, "asked")
+    return found and (found.address, found.num_processes, found.process, found.local_devices)
+
+
+@pytest.mark.parametrize("num_processes", [1, 2, 3, 17])
+@pytest.mark.parametrize("local", [None, 0, 3])
+def test_arguments_a_launcher_and_a_cluster_name_the_same_processes(num_processes, local, monkeypatch):
+    """All that differs is that arguments name no local devices; one process is none of several, however it is told."""
+    for process in {0, num_processes // 2, num_processes - 1}:
+        whole = ("10.0.0.1:1234", num_processes, process)
+        environment = dict(zip(LAUNCHED, map(str, whole), strict=True))
+        expected = (("10.0.0.1", 1234), num_processes, process) if num_processes > 1 else None
+        devices = None if local is None else (local,)
+        with monkeypatch.context() as m:
+            cluster = (*whole, None if local is None else [local])
+            assert identity(m, detected=cluster) == (expected and (*expected, devices))
+            assert identity(m, whole, detected=("10.0.0.2:1", 9, 8, [7])) == (expected and (*expected, None))
+        with monkeypatch.context() as m:
+            launched = environment | ({processes.LOCAL_DEVICE: str(local)} if local is not None else {})
+            assert identity(m, environment=launched) == (expected and (*expected, devices))
+            other = (("10.0.0.2:5678", 5, 4), (("10.0.0.2", 5678), 5, 4, None))
+            assert identity(m, other[0]) == other[1]  # arguments come first
+
+
+@pytest.mark.parametrize(("process", "num_processes"), [(0, 0), (-1, 2), (2, 2), (3, 2), (0, -1)])
+def test_an_index_that_no_process_has(process, num_processes, monkeypatch):
+    environment = LAUNCHED | {processes.NUM_PROCESSES: str(num_processes), processes.PROCESS: str(process)}
+    with pytest.raises(ShardingError, match=f"process {process} of {num_processes}"):
+        identity(monkeypatch, environment=environment)
+
+
+@pytest.mark.parametrize("port", ["0", "1", "65535", "65536", "", "-1", "1.5"])
+def test_ports(port, monkeypatch):
+    given = (f"[::1]:{port}", 2, 1)
+    if port in ("1", "65535"):
+        assert identity(monkeypatch, given) == (("::1", int(port)), 2, 1, None)
+    else:
+        with pytest.raises(ShardingError, match="is not host:port"):
+            identity(monkeypatch, given)
+
+
+@pytest.fixture
+def connections(monkeypatch: pytest.MonkeyPatch):
+    """The options that each process passes to JAX, which only listens where it is told to; by process."""
+    found, listeners = {}, []
+
+    def connect(coordinator, num_processes, process, **options):
+        found[process] = {"coordinator": coordinator, "num_processes": num_processes, **options}
+        if process == 0:
+            host, port = options["coordinator_bind_address"].split(":")
+            listeners.append(socket.create_server((host, int(port))))
+
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setattr(
+        processes.compat, "set_gloo_address", lambda address: found.setdefault("own", []).append(address)
+    )
+    monkeypatch.setattr(initialize.jax.distributed, "initialize", connect)
+    monkeypatch.setattr(initialize, "_exit_with", lambda error: found.setdefault("missing", []).append(error))
+    yield found
+    for listener in listeners:
+        listener.close()
+
+
+@pytest.mark.parametrize(("launcher", "argument", "seconds"), [(None, None, 30), ("7", None, 7), ("7", 4.6, 5)])
+def test_processes_connect_agree_and_report(launcher, argument, seconds, connections, monkeypatch):
+    """JAX ends a process that waits for another one too long, so it waits longer than this library does."""
+    coordinator = f"127.0.0.1:{processes.free_port('127.0.0.1')}"
+    if launcher is not None:
+        monkeypatch.setenv(processes.CONNECT_TIMEOUT, launcher)
+    reader, writer = os.pipe()
+    monkeypatch.setenv(reports.HEARTBEAT_FD, str(writer))
+
+    def begin(index):
+        sharding.initialize(coordinator, 3, index, timeout=argument, heartbeat=20 + index)
+        return "connected"
+
+    assert process_threads.run(monkeypatch, begin, 3) == ["connected"] * 3
+    assert sorted(os.read(reader, 100).decode().split()) == [reports.UP] * 3
+    assert connections.pop("own") == ["127.0.0.1"] * 3 and sorted(connections) == [0, 1, 2]
+    for index, options in connections.items():
+        assert (options["coordinator"], options["num_processes"]) == (coordinator, 3)
+        assert options["coordinator_bind_address"] == coordinator
+        assert options["initialization_timeout"] == seconds + 30
+        assert options["heartbeat_timeout_seconds"] == options["shutdown_timeout_seconds"] == 20 + index
+    for end in (reader, writer):
+        os.close(end)
+
+
+def test_a_process_with_other_versions_is_named_when_it_connects(connections, monkeypatch):
+    coordinator, here = f"127.0.0.1:{processes.free_port('127.0.0.1')}", threading.local()
+    monkeypatch.setattr(consistency, "versions", lambda: {"jax": here.version})
+
+    def begin(index):
+        here.version = "0.12" if index else "0.10"
+        sharding.initialize(coordinator, 3, index)
+
+    for error in process_threads.run(monkeypatch, begin, 3):
+        assert isinstance(error, ShardingError)
+        assert list(error.found) == ["process 0 differs from process 1 in jax: 0.10, not 0.12"]
+
+
+def test_why_jax_cannot_connect_is_said_in_one_line(connections, monkeypatch):
+    def refuse(*_, **__):
+        raise RuntimeError("no route\nat a line of C++")
+
+    monkeypatch.setattr(initialize.jax.distributed, "initialize", refuse)
+    with pytest.raises(processes.ConnectError, match="all processes connected in time") as caught:
+        sharding.initialize(f"127.0.0.1:{processes.free_port('127.0.0.1')}", 2, 0, timeout=0.2)
+    assert list(caught.value.found) == ["no route"]
+    time.sleep(0.3)
+    assert "missing" not in connections  # one error is enough
+
+
+@pytest.mark.parametrize(("given", "is_detected"), [(True, False), (False, False), (False, True)])
+def test_the_error_names_what_was_asked(given, is_detected, monkeypatch):
+    arguments = ("10.0.0.1", 2, 1) if given else ()
+    if is_detected:
+        monkeypatch.setattr(processes.compat, "detected_cluster", lambda: ("10.0.0.1", 2, 1, None))
+    else:
+        for name, value in (LAUNCHED | {processes.COORDINATOR: "10.0.0.1"}).items():
+            monkeypatch.setenv(name, value)
+    shown = "'10.0.0.1', 2, 1" if given else ""
+    with pytest.raises(ShardingError, match="is not host:port") as caught:
+        sharding.initialize(*arguments)
+    assert caught.value.asked == f"sharding.initialize({shown})"
