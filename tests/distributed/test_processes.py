@@ -222,7 +222,7 @@ def test_an_index_that_no_process_has(process, num_processes, monkeypatch):
         identity(monkeypatch, environment=environment)
 
 
-@pytest.mark.parametrize("port", ["0", "1", "65535", "65536", "", "-1", "1.5"])
+@pytest.mark.parametrize("port", ["0", "1", "65535", "65536", "", "-1", "1.5", "\u00b2"])
 def test_ports(port, monkeypatch):
     given = (f"[::1]:{port}", 2, 1)
     if port in ("1", "65535"):
