@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import itertools
+import json
 import os
 import zlib
 from base64 import b85decode, b85encode
@@ -50,11 +51,11 @@ def agree(facts: Mapping[str, str], *, about: str) -> None:
     if processes.count() == 1:
         return
     names = sorted(facts)
-    mine = [f"{name} {hashlib.sha256(facts[name].encode()).hexdigest()}" for name in names]
+    mine = [f"{name} {hashlib.sha256(facts[name].encode(errors='surrogateescape')).hexdigest()}" for name in names]
     table = [text.split("\n") for text in processes.all_gather_text(about, "\n".join(mine))]
     if all(row == table[0] for row in table):
         return
-    packed = _pack("\0".join(f"{n}\1{facts[n]}" for n in names))
+    packed = _pack(facts)
     texts = [_unpack(row) for row in processes.all_gather_text(f"{about}: differences", packed)]
     processes.coordinator_waits(f"{about}: differences")  # else others may lose the connection while they read
     usual = max(table, key=table.count)
@@ -73,14 +74,13 @@ def agree(facts: Mapping[str, str], *, about: str) -> None:
     )
 
 
-def _pack(text: str) -> str:
-    packed = b85encode(zlib.compress(text.encode())).decode()
+def _pack(facts: Mapping[str, str]) -> str:
+    packed = b85encode(zlib.compress(json.dumps(dict(facts)).encode())).decode()
     return packed if len(packed) <= _MAX_TEXT_BYTES else ""
 
 
 def _unpack(text: str) -> dict[str, str]:
-    joined = zlib.decompress(b85decode(text)).decode() if text else ""
-    return dict(part.split("\1", 1) for part in joined.split("\0") if part)
+    return json.loads(zlib.decompress(b85decode(text))) if text else {}
 
 
 def _differences(other: int, theirs: Mapping[str, str], first: int, usual: Mapping[str, str]) -> list[str]:

@@ -37,13 +37,12 @@ def test_texts_that_only_one_process_has():
 
 
 def test_texts_are_sent_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch):
-    facts = {"program": "line\n" * 100 + "\u00e9", "flags": "", "jax": "0.12"}
-    text = "\0".join(f"{name}\1{value}" for name, value in facts.items())
-    packed = consistency._pack(text)
-    assert consistency._unpack(packed) == facts and len(packed) < len(text)
+    facts = {"program": "line\n" * 100 + "\u00e9", "flags": "", "jax": "0.12", "odd": "a\0b\1c", "bytes": "\udcff"}
+    packed = consistency._pack(facts)
+    assert consistency._unpack(packed) == facts and len(packed) < sum(map(len, facts.values()))
     for limit, expected in ((len(packed), facts), (len(packed) - 1, {})):
         monkeypatch.setattr(consistency, "_MAX_TEXT_BYTES", limit)
-        assert consistency._unpack(consistency._pack(text)) == expected
+        assert consistency._unpack(consistency._pack(facts)) == expected
 
 
 def test_a_line_for_each_fact_that_differs():

@@ -1,7 +1,9 @@
 """Connecting processes: errors for inconsistent arguments, ports in use, and missing processes."""
 
 import errno
+import faulthandler
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -304,15 +306,53 @@ def test_why_jax_cannot_connect_is_said_in_one_line(connections, monkeypatch):
     assert "missing" not in connections  # one error is enough
 
 
-@pytest.mark.parametrize(("given", "is_detected"), [(True, False), (False, False), (False, True)])
+@pytest.mark.parametrize("given", [("10.0.0.1", 2, 1), ("10.0.0.1:1", None, None), (None, None, 0), (None, None, None)])
+@pytest.mark.parametrize("is_detected", [False, True])
 def test_the_error_names_what_was_asked(given, is_detected, monkeypatch):
-    arguments = ("10.0.0.1", 2, 1) if given else ()
+    """The arguments if there are any, not what was detected."""
     if is_detected:
         monkeypatch.setattr(processes.compat, "detected_cluster", lambda: ("10.0.0.1", 2, 1, None))
     else:
         for name, value in (LAUNCHED | {processes.COORDINATOR: "10.0.0.1"}).items():
             monkeypatch.setenv(name, value)
-    shown = "'10.0.0.1', 2, 1" if given else ""
-    with pytest.raises(ShardingError, match="is not host:port") as caught:
-        sharding.initialize(*arguments)
+    with pytest.raises(ShardingError, match="a coordinator host:port") as caught:
+        sharding.initialize(*given)
+    shown = ", ".join(map(repr, given)) if any(one is not None for one in given) else ""
     assert caught.value.asked == f"sharding.initialize({shown})"
+
+
+@pytest.mark.parametrize("process", [0, 1])
+@pytest.mark.parametrize("host", ["node7", "127.0.1.1"])
+@pytest.mark.parametrize("own", ["127.0.1.1", "10.0.0.7"])
+def test_a_name_that_only_its_own_host_resolves_to_a_loopback_is_told(process, host, own):
+    """Others cannot reach process 0 there. Who passed the loopback address itself has all processes on one host."""
+    identity = initialize._Identity(coordinator=f"{host}:1234", num_processes=3, process=process)
+    error = initialize._missing_error(identity, own, "asked", 7.0)
+    is_told = any("other hosts cannot reach" in line for line in error.found)
+    assert is_told == (process == 0 and host == "node7" and own == "127.0.1.1")
+    assert error.found[0] == "not all of 3 processes connected within 7 s"
+
+
+def test_a_coordinator_that_does_not_answer_is_not_waited_for_beyond_the_time(monkeypatch):
+    def unanswered(address, timeout):
+        time.sleep(min(timeout, 5))
+        raise TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
+
+    monkeypatch.setattr(initialize.socket, "create_connection", unanswered)
+    begun = time.monotonic()
+    with pytest.raises(processes.ConnectError, match=os.strerror(errno.ETIMEDOUT)):
+        sharding.initialize("10.0.0.1:1234", 2, 1, timeout=0.4)
+    assert 0.3 < time.monotonic() - begun < 2
+
+
+@pytest.mark.parametrize("is_launched", [False, True])
+def test_a_launched_process_shows_its_stack_when_it_is_asked(is_launched, connections, monkeypatch):
+    faulthandler.unregister(signal.SIGUSR1)
+    reader, writer = os.pipe()
+    if is_launched:
+        monkeypatch.setenv(reports.HEARTBEAT_FD, str(writer))
+    coordinator = f"127.0.0.1:{processes.free_port('127.0.0.1')}"
+    assert process_threads.run(monkeypatch, lambda index: sharding.initialize(coordinator, 2, index), 2) == [None] * 2
+    assert faulthandler.unregister(signal.SIGUSR1) == is_launched
+    for end in (reader, writer):
+        os.close(end)
