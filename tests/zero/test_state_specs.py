@@ -54,6 +54,19 @@ def test_stages(mesh):
         assert found.whole == {"odd": 30}
 
 
+@pytest.mark.parametrize("like", [None, {"w": P(None, "tensor"), "odd": P(), "b": P("tensor")}])
+def test_split_shards_a_step_as_stage_3_places_it(mesh, like):
+    params = {"w": shape(8, 16), "odd": shape(3, 5), "b": shape(16)}
+    with pytest.warns(UserWarning, match="no dim of odd"):
+        expected = zero.specs(params, stage=3, like=like).params
+        found = sharding.jit(lambda params: zero.split(params, like=like)).complete(params).out_shardings
+
+    for name, leaf in params.items():
+        missing = [None] * len(leaf.shape)
+        assert [*found[name], *missing][: len(missing)] == [*expected[name], *missing][: len(missing)]
+    assert all("data" in str(expected[name]) for name in ("w", "b"))
+
+
 def test_existing_shardings_are_the_default(mesh):
     w = sharding.put(jnp.zeros((8, 16)), P("tensor"))
     assert zero.specs([w]).params == [P("tensor", "data")]
