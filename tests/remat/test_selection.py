@@ -56,6 +56,52 @@ def test_exact_equals_brute_force():
         assert found.flops == min(one.flops for one in plans if one.num_bytes <= limit)
 
 
+KINDS = ["times", "product", "sin", "tanh", "power"]
+
+
+def branching(seed):
+    """A random program of products and elementwise functions, some with a derivative of several ops; its arguments."""
+    random = np.random.default_rng(seed)
+    widths, steps = [3], []
+    for _ in range(5):
+        source = int(random.integers(max(0, len(widths) - 3), len(widths)))
+        same = [k for k, width in enumerate(widths) if width == widths[source] and k != source]
+        kind = random.choice(KINDS if same else KINDS[1:])
+        steps.append((str(kind), source, int(random.choice(same)) if kind == "times" else 0))
+        widths.append(int(random.choice([2, 7, 20])) if kind == "product" else widths[source])
+    factors = [floats(widths[k], n) for (kind, k, _), n in zip(steps, widths[1:], strict=True) if kind == "product"]
+
+    def fun(x, *factors):
+        values, left = [x], list(factors)
+        for kind, k, other in steps:
+            one = values[k]
+            functions = {"product": lambda v=one: v @ left.pop(0), "times": lambda v=one, o=other: v * values[o]}
+            functions |= {
+                "sin": lambda v=one: jnp.sin(v),
+                "tanh": lambda v=one: jnp.tanh(v),
+                "power": lambda v=one: v**3,
+            }
+            values.append(functions[kind]())
+        return sum(v.sum() for v in values[-2:])
+
+    return fun, (floats(4, 3), *factors)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_exact_equals_brute_force_on_branching_programs(seed):
+    fun, args = branching(seed)
+    program = linearized(fun, *args)
+    keys = keys_of(program)
+    assert len(keys) <= 12
+    subsets = itertools.chain.from_iterable(itertools.combinations(keys, n) for n in range(len(keys) + 1))
+    plans = [plan(program, subset) for subset in subsets]
+    limits = sorted({one.num_bytes for one in plans})
+    for limit in limits[:: -(-len(limits) // 6)]:
+        found = SOLVERS["exact"](program, keys, limit)
+        assert found.num_bytes <= limit
+        assert found.flops == min(one.flops for one in plans if one.num_bytes <= limit)
+
+
 @pytest.mark.parametrize(("fun", "args"), [(small, SMALL), (layer, shapes())], ids=["small", "layer"])
 def test_bytes_and_flops_are_those_of_jax(fun, args):
     """What the traced derivative keeps and runs, for each budget, against what the plan says."""
