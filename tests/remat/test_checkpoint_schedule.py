@@ -3,6 +3,7 @@
 import re
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 import sharding
@@ -89,6 +90,13 @@ def test_chart_shows_every_state_that_is_held(s, tmp_path):
         held = re.findall(r"<title>held state (\d+), from", svg)
         assert sorted(map(int, held)) == sorted(a.state for a in s.actions if isinstance(a, Snapshot))
         assert len(re.findall(r"<title>backward ", svg)) == s.steps
+    rows = [(int(n), float(y)) for y, n in re.findall(r'y="([\d.]+)">state (\d+)<', svg)]
+    labels = [number for number, _ in rows]
+    step = labels[1] - labels[0]
+    assert labels == [*range(0, s.steps + 1, step)]  # all rows, or as many as there is room for
+    assert step == 1 or s.steps > 40
+    apart = np.diff([y for _, y in rows])
+    assert apart == pytest.approx(apart.mean(), abs=0.2) and apart.min() > 10
     s.plot().save(tmp_path / "chart.svg")
     assert (tmp_path / "chart.svg").read_text() == svg
 
