@@ -16,7 +16,7 @@ def random_problem(
 ) -> Problem:
     """A problem with up to that many nodes and strategies, edges in any direction, some parallel.
 
-    That share of the pairs of strategies is forbidden, and of the strategies.
+    That share of the pairs of strategies is forbidden, and a fourth of it of the strategies.
     """
     rng = np.random.default_rng(seed)
     n = int(rng.integers(1, nodes + 1))
@@ -29,7 +29,7 @@ def random_problem(
     costs = [rng.integers(0, 20, size).astype(float) for size in sizes]
     chance = np.random.default_rng(seed + 1)
     for cost in costs:
-        cost[chance.random(len(cost)) < forbidden] = FORBIDDEN
+        cost[chance.random(len(cost)) < forbidden / 4] = FORBIDDEN
     problem = Problem.of(
         costs,
         [(i, j, matrix) for (i, j), matrix in zip(pairs, matrices, strict=True)],
