@@ -99,8 +99,24 @@ def _first_difference(one: str, two: str) -> str:
     old, new = two.splitlines(), one.splitlines()
     if len(old) <= 1 and len(new) <= 1:
         return f"{one or 'none'}, not {two or 'none'}"
-    pairs = itertools.zip_longest(new, old, fillvalue="")
-    number, (mine, theirs) = next((i, pair) for i, pair in enumerate(pairs, 1) if pair[0] != pair[1])
+    found = _first_pair(new, old) or _first_pair(one.splitlines(keepends=True), two.splitlines(keepends=True))
+    assert found is not None, "equal texts"
+    number, mine, theirs = found
+    if mine.strip() != theirs.strip():
+        mine, theirs = mine.strip(), theirs.strip()
     changed = sum(line[0] in "+-" for line in difflib.ndiff(old, new)) if len(old) + len(new) < 400 else 0
     more = f" ({changed} lines in all)" if changed > 2 else ""
-    return f"line {number} is {mine.strip()[:120]!r}, not {theirs.strip()[:120]!r}{more}"
+    at = len(os.path.commonprefix([mine, theirs]))
+    return f"line {number} is {_around(mine, at)!r}, not {_around(theirs, at)!r}{more}"
+
+
+def _first_pair(new: list[str], old: list[str]) -> tuple[int, str, str] | None:
+    """The number of the first line that differs, and that line of both; None if all are equal."""
+    pairs = enumerate(itertools.zip_longest(new, old, fillvalue=""), 1)
+    return next(((number, mine, theirs) for number, (mine, theirs) in pairs if mine != theirs), None)
+
+
+def _around(text: str, at: int) -> str:
+    """At most 120 characters of a text, with the one at a place."""
+    start = 0 if at < 120 else at - 60
+    return ("..." if start else "") + text[start : start + 120]
