@@ -91,6 +91,10 @@ def test_chart_shows_every_state_that_is_held(s, tmp_path):
         assert sorted(map(int, held)) == sorted(a.state for a in s.actions if isinstance(a, Snapshot))
         assert len(re.findall(r"<title>backward ", svg)) == s.steps
     rows = [(int(n), float(y)) for y, n in re.findall(r'y="([\d.]+)">state (\d+)<', svg)]
+    bars = re.findall(r'<rect [^>]*?y="([-\d.]+)"[^>]*><title>(?:held state|backward) (\d+),', svg)
+    beside = dict(rows)
+    of_bars = [beside[int(row)] - float(y) for y, row in bars if int(row) in beside]
+    assert of_bars and max(of_bars) - min(of_bars) < 0.3 and 0 < min(of_bars) < 20  # each label is at its row
     labels = [number for number, _ in rows]
     step = labels[1] - labels[0]
     assert labels == [*range(0, s.steps + 1, step)]  # all rows, or as many as there is room for
