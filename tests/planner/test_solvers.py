@@ -79,6 +79,7 @@ def test_heuristics_come_close(algorithm, largest_gap, monkeypatch):
         solution = checked(problem, algorithm)
         assert solution is not None
         assert solution.bound <= best <= solution.cost
+        assert (algorithm == "autoparallel") == math.isfinite(solution.bound)  # of the relaxation, solved to its end
         gaps.append((solution.cost - best) / max(1.0, best))
     assert np.mean(gaps) <= largest_gap / 2
     assert max(gaps) <= largest_gap

@@ -10,6 +10,7 @@ import sharding
 from sharding import remat
 from sharding.remat import Advance, Backward, Free, Record, Restore, Snapshot
 from sharding.remat.blocks import Block, actions, nested
+from sharding.remat.replay import _few
 
 TWO = [Snapshot(0), Advance(0, 1), Record(1), Backward(1), Restore(0), Backward(0), Free(0)]
 
@@ -130,3 +131,13 @@ def test_dropped_states_have_no_blocks():
     mine(given, steps=3).check()
     with pytest.raises(sharding.ShardingError, match=r"action 5, restore 0[\s\S]*remat\.revolve"):
         nested("mine", 3, given)
+
+
+@pytest.mark.parametrize("number", range(13))
+def test_numbers_in_an_error_are_all_counted(number):
+    """Named or counted, whatever their order."""
+    text = _few({number - k: None for k in range(number)}.keys())
+    named, _, more = text.partition(" and ")
+    listed = [] if named == "none" else [*map(int, named.split(", "))]
+    assert listed == [*range(1, number + 1)][: len(listed)]
+    assert len(listed) + int(more.split()[0] if more else 0) == number
