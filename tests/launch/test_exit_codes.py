@@ -2,15 +2,14 @@
 
 import os
 import signal
-import subprocess
 
 from sharding.distributed import processes
 from sharding.launch import exit_codes
 
 
 def test_codes_of_signals_are_those_of_the_shell():
-    for code, number in ((exit_codes.INTERRUPTED, signal.SIGINT), (exit_codes.READER_GONE, signal.SIGPIPE)):
-        assert subprocess.run(["sh", "-c", f"sh -c 'kill -{int(number)} $$'; exit $?"]).returncode == code
+    assert exit_codes.INTERRUPTED == 128 + signal.SIGINT
+    assert exit_codes.READER_GONE == 128 + signal.SIGPIPE
 
 
 def test_no_two_codes_are_the_same():
