@@ -48,7 +48,7 @@ def svg(
     x_scale: Scale = "linear",
 ) -> str:
     """The loss in `unit` over steps, as the text of a standalone SVG element."""
-    train, heldout = _finite(train), _finite(heldout)
+    train, heldout = _drawable(train, x_scale), _drawable(heldout, x_scale)
     points = [*train, *heldout] or [(0.0, 1.0)]
     x_axis, y_axis = _axes(points, x_scale, y_scale)
     body = [
@@ -76,8 +76,10 @@ def smooth(points: Points, *, share: float = 0.03) -> Points:
     return means
 
 
-def _finite(points: Points) -> Points:
-    return [(step, value) for step, value in points if math.isfinite(value) and value > 0]
+def _drawable(points: Points, x_scale: Scale) -> Points:
+    """The points with a finite positive value, and on a logarithmic axis a positive step."""
+    first = 0 if x_scale == "linear" else 1
+    return [(step, value) for step, value in points if math.isfinite(value) and value > 0 and step >= first]
 
 
 def _axes(points: Points, x_scale: Scale, y_scale: Scale) -> tuple[Axis, Axis]:

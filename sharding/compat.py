@@ -40,7 +40,10 @@ from jaxlib._jax import ArrayCopySemantics as _ArrayCopySemantics
 from jaxlib._jax import CompileOnlyPyClient as _CompileOnlyPyClient
 from jaxlib.mlir.dialects import sdy as _sdy
 
-_source.register_exclusion(os.path.dirname(__file__))  # our own frames never count as the user's line
+_ROOT = os.path.dirname(__file__) + os.sep
+_source.register_exclusion(_ROOT)  # our own frames never count as the user's line
+for _name in ("launch", "models"):  # these do: an installation has them in this folder, a checkout beside it
+    _source.register_inclusion(_ROOT + _name + os.sep)
 checks_manual_axes: Any = _config._check_vma  # a context: whether values say along which manual axes they vary
 
 MULTIPLIES_16_BITS = HAS_MOSAIC_GPU = tuple(map(int, jax.__version__.split(".")[:2])) >= (0, 11)
@@ -242,9 +245,7 @@ def line_of(info: Any) -> str:
     if hasattr(info, "line"):  # saved with a pickled program
         return info.line
     frame = _source.user_frame(info.traceback)
-    if frame is None:
-        return ""
-    return f"{os.path.basename(frame.file_name)}:{frame.start_line} ({frame.function_name})"
+    return f"{os.path.basename(frame.file_name)}:{frame.start_line} ({frame.function_name})" if frame else ""
 
 
 def name_stack(eqn: Any) -> str:
@@ -367,8 +368,7 @@ def register_cache(cache: Any) -> None:
 def ordered_on_one_device(jaxpr: Any) -> list[str]:
     """The effects of a program that JAX orders on one device only, by name."""
     ordered, shardable = _effects.ordered_effects, _effects.shardable_ordered_effects
-    found = {type(e).__name__ for e in jaxpr.effects if ordered.contains(e) and not shardable.contains(e)}
-    return sorted(found)
+    return sorted({type(e).__name__ for e in jaxpr.effects if ordered.contains(e) and not shardable.contains(e)})
 
 
 def mesh_of_with_statement() -> Any:

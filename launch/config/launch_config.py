@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from tyro.conf import Suppress, arg
 
+from sharding.distributed.processes import is_address
 from sharding.errors import ShardingError
 
 from .option_checks import at_least
@@ -109,7 +110,7 @@ class Launch:
             raise ShardingError(f"--hosts {self.hosts}", required="distinct hosts")
         if self.per == "gpu" and not self.gpus_per_host:
             raise ShardingError("--per gpu", required="the number of GPUs per host", fix="--gpus-per-host 8")
-        if self.coordinator is not None and not self.coordinator.rpartition(":")[2].isdigit():
+        if self.coordinator is not None and not is_address(self.coordinator):
             raise ShardingError(
                 f"--coordinator {self.coordinator}", required="host:port", fix="--coordinator 10.0.0.1:1234"
             )

@@ -38,7 +38,8 @@ def parse_mesh(text: str) -> dict[str, int]:
 
 
 def _axis_problem(name: str, equals: str, number: str, axes: dict[str, int]) -> str:
-    if not (name and equals and number.lstrip("-").isdigit()):
+    digits = number.removeprefix("-")
+    if not (name and equals and digits.isascii() and digits.isdigit()):
         return f"{name + equals + number!r} is not name=size"
     if name not in MESH_AXES:
         near = difflib.get_close_matches(name, MESH_AXES, n=1, cutoff=0.4)

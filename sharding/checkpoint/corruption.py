@@ -30,8 +30,8 @@ class CorruptedError(Exception):
 def verify(directory: Directory, step: int | None = None) -> dict[int, str]:
     """The corruption found in each checkpoint, or an empty text; by default of all steps, newest first.
 
-    Reads every document and every array and compares their checksums, one checkpoint at a time, on the first device: no
-    mesh is needed.
+    Reads every document and every array and compares their checksums, one checkpoint at a time, on the first device of
+    this process: no mesh is needed.
     """
     chosen = [existing_step(directory, step)] if step is not None else reversed(steps(directory))
     return {each: _corruption(directory, each) for each in chosen}

@@ -46,8 +46,8 @@ def read_arrays(directory: Directory, step: int, targets: Mapping[str, Any]) -> 
 
 
 def on_one_device(facts: AllFacts) -> dict[str, jax.ShapeDtypeStruct]:
-    """The abstract arrays of a checkpoint, each on the first device."""
-    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    """The abstract arrays of a checkpoint, each on the first device of this process."""
+    device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     return {
         name: jax.ShapeDtypeStruct(tuple(fact["shape"]), _dtype(fact), sharding=device) for name, fact in facts.items()
     }

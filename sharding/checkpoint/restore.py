@@ -77,7 +77,7 @@ def restore_newest(directory: Directory, like: Tree) -> Restored:
 
 
 def restore_named(directory: Directory, step: int | None = None, *, prefix: str = "") -> dict[str, jax.Array]:
-    """Restores the arrays whose names start with `prefix`, each on the first device; no model is needed."""
+    """Restores the arrays whose names start with `prefix`, each on this process's first device; no model is needed."""
     step = existing_step(directory, step)
     facts = document(directory, step, FACTS)
     targets = {name: shape for name, shape in on_one_device(facts).items() if name.startswith(prefix)}

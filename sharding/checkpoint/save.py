@@ -66,7 +66,7 @@ class Saver:
             step: the step of the checkpoint.
             state: a pytree of arrays; typed random keys are allowed.
             extra: a JSON-serializable value.
-            figure: a quality of the state, lower is better; a checkpoint without one is never the best.
+            figure: a quality of the state, lower is better; a checkpoint without one, or with NaN, is never the best.
 
         Raises:
             ShardingError: a leaf of `state` is not an array, or this or the previous save failed.

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from .corruption import document, document_or_none
 from .directory import EXTRA, FACTS, FIGURE, Directory, Json, existing_step, steps
+from .retention import best
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,9 +72,8 @@ def figures(directory: Directory) -> dict[int, float]:
 
 
 def best_step(directory: Directory) -> int | None:
-    """The step whose checkpoint has the lowest figure, or None if none has one."""
-    found = figures(directory)
-    return min(found, key=lambda step: (found[step], -step), default=None)
+    """The step whose checkpoint has the lowest figure, or None if none has one other than NaN."""
+    return best(figures(directory))
 
 
 def _disk_bytes(directory: Directory, step: int) -> int:

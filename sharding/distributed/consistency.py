@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import itertools
+import json
 import os
 import zlib
 from base64 import b85decode, b85encode
@@ -50,11 +51,11 @@ def agree(facts: Mapping[str, str], *, about: str) -> None:
     if processes.count() == 1:
         return
     names = sorted(facts)
-    mine = [f"{name} {hashlib.sha256(facts[name].encode()).hexdigest()}" for name in names]
+    mine = [f"{name} {hashlib.sha256(facts[name].encode(errors='surrogateescape')).hexdigest()}" for name in names]
     table = [text.split("\n") for text in processes.all_gather_text(about, "\n".join(mine))]
     if all(row == table[0] for row in table):
         return
-    packed = _pack("\0".join(f"{n}\1{facts[n]}" for n in names))
+    packed = _pack(facts)
     texts = [_unpack(row) for row in processes.all_gather_text(f"{about}: differences", packed)]
     processes.coordinator_waits(f"{about}: differences")  # else others may lose the connection while they read
     usual = max(table, key=table.count)
@@ -73,14 +74,13 @@ def agree(facts: Mapping[str, str], *, about: str) -> None:
     )
 
 
-def _pack(text: str) -> str:
-    packed = b85encode(zlib.compress(text.encode())).decode()
+def _pack(facts: Mapping[str, str]) -> str:
+    packed = b85encode(zlib.compress(json.dumps(dict(facts)).encode())).decode()
     return packed if len(packed) <= _MAX_TEXT_BYTES else ""
 
 
 def _unpack(text: str) -> dict[str, str]:
-    joined = zlib.decompress(b85decode(text)).decode() if text else ""
-    return dict(part.split("\1", 1) for part in joined.split("\0") if part)
+    return json.loads(zlib.decompress(b85decode(text))) if text else {}
 
 
 def _differences(other: int, theirs: Mapping[str, str], first: int, usual: Mapping[str, str]) -> list[str]:
@@ -99,8 +99,24 @@ def _first_difference(one: str, two: str) -> str:
     old, new = two.splitlines(), one.splitlines()
     if len(old) <= 1 and len(new) <= 1:
         return f"{one or 'none'}, not {two or 'none'}"
-    pairs = itertools.zip_longest(new, old, fillvalue="")
-    number, (mine, theirs) = next((i, pair) for i, pair in enumerate(pairs, 1) if pair[0] != pair[1])
+    found = _first_pair(new, old) or _first_pair(one.splitlines(keepends=True), two.splitlines(keepends=True))
+    assert found is not None, "equal texts"
+    number, mine, theirs = found
+    if mine.strip() != theirs.strip():
+        mine, theirs = mine.strip(), theirs.strip()
     changed = sum(line[0] in "+-" for line in difflib.ndiff(old, new)) if len(old) + len(new) < 400 else 0
     more = f" ({changed} lines in all)" if changed > 2 else ""
-    return f"line {number} is {mine.strip()[:120]!r}, not {theirs.strip()[:120]!r}{more}"
+    at = len(os.path.commonprefix([mine, theirs]))
+    return f"line {number} is {_around(mine, at)!r}, not {_around(theirs, at)!r}{more}"
+
+
+def _first_pair(new: list[str], old: list[str]) -> tuple[int, str, str] | None:
+    """The number of the first line that differs, and that line of both; None if all are equal."""
+    pairs = enumerate(itertools.zip_longest(new, old, fillvalue=""), 1)
+    return next(((number, mine, theirs) for number, (mine, theirs) in pairs if mine != theirs), None)
+
+
+def _around(text: str, at: int) -> str:
+    """At most 120 characters of a text, with the one at a place."""
+    start = 0 if at < 120 else at - 60
+    return ("..." if start else "") + text[start : start + 120]

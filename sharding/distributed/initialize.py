@@ -65,7 +65,8 @@ def initialize(
     _exit_immediately_on_error()
     if reports.HEARTBEAT_FD in os.environ and sys.__stderr__ is not None:
         faulthandler.register(signal.SIGUSR1, file=sys.__stderr__, all_threads=True)
-    consistency.agree(consistency.versions() | consistency.flags(), about=asked)
+    # Without the arguments, which differ: all processes must be at the same topic.
+    consistency.agree(consistency.versions() | consistency.flags(), about="sharding.initialize()")
     reports.report(reports.UP)
 
 
@@ -103,8 +104,7 @@ def _identity(given: tuple[str | None, int | None, int | None], asked: str) -> _
     if coordinator is None or num_processes is None or process is None:
         faults.append("only some of coordinator, num_processes and process")
     else:
-        host, _, port = coordinator.rpartition(":")
-        if not (host and port.isdigit() and 0 < int(port) < 2**16):
+        if not processes.is_address(coordinator):
             faults.append(f"coordinator {coordinator!r} is not host:port")
         if num_processes < 1 or not 0 <= process < num_processes:
             faults.append(f"process {process} of {num_processes}")

@@ -121,6 +121,12 @@ def preempted(step: int) -> bool:
     return multihost_utils.reached_preemption_sync_point(step)
 
 
+def is_address(text: str) -> bool:
+    """Whether a text is `host:port`, with a host and a port that processes can connect to."""
+    host, _, port = text.rpartition(":")
+    return bool(host) and port.isascii() and port.isdigit() and 0 < int(port) < 1 << 16
+
+
 def free_port(host: str = "") -> int:
     """A free port of this host, or of one of its addresses."""
     with socket.socket() as listener:

@@ -129,7 +129,7 @@ def split(
     all-gathered. Arguments as in ``specs``, which also gives the specs to place them with.
     """
     asked = f"zero.split(axis={axis!r})"
-    found = found_specs(params, axis, 3, like, mesh_sizes(asked, axis, replicas))
+    found = found_specs(params, axis, 3, like, mesh_sizes(asked, axis, replicas), asked=asked)
     report_replicated(asked, found.whole, strict=strict)
     return _annotate(params, found.params)
 
@@ -255,7 +255,8 @@ class _ShardedTransform:
         return self._specs(params).state
 
     def _specs(self, params: Any) -> Specs:
-        return found_specs(params, self.axis, self.stage, self.like, mesh_sizes(self.asked, self.axis, self.replicas))
+        sizes = mesh_sizes(self.asked, self.axis, self.replicas)
+        return found_specs(params, self.axis, self.stage, self.like, sizes, asked=self.asked)
 
     def _annotate_state(self, state: Any, params: Any, state_specs: Any) -> Any:
         found = leaf_specs(state, params, state_specs, self.axis, mesh_sizes(self.asked, self.axis))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from .. import paths
-from ..errors import ShardingError, warn
+from ..errors import ShardingError, raise_together, warn
 from ..mesh import current
-from ..spec import partition_spec_of, sizes_text
+from ..spec import from_partition_spec, partition_spec_of, sizes_text
 from .memory_formula import check_stage
 
 
@@ -57,7 +57,8 @@ def specs(
     Warns of parameters that stay replicated, as the axis divides none of their dims (`.whole`).
 
     Raises:
-        ShardingError: no mesh in context, no such axis or stage; under `strict`, parameters that stay replicated.
+        ShardingError: no mesh in context, no such axis or stage; specs in `like` that do not fit the parameters; under
+            `strict`, parameters that stay replicated.
 
     References:
         Rajbhandari et al., ZeRO, SC 2020 (1910.02054), section 5; Zhao et al., PyTorch FSDP, VLDB 2023 (2304.11277),
@@ -65,17 +66,18 @@ def specs(
     """
     asked = f"zero.specs(axis={axis!r})"
     check_stage("zero.specs", stage)
-    found = found_specs(params, axis, stage, like, mesh_sizes(asked, axis, replicas))
+    found = found_specs(params, axis, stage, like, mesh_sizes(asked, axis, replicas), asked=asked)
     report_replicated(asked, found.whole, strict=strict)
     return found
 
 
-def found_specs(params: Any, axis: str, stage: int, like: Any, sizes: Mapping[str, int]) -> Specs:
+def found_specs(params: Any, axis: str, stage: int, like: Any, sizes: Mapping[str, int], *, asked: str) -> Specs:
     """As `specs`, on a mesh with these axis sizes, without warnings."""
     own = jax.tree.map(partition_spec_of, params) if like is None else like
-    named = jax.tree_util.tree_leaves_with_path(params)
+    named, given = jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(own, is_leaf=is_spec)
+    _check_fits(asked, [(paths.text(path), jnp.shape(leaf)) for path, leaf in named], given, sizes)
     sharded, replicated = [], {}
-    for (path, leaf), spec in zip(named, jax.tree.leaves(own, is_leaf=is_spec), strict=True):
+    for (path, leaf), spec in zip(named, given, strict=True):
         found = with_axis(jnp.shape(leaf), spec, axis, sizes)
         if found is None:
             replicated[paths.text(path)] = math.prod(jnp.shape(leaf)) * jnp.result_type(leaf).itemsize
@@ -87,6 +89,22 @@ def found_specs(params: Any, axis: str, stage: int, like: Any, sizes: Mapping[st
         state=sharded,
         whole=replicated,
     )
+
+
+def _check_fits(
+    asked: str, named: Sequence[tuple[str, tuple[int, ...]]], given: Sequence[Any], sizes: Mapping[str, int]
+) -> None:
+    """Raises one error for all specs that do not fit the array of that name and shape on a mesh of these sizes."""
+    if len(named) != len(given):
+        found = f"{len(given)} specs for {len(named)} parameters"
+        raise ShardingError(f"{asked}: like", found=found, required="a PartitionSpec for each parameter")
+    failures = []
+    for (path, shape), spec in zip(named, given, strict=True):
+        try:
+            from_partition_spec(spec, shape, sizes, asked=f"{asked}: spec of {path}")
+        except ShardingError as failure:
+            failures.append(failure)
+    raise_together(asked, failures)
 
 
 def leaf_specs(state: Any, params: Any, param_specs: Any, axis: str, sizes: Mapping[str, int]) -> list[P | None]:

@@ -2,8 +2,12 @@
 
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 from support.process_groups import Launched
+
+from sharding import checkpoint
 
 SCRIPT = """
 import json
@@ -44,6 +48,9 @@ with sharding.mesh(mesh) as over:
         for name, array in found.items():
             for shard in array.addressable_shards:
                 np.testing.assert_array_equal(np.asarray(shard.data), values[name][shard.index])
+        assert checkpoint.verify(folder) == {3: ""}
+        for name, array in checkpoint.restore_named(folder).items():
+            np.testing.assert_array_equal(array, values[name])  # whole, in each process
         print("same", folder)
 """
 
@@ -76,3 +83,14 @@ def test_every_setup_restores_every_checkpoint(tmp_path: Path):
     for setup, (processes, _) in enumerate(SETUPS):
         text = run(setup, "-", *folders)
         assert all(text.count(f"same {folder}\n") == processes for folder in folders), text
+
+
+def test_without_a_mesh_arrays_are_on_a_device_of_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Those of another one could not be read, and a good checkpoint would count as corrupted."""
+    with checkpoint.Saver(tmp_path) as saver:
+        saver.save(1, {"w": jnp.arange(3.0), "key": jax.random.key(0)})
+    own = jax.devices()[3:5]
+    monkeypatch.setattr(jax, "local_devices", lambda *_, **__: own)
+    found = checkpoint.restore_named(tmp_path)
+    assert {device for array in found.values() for device in array.devices()} == {own[0]}
+    assert checkpoint.verify(tmp_path) == {1: ""}

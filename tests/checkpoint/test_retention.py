@@ -1,6 +1,7 @@
 """Which checkpoints are kept and called the best: ties, zeros, and everything before in a small reference."""
 
 import itertools
+import math
 import os
 import random
 from pathlib import Path
@@ -18,8 +19,9 @@ def kept(steps: list[int], figures: dict[int, float], num_newest: int, keep_best
     """The newest ones; and of those with the lowest figure the newest."""
     newest_first = sorted(steps, reverse=True)
     found = set(newest_first[:num_newest])
-    for step in newest_first if keep_best else ():
-        if step in figures and all(figures[step] <= figures.get(other, figures[step]) for other in steps):
+    measured = [step for step in newest_first if not math.isnan(figures.get(step, math.nan))]
+    for step in measured if keep_best else ():
+        if all(figures[step] <= figures[other] for other in measured):
             return found | {step}
     return found
 
@@ -29,7 +31,8 @@ def test_kept_are_the_newest_and_the_best():
     for num_newest, keep_best, _ in itertools.product(range(1, 5), (True, False), range(20)):
         steps = generator.sample(range(10), generator.randrange(1, 7))
         # Figures of removed steps stay known; few values, so that there are ties.
-        figures = {step: float(generator.randrange(3)) for step in range(10) if generator.random() < 0.6}
+        figures = {step: generator.choice([0.0, 1.0, 2.0, math.inf, math.nan]) for step in range(10)}
+        figures = {step: figure for step, figure in figures.items() if generator.random() < 0.6}
         policy = Retention(figures=figures, num_newest=num_newest, keep_best=keep_best)
         flags = policy.should_preserve([SimpleNamespace(step=step) for step in steps], context=None)
         found = {step for step, is_kept in zip(steps, flags, strict=True) if is_kept}
@@ -50,6 +53,15 @@ def test_the_best_of_equal_ones_is_the_newest(tmp_path: Path):
         file.write_text("")
     assert checkpoint.figures(tmp_path) == {0: 0.0, 1: 1.0}
     assert checkpoint.best_step(tmp_path) == 0
+
+
+def test_a_run_that_diverged_is_not_the_best(tmp_path: Path):
+    with checkpoint.Saver(tmp_path, keep=1) as saver:
+        for step, figure in enumerate([math.nan, 3.0, math.nan, 4.0, math.inf]):
+            saver.save(step, small(), figure=figure)
+    assert checkpoint.steps(tmp_path) == [1, 4] and checkpoint.best_step(tmp_path) == 1
+    checkpoint.save(tmp_path / "other", 0, small(), figure=math.nan).wait()
+    assert checkpoint.best_step(tmp_path / "other") is None
 
 
 def test_one_checkpoint_at_a_time_keeps_the_best_by_default(tmp_path: Path):

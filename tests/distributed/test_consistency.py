@@ -1,8 +1,12 @@
 """Facts compared across processes: what differs is named with its line."""
 
+import ast
 import random
+import re
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from support import process_threads
 
 from sharding import ShardingError
@@ -17,6 +21,26 @@ def test_first_difference_of_two_texts():
     assert consistency._first_difference("1.0", "2.0") == "1.0, not 2.0"
     assert consistency._first_difference("a\nb\nx", "a\nc\nx") == "line 2 is 'b', not 'c'"
     assert consistency._first_difference("a\nb", "a") == "line 2 is 'b', not ''"
+
+
+LINES = st.lists(st.one_of(st.text("ab \t", max_size=4), st.integers(0, 400).map(lambda n: n * "a" + "b")), max_size=4)
+
+
+@settings(max_examples=300, deadline=None)
+@given(LINES, LINES, st.sampled_from(["", "\n"]), st.sampled_from(["", "\n"]))
+def test_what_is_shown_of_two_texts_differs(one, two, one_end, two_end):
+    """Also where long lines differ at their end, or nothing but blanks and line ends do."""
+    one, two = "\n".join(one) + one_end, "\n".join(two) + two_end
+    if one == two or max(one.count("\n"), two.count("\n")) < 2:
+        return
+    shown = consistency._first_difference(one, two)
+    number, mine, theirs = re.match(r"line (\d+) is ('.*'), not ('.*?')( \(\d+ lines in all\))?$", shown).groups()[:3]
+    assert mine != theirs and max(map(len, (mine, theirs))) < 140
+    for text, part in ((one, mine), (two, theirs)):
+        line = (text.splitlines(keepends=True)[int(number) - 1 :] or [""])[0]
+        assert ast.literal_eval(part).removeprefix("...") in line
+    before = [text.splitlines()[: int(number) - 1] for text in (one, two)]
+    assert [line for line in before[0] if line] == [line for line in before[1] if line]  # the first that differs
 
 
 def test_several_different_lines_are_counted_unless_the_texts_are_long():
@@ -37,13 +61,12 @@ def test_texts_that_only_one_process_has():
 
 
 def test_texts_are_sent_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch):
-    facts = {"program": "line\n" * 100 + "\u00e9", "flags": "", "jax": "0.12"}
-    text = "\0".join(f"{name}\1{value}" for name, value in facts.items())
-    packed = consistency._pack(text)
-    assert consistency._unpack(packed) == facts and len(packed) < len(text)
+    facts = {"program": "line\n" * 100 + "\u00e9", "flags": "", "jax": "0.12", "odd": "a\0b\1c", "bytes": "\udcff"}
+    packed = consistency._pack(facts)
+    assert consistency._unpack(packed) == facts and len(packed) < sum(map(len, facts.values()))
     for limit, expected in ((len(packed), facts), (len(packed) - 1, {})):
         monkeypatch.setattr(consistency, "_MAX_TEXT_BYTES", limit)
-        assert consistency._unpack(consistency._pack(text)) == expected
+        assert consistency._unpack(consistency._pack(facts)) == expected
 
 
 def test_a_line_for_each_fact_that_differs():

@@ -81,8 +81,8 @@ def on_mesh(name, sizes):
     """The result on a mesh, and facts of the compiled program."""
     moe, x = layer(**OPTIONS[name]), tokens()
     with sharding.mesh(sizes, devices=jax.devices()[: math.prod(sizes.values())]) as mesh:
-        batch = tuple(axis for axis in sizes if axis != "tensor")
-        step = sharding.jit(value_and_grad, in_shardings=(None, P(batch), None))
+        batch = tuple(axis for axis in sizes if axis not in ("tensor", "seq"))
+        step = sharding.jit(value_and_grad, in_shardings=(None, P(batch, "seq" if "seq" in sizes else None), None))
         compiled = step.lower(moe, x, KEY).compile()
         return jax.device_get(compiled(moe, x, KEY)), read_compiled(compiled, mesh=mesh)
 
@@ -111,6 +111,18 @@ def test_a_mesh_changes_no_result_and_has_four_all_to_alls(name, sizes):
     assert exchanges == {("expert",): 4}
     if name == "gshard":
         assert facts.by_kind().keys() == {"all-to-all", "all-reduce"}
+
+
+@pytest.mark.parametrize("factor", [1.0, 4 / 3, pytest.param(None, marks=pytest.mark.slow)])
+def test_sharded_sequences_change_no_result(factor):
+    """Routing sees whole groups; the axis shards the slots of an expert, too, where it divides them: 4, not 3."""
+    moe, x, sizes = layer(capacity_factor=factor), tokens(), {"data": 2, "expert": 2, "seq": 2}
+    with sharding.mesh(sizes):
+        step = sharding.jit(value_and_grad, in_shardings=(None, P(("data", "expert"), "seq"), None))
+        found = jax.device_get(step(moe, x, KEY))
+        text = str(step.complete(moe, x, KEY).explicit()) if factor else ""
+    check(found, jax.device_get(jax.jit(value_and_grad)(moe, x, KEY)))
+    assert ("'seq'" in text) == (factor is not None)
 
 
 @pytest.mark.slow

@@ -51,11 +51,21 @@ PROGRAMS = {
     "cache": lambda x, labels: x.at[EACH(BATCH), labels[:, 0] % ROWS].set(x[:, 0] * 2),
     "in a loop": in_a_loop,
 }
+WIDE = jnp.arange(6 * 5 * BATCH * 7, dtype=jnp.float32).reshape(6, 5, BATCH, 7)
+COLUMNS = {
+    "the outer indices": lambda x, labels: WIDE.at[labels[:, 0] % 6, :, EACH(BATCH), labels[:, 1] % 7].max(9.0),
+    "the last indices": lambda x, labels: WIDE[:, 2].swapaxes(0, 1)[EACH(BATCH), labels[:, 0] % 6, labels[:, 1] % 7],
+}
+"""Programs whose other columns of indices lie in equal steps."""
+PROGRAMS |= COLUMNS
 PROGRAMS |= {f"gradient, {name}": gradient(f) for name, f in PROGRAMS.items()}
 PROGRAMS["checkpoint"] = gradient(jax.checkpoint(of_each))
 PROGRAMS["gradient of a checkpoint in a loop"] = gradient(jax.checkpoint(in_a_loop))
 OTHERS = {
     "part of the dim": lambda x, labels: x[EACH(BATCH // 2), labels[: BATCH // 2, 0] % ROWS],
+    "other indices in unequal steps": lambda x, labels: WIDE[
+        labels[:, 0] % 6, labels[:, 1] % 5, EACH(BATCH), labels[:, 2] % 7
+    ],
     "shifted": lambda x, labels: x[EACH(BATCH) - 1, labels[:, 0] % ROWS],
     "backwards": lambda x, labels: x[EACH(BATCH)[::-1], labels[:, 0] % ROWS],
     "windows": lambda x, labels: jax.vmap(

@@ -103,6 +103,21 @@ def test_ref_closed_over():
     np.testing.assert_allclose(total[...], X.sum(axis=0) * 2, rtol=1e-5, atol=1e-5)
 
 
+def test_a_ref_closed_over_on_other_devices_is_an_error():
+    """On some devices of the mesh alone, or on others: JAX cannot run it, and its error names no array."""
+    start = jax.device_put(jnp.zeros(8), jax.devices()[0])
+    for sizes, count in (({"data": 8}, 8), ({"data": 2}, 2), ({"data": 1}, 1)):
+        with jax.set_mesh(jax.make_mesh((1,), ("one",), devices=jax.devices()[:1])):
+            total = jax.new_ref(start)
+        devices = jax.devices()[:count] if count > 1 else jax.devices()[1:2]
+        with sharding.mesh(sizes, devices=devices):
+            step = sharding.jit(lambda x, total=total: total[...] + x)
+            with pytest.raises(sharding.ShardingError, match="on other devices than the mesh"):
+                step(X[0])
+    with sharding.mesh(data=1, devices=jax.devices()[:1]):
+        np.testing.assert_allclose(sharding.jit(lambda x: total[...] + x)(X[0]), X[0])
+
+
 def test_a_ref_that_comes_in_twice_is_an_error():
     ref = jax.new_ref(jnp.zeros(8))
     with pytest.raises(sharding.ShardingError, match="b is the mutable array that is also a"):

@@ -109,6 +109,31 @@ def test_the_second_time_nothing_is_searched_and_all_is_the_same(folder, no_sear
         assert len(entries(folder)) == 1
 
 
+def fully_sharded(w, x):
+    """A step whose batch has the axis over which the parameter is stored."""
+    return w - 0.1 * jax.grad(lambda w: jnp.mean(jnp.tanh(jnp.tanh(x @ w) @ w.T) ** 2))(w)
+
+
+@pytest.mark.parametrize("stored", [P("data"), P(None, "data"), P("data", "tensor"), P("tensor")])
+def test_what_counts_as_storage_is_kept(folder, no_search, monkeypatch, stored):
+    def completed():
+        large = jax.ShapeDtypeStruct((256, 64), "float32")
+        return jitted(fully_sharded, in_shardings=(stored, P("data"))).complete(W, large)
+
+    def said(c):
+        dims = {v: [*one.spec.dims] for v, one in c.assignment.graph.annotations.items()}
+        priorities = {v: [(dim.priority, dim.is_stored) for dim in of] for v, of in dims.items()}
+        return dims, priorities, [str(c.why(name)) for name in ("w", "x", "out")], str(c.explicit())
+
+    with sharding.mesh(data=2, tensor=4):
+        before = said(completed())
+        no_search()
+        restored = completed()
+        monkeypatch.undo()
+        assert said(restored) == before
+    assert any("stored so" in text for text in before[2]) == ("data" in stored)
+
+
 def test_numbers_are_those_of_one_device(folder, no_search):
     w, x = (np.random.default_rng(0).normal(scale=0.1, size=s.shape).astype("float32") for s in (W, X))
     with sharding.mesh(data=1, tensor=1, devices=jax.devices()[:1]):

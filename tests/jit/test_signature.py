@@ -1,7 +1,9 @@
 """Parameters of a jitted function by position and name."""
 
+import jax.numpy as jnp
 import pytest
 
+import sharding
 from sharding import ShardingError
 from sharding.jit.signature import Signature
 
@@ -63,3 +65,22 @@ def test_keyword_only_parameters():
     assert [s.is_mutable(label) for label in (0, 1, "debug")] == [True, False, False]
     assert signature(mutable=True).is_mutable("debug")
     assert signature(min).bound((1,), {"key": 2}) == ((0, "key"), (1, 2))
+
+
+@pytest.mark.parametrize("unhashable", [(), ("a",), ("b",), ("a", "b"), ("scale",), ("a", "b", "scale")])
+def test_only_static_arguments_that_are_not_hashable_are_refused(unhashable):
+    """All of them at once, by the names of their parameters."""
+
+    def step(x, a, b, *, scale):
+        return x * a[0] * b[0] * scale[0]
+
+    values = {name: [2] if name in unhashable else (2,) for name in ("a", "b", "scale")}
+    with sharding.mesh(data=8):
+        jitted = sharding.jit(step, static_argnums=(1, 2), static_argnames="scale")
+        if not unhashable:
+            assert jitted(jnp.ones(8), **values)[0] == 8
+            return
+        with pytest.raises((ShardingError, TypeError), match="hashable") as caught:
+            jitted(jnp.ones(8), values["a"], values["b"], scale=values["scale"])
+    named = {name for name in values if f"step({name})" in str(caught.value)}
+    assert named == {*unhashable}

@@ -264,3 +264,30 @@ def test_kernels_of_one_element_are_not_turned():
     x = np.ones((2, 3, 8, 8), np.float32)
     for size, left in ((1, 0), (3, 1)):
         assert count(simplify(jax.make_jaxpr(f)(x, np.ones((3, 3, size, size), np.float32))), "rev") == left
+
+
+def by_platform(x, **others):
+    return jax.lax.platform_dependent(x, cpu=jnp.sin, tpu=jnp.cos, **others)
+
+
+@pytest.mark.parametrize(
+    ("platform", "others", "left"),
+    [
+        ("cpu", {}, "sin"),
+        ("tpu", {}, "cos"),
+        ("cpu", {"default": jnp.tan}, "sin"),
+        ("tpu", {"default": jnp.tan}, "cos"),
+        ("cuda", {"default": jnp.tan}, "tan"),
+        ("cuda", {}, None),  # JAX says what is missing when it lowers it
+        ("cuda", {"cuda": jnp.exp, "default": jnp.tan}, "exp"),
+    ],
+)
+def test_only_the_branch_of_the_platform_is_left(platform, others, left):
+    jaxpr = jax.make_jaxpr(lambda x: by_platform(jnp.log(x), **others))(X)
+    simple = simplify(jaxpr, platform)
+    names = {name for name in ("sin", "cos", "tan", "exp") if count(simple, name)}
+    assert names == ({left} if left else {"sin", "cos"})
+    assert count(simple, "cond") == (left is None)
+    if left:
+        (found,) = jax.core.eval_jaxpr(getattr(simple, "jaxpr", simple), simple.consts, X + 2)
+        np.testing.assert_allclose(found, getattr(jnp, left)(jnp.log(X + 2)))

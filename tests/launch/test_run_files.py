@@ -10,18 +10,22 @@ import time
 import xml.etree.ElementTree as xml
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from rich.console import Console as RichConsole
 
-from sharding import ShardingError, checkpoint
+import sharding
+from sharding import P, ShardingError, checkpoint
 from sharding.launch import loss_plot, metrics, run_folder, training_loop
 from sharding.launch.batch_rows import microbatches, select_rows
 from sharding.launch.datasets import digits, standard_library, synthetic_clicks
+from sharding.launch.jitted_workload import JittedWorkload
 from sharding.launch.progress import NUM_PLAIN_LINES, Console
-from sharding.launch.workload import Metric, Workload
+from sharding.launch.workload import Metric, Sampler, Workload
 
 
 def saved(out: Path, *steps: int, settings: object = None) -> None:
@@ -211,6 +215,42 @@ def test_where_the_curve_is_drawn():
     assert "held out (0.50)" in texts and {"t", "u", "step", "train"} <= set(texts)
     left = loss_plot._axes([(5, 1.0), (9, 2.0)], "log", "linear")[0]
     assert (left.low, left.high) == (5, 9) and loss_plot._axes([(0, 1.0)], "log", "linear")[0].low == 1
+
+
+@pytest.mark.parametrize("scales", list(itertools.product(("linear", "log"), repeat=2)))
+@pytest.mark.parametrize("points", [[], [(3, 0.5)], [(1, 2.0), (1000, 1e-3)], [(k, 5.0 / (k + 1)) for k in range(90)]])
+def test_the_whole_curve_is_inside_the_picture(points: list, scales: tuple):
+    x_scale, y_scale = scales
+    drawn = loss_plot.svg(points, points[::2], title="t", unit="u", x_scale=x_scale, y_scale=y_scale)
+    corners = [(float(dot.get("cx")), float(dot.get("cy"))) for dot in xml.fromstring(drawn).findall("{*}circle")]
+    for text in xml.fromstring(drawn).findall("{*}text"):
+        moved = re.match(r"translate\(([-\d.]+) ([-\d.]+)\)", text.get("transform", ""))
+        corners.append((float(moved[1]), float(moved[2])) if moved else (float(text.get("x")), float(text.get("y"))))
+    for line in xml.fromstring(drawn).findall("{*}polyline"):
+        corners += [tuple(map(float, pair.split(","))) for pair in line.get("points").split()]
+    assert all(0 <= x <= loss_plot.WIDTH and 0 <= y <= loss_plot.HEIGHT for x, y in corners), corners
+    assert len({*corners}) >= 6  # nothing on top of something else
+
+
+def test_a_sample_continues_the_first_of_equal_prompts():
+    """As many as the mesh divides, with the key of the seed."""
+    seen = {}
+
+    def generate(params, rows, key):
+        seen.update(rows=np.asarray(rows), key=key)
+        return jnp.concatenate([rows, rows[:, :1] + params + jnp.arange(len(rows))[:, None]], axis=1)
+
+    sampler = Sampler(generate=generate, prompt=np.array([7, 8, 9]), decode=lambda row: " ".join(map(str, row)))
+    with sharding.mesh(data=8) as mesh:
+        jitted = JittedWorkload(
+            workload=workload(sampler=sampler), mesh=mesh, batch_spec=P("data"), completion=None, train_step=None,
+            evaluate=None, generate=generate,
+        )  # fmt: skip
+        for num_prompts in (8, 16):
+            assert jitted.sample(SimpleNamespace(params=1), seed=5, num_prompts=num_prompts) == "7 8 9 8"
+            assert seen["rows"].tolist() == [[7, 8, 9]] * num_prompts
+            assert seen["key"] == jax.random.key(5)
+        assert replace(jitted, generate=None).sample(SimpleNamespace(params=1), seed=5, num_prompts=8) == ""
 
 
 def test_metrics_without_a_file(tmp_path: Path):

@@ -5,13 +5,36 @@ import numpy as np
 import pytest
 from support.short_runs import error_output, losses, run_two_steps, train
 
+from sharding import ShardingError
 from sharding.launch import main
 from sharding.launch.config.optimizer_config import Optimization
-from sharding.launch.config.sequence_config import SequenceOptions
+from sharding.launch.config.sequence_config import SequenceConfig, SequenceOptions
+from sharding.launch.sharded_sequences import ShardedSequences
 from sharding.launch.workloads import gpt_text
 from sharding.models.gpt import Config
 
 MODEL = {"vocab": 64, "context": 16, "layers": 2, "features": 32, "heads": 4, "kv_heads": 2, "mlp_features": 64}
+
+
+@pytest.mark.parametrize("kind", ["ring", "ring_self", "ulysses"])
+@pytest.mark.parametrize("devices", [2, 3, 4])
+def test_the_order_of_tokens_by_length(kind, devices):
+    """In zig-zag where each device of a ring then has two parts of equal length; a size that fits is suggested."""
+    for length in range(1, 50):
+        config = SequenceConfig(devices=devices, kind=kind)
+        if length % devices:
+            with pytest.raises(ShardingError, match=f"context length {length}") as caught:
+                ShardedSequences.of(config, length)
+            smaller = [n for n in range(2, devices) if length % n == 0]
+            assert list(caught.value.fix) == [f"--mesh seq={n}" for n in smaller[-1:]]
+            continue
+        found, in_order = ShardedSequences.of(config, length), ShardedSequences.of(config, length, in_order=True)
+        assert in_order.order == "plain" and in_order.positions is None
+        assert (found.order == "zigzag") == (kind != "ulysses" and length % (2 * devices) == 0)
+        if found.positions is not None:
+            assert sorted(found.positions(length).tolist()) == [*range(length)]
+            of_devices = np.split(np.asarray(found.positions(length)), devices)
+            assert len({int(own.sum()) for own in of_devices}) == 1  # equally much to attend to
 
 
 def step(sizes, kind=None, **changes):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 import time
@@ -55,7 +56,10 @@ class LineRecorder:
         monitoring.set_events(monitoring.COVERAGE_ID, monitoring.events.LINE)
 
     def _line(self, code: CodeType, line: int) -> Any:
-        if code.co_name != "<module>" and (path := self._path(code.co_filename)):
+        is_function = (
+            code.co_flags & inspect.CO_OPTIMIZED
+        )  # modules and classes run in the test that imports them first
+        if is_function and (path := self._path(code.co_filename)):
             self.hits[path].add(line)
         return sys.monitoring.DISABLE
 

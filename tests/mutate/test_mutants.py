@@ -101,6 +101,23 @@ def test_lines_count_for_the_file_that_a_link_leads_to(tmp_path):
     assert recorder.hits == {"models/a.py": {len("sharding/models/a.py"), len("models/a.py")}, "sharding/a.py": {13}}
 
 
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="sys.monitoring")
+def test_lines_of_an_import_are_no_test_s(tmp_path):
+    """Those of a module and of its classes: the test that imports a file first is not the one that sees a change."""
+    file = tmp_path / "a.py"
+    file.write_text("class A:\n    b: int = 1\n\n    def f(self):\n        return lambda: 2\n")
+    recorder = LineRecorder(tmp_path, ("a.py",), tmp_path / "lines.json")
+    waiting, seen = [compile(file.read_text(), str(file), "exec")], []
+    while waiting:
+        code = waiting.pop()
+        seen.append(code.co_name)
+        waiting += [part for part in code.co_consts if hasattr(part, "co_name")]
+        for _, _, line in code.co_lines():
+            recorder._line(code, line)
+    assert seen == ["<module>", "A", "f", "<lambda>"]
+    assert recorder.hits == {"a.py": {4, 5}}
+
+
 def test_tests_that_execute_a_line_come_most_specific_first():
     def mutant_of(lines, statement=range(1, 9), at_import=False):
         return Mutant(path="a.py", lines=lines, statement=statement, at_import=at_import, source="", change="")

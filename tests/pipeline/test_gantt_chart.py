@@ -37,6 +37,20 @@ def check_boxes(schedule):
         assert group.find(f"{SVG}text").text == one.task.label
 
 
+@pytest.mark.parametrize("forward", [0.01, 0.3, 1.0, 7.0, 12345.0])
+def test_the_axis_tells_the_time_where_it_is(forward):
+    """In equal steps from 0, as far as the chart goes."""
+    simulation, root = drawn(schedules.gpipe(stages=3, microbatches=4), forward=forward, backward=1.7 * forward)
+    scale = (float(root.get("width")) - LEFT - MARGIN) / simulation.makespan
+    below = TOP + ROW * 3
+    numbers = [text for text in root.findall(f"{SVG}text") if text.text[0].isdigit() and float(text.get("y")) >= below]
+    times = [float(text.text) for text in numbers]
+    assert len(times) > 2 and times == pytest.approx([k * times[1] for k in range(len(times))])
+    assert times[-1] <= simulation.makespan < times[-1] + times[1] * 1.01
+    for time, text in zip(times, numbers, strict=True):
+        assert float(text.get("x")) == pytest.approx(LEFT + time * scale, abs=1.0)
+
+
 def test_text_alternative():
     simulation, root = drawn(schedules.zb_h1(stages=2, microbatches=2))
     assert root.get("role") == "img"

@@ -123,18 +123,20 @@ def test_ends_and_layers_that_are_given(model):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("scan", [True, False])
-def test_gpt(scan, tied):
+@pytest.mark.parametrize(
+    ("scan", "sizes"), [(True, (2, 1)), (False, (2, 1)), (True, (2, 2)), (True, (2, 2, 2)), (False, (2, 2))], ids=str
+)
+def test_gpt(scan, sizes, tied):
     config = gpt.Config(
-        vocab=16, context=4, layers=3, features=8, heads=2, kv_heads=2, mlp_features=12, tied=tied, scan=scan
+        vocab=16, context=4, layers=sum(sizes), features=8, heads=2, kv_heads=2, mlp_features=12, tied=tied, scan=scan
     )
     shapes = nnx.eval_shape(lambda: gpt.GPT(config, rngs=nnx.Rngs(0)))
     graph, state = nnx.split(shapes)
     chance = np.random.default_rng(2)
     state = jax.tree.map(lambda leaf: jnp.asarray(chance.normal(size=leaf.shape) / 2, leaf.dtype), state)
     model = nnx.merge(graph, state)
-    cut = pipeline.split(model, 2, inputs=WORDS)
-    assert cut.sizes == (2, 1)
+    cut = pipeline.split(model, len(sizes), inputs=WORDS)
+    assert cut.sizes == sizes
     assert named(cut.params.get("shared", nnx.State({}))) == ({"embed/table"} if tied else set())
     merged = cut.merge(cut.params)
     assert jax.tree.structure(nnx.state(merged)) == jax.tree.structure(nnx.state(model))

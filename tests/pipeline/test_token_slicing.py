@@ -146,6 +146,20 @@ def test_one_stage_needs_no_slices():
     assert token_slices(tokens=14, stages=1, duration=toy).lengths == (14,)
 
 
+@pytest.mark.parametrize(("tokens", "unit"), [(5, 1), (12, 3), (8, 8)])
+def test_times_are_asked_once_for_each_slice_of_whole_units(tokens, unit):
+    """Measured times are not asked for what is no part of a sequence."""
+    asked, jointly = [], []
+    token_slices(tokens=tokens, stages=2, unit=unit, duration=lambda *at: asked.append(at) or toy(*at))
+    joint_slices(
+        batch=4, tokens=tokens, stages=2, unit=unit, equal=True, duration=lambda *at: jointly.append(at) or toy(*at[1:])
+    )
+    ends = range(unit, tokens + 1, unit)
+    slices = [(length, end - length) for end in ends for length in range(unit, end + 1, unit)]
+    assert sorted(asked) == sorted(slices)
+    assert sorted(jointly) == sorted((size, *one) for size in (1, 2, 4) for one in slices)
+
+
 def test_units_and_tolerance():
     fine = token_slices(tokens=48, stages=4, duration=toy)
     coarse = token_slices(tokens=48, stages=4, duration=toy, unit=8)

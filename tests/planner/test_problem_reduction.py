@@ -29,6 +29,19 @@ def test_the_least_cost_stays(seed):
     assert least_of_core(core) == least_cost(problem)
 
 
+@pytest.mark.parametrize("seed", range(30))
+def test_no_strategy_that_is_forbidden_is_left(seed):
+    """Neither by itself nor with each strategy of a neighbour; unless all of a node are, of which one stays."""
+    problem = random_problem(seed, nodes=9, forbidden=0.3)
+    core = Core.of(Reduction.of(problem))
+    for node, costs in enumerate(core.problem.costs):
+        forbidden = costs >= FORBIDDEN
+        for (i, j), matrix in zip(core.problem.edges.tolist(), core.problem.edge_costs, strict=True):
+            if node in (i, j):
+                forbidden |= (matrix if node == i else matrix.T).min(axis=1) >= FORBIDDEN
+        assert not forbidden.any() or len(costs) == 1
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_a_choice_of_the_core_is_one_of_the_problem(seed):
     problem = random_problem(seed, nodes=9, forbidden=0.0)

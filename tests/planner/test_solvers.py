@@ -8,6 +8,7 @@ from support.planning import five_nodes, least_cost, plain_cost, plain_peak, ran
 
 import sharding
 from sharding import planner
+from sharding.planner import markov_chain
 
 EXACT = ["alpa", "exhaustive", "lagrangian", "tensoropt"]
 """With a memory limit; `optcnn` without one."""
@@ -46,6 +47,22 @@ def test_exact_without_a_limit(algorithm, seed):
     assert solution is None or solution.is_proven
 
 
+@pytest.mark.parametrize("algorithm", ["autoparallel", "flexflow"])
+def test_heuristics_take_nothing_forbidden(algorithm, monkeypatch):
+    """Neither where all that is left costs nothing, nor where no choice is allowed."""
+    monkeypatch.setattr(markov_chain, "PROPOSALS", 300)
+    none, some = 0, 0
+    for seed in range(30):
+        problem = random_problem(seed, nodes=4, strategies=3, forbidden=0.4, limited=seed % 2 > 0)
+        solution = checked(problem, algorithm)
+        least = least_cost(problem)
+        none, some = none + math.isinf(least), some + (solution is not None)
+        assert solution is None or least <= solution.cost < planner.FORBIDDEN
+    assert none > 5 and some > 5
+    free = planner.Problem.of([[planner.FORBIDDEN], [0, 0]], [(0, 1, [[0, 0]])])
+    assert checked(free, algorithm) is None
+
+
 def test_ten_nodes():
     problem = random_problem(2, nodes=10, strategies=2, forbidden=0.0)
     assert problem.num_nodes == 9
@@ -54,8 +71,6 @@ def test_ten_nodes():
 
 @pytest.mark.parametrize(("algorithm", "largest_gap"), [("autoparallel", 0.1), ("flexflow", 0.05)])
 def test_heuristics_come_close(algorithm, largest_gap, monkeypatch):
-    from sharding.planner import markov_chain
-
     monkeypatch.setattr(markov_chain, "PROPOSALS", 3000)
     gaps = []
     for seed in SEEDS:
@@ -64,6 +79,7 @@ def test_heuristics_come_close(algorithm, largest_gap, monkeypatch):
         solution = checked(problem, algorithm)
         assert solution is not None
         assert solution.bound <= best <= solution.cost
+        assert (algorithm == "autoparallel") == math.isfinite(solution.bound)  # of the relaxation, solved to its end
         gaps.append((solution.cost - best) / max(1.0, best))
     assert np.mean(gaps) <= largest_gap / 2
     assert max(gaps) <= largest_gap
@@ -71,8 +87,6 @@ def test_heuristics_come_close(algorithm, largest_gap, monkeypatch):
 
 @pytest.mark.parametrize("algorithm", planner.ALGORITHMS)
 def test_five_nodes(algorithm, monkeypatch):
-    from sharding.planner import markov_chain
-
     monkeypatch.setattr(markov_chain, "PROPOSALS", 5000)
     if algorithm != "galvatron":  # for chains only
         assert planner.solve(five_nodes(), algorithm, seed=1).cost == 26
@@ -90,8 +104,6 @@ def test_five_nodes_within_limits(algorithm, limit, cost):
 
 
 def test_equal_seeds_give_equal_choices(monkeypatch):
-    from sharding.planner import markov_chain
-
     monkeypatch.setattr(markov_chain, "PROPOSALS", 2000)
     problem = random_problem(5, nodes=8)
     for algorithm in ("lagrangian", "flexflow"):

@@ -3,12 +3,14 @@
 import re
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 import sharding
 from sharding import remat
 from sharding.remat import Advance, Backward, Free, Record, Restore, Snapshot
 from sharding.remat.blocks import Block, actions, nested
+from sharding.remat.replay import _few
 
 TWO = [Snapshot(0), Advance(0, 1), Record(1), Backward(1), Restore(0), Backward(0), Free(0)]
 
@@ -89,6 +91,17 @@ def test_chart_shows_every_state_that_is_held(s, tmp_path):
         held = re.findall(r"<title>held state (\d+), from", svg)
         assert sorted(map(int, held)) == sorted(a.state for a in s.actions if isinstance(a, Snapshot))
         assert len(re.findall(r"<title>backward ", svg)) == s.steps
+    rows = [(int(n), float(y)) for y, n in re.findall(r'y="([\d.]+)">state (\d+)<', svg)]
+    bars = re.findall(r'<rect [^>]*?y="([-\d.]+)"[^>]*><title>(?:held state|backward) (\d+),', svg)
+    beside = dict(rows)
+    of_bars = [beside[int(row)] - float(y) for y, row in bars if int(row) in beside]
+    assert of_bars and max(of_bars) - min(of_bars) < 0.3 and 0 < min(of_bars) < 20  # each label is at its row
+    labels = [number for number, _ in rows]
+    step = labels[1] - labels[0]
+    assert labels == [*range(0, s.steps + 1, step)]  # all rows, or as many as there is room for
+    assert step == 1 or s.steps > 40
+    apart = np.diff([y for _, y in rows])
+    assert apart == pytest.approx(apart.mean(), abs=0.2) and apart.min() > 10
     s.plot().save(tmp_path / "chart.svg")
     assert (tmp_path / "chart.svg").read_text() == svg
 
@@ -118,3 +131,13 @@ def test_dropped_states_have_no_blocks():
     mine(given, steps=3).check()
     with pytest.raises(sharding.ShardingError, match=r"action 5, restore 0[\s\S]*remat\.revolve"):
         nested("mine", 3, given)
+
+
+@pytest.mark.parametrize("number", range(13))
+def test_numbers_in_an_error_are_all_counted(number):
+    """Named or counted, whatever their order."""
+    text = _few({number - k: None for k in range(number)}.keys())
+    named, _, more = text.partition(" and ")
+    listed = [] if named == "none" else [*map(int, named.split(", "))]
+    assert listed == [*range(1, number + 1)][: len(listed)]
+    assert len(listed) + int(more.split()[0] if more else 0) == number

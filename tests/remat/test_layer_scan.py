@@ -54,6 +54,35 @@ def test_gradients_are_bit_equal(schedule):
     assert_equal(gradients(functools.partial(remat.scan, schedule=schedule)), gradients(jax.lax.scan))
 
 
+@pytest.mark.parametrize("schedule", [SCHEDULES[0], remat.revolve(STEPS, 2)], ids=["sqrt", "revolve"])
+@pytest.mark.parametrize("used", ["carry", "ys", "part of the carry", "part of the ys"])
+def test_gradients_where_not_all_results_are_used(used, schedule):
+    """The others' cotangents are zeros of which there is no array."""
+
+    def body(carry, w):
+        x, total = carry
+        x = x + jnp.tanh(x @ w) * jnp.tanh(total)[None]
+        return (x, 0.9 * total + x.mean(0)), (x[0], total[:3])
+
+    def gradients(scan):
+        def loss(ws, x):
+            (x, total), (rows, heads) = scan(body, (x, jnp.ones(8)), ws)
+            parts = {
+                "carry": (x, total),
+                "ys": (rows, heads),
+                "part of the carry": (total,),
+                "part of the ys": (heads,),
+            }
+            return sum((part**2).sum() for part in parts[used])
+
+        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(weights(), X)
+
+    found, expected = gradients(functools.partial(remat.scan, schedule=schedule)), gradients(jax.lax.scan)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert np.linalg.norm(a - b) <= 1e-5 * np.linalg.norm(b)
+    assert all(np.abs(leaf).max() > 0 for leaf in found[1])
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=IDS)
 def test_steps_run_as_often_as_the_schedule_says(schedule):
     runs = []

@@ -68,6 +68,22 @@ def test_equals_brute_force(chain):
     check_all_limits(*chain)
 
 
+def test_the_least_bytes_that_an_error_tells():
+    """Of chains with a large gradient, where what counts is a state that is held only while a block runs again."""
+    rng = random.Random(0)
+    for _ in range(60):
+        steps = rng.choice([3, 4])
+        states = [*(rng.choice([2, 5, 9]) for _ in range(steps)), 20]
+        records = [rng.choice([0, 1, 3, 9]) for _ in range(steps)]
+        chain = remat.Chain(
+            forward_costs=[1] * steps, backward_costs=[1] * steps, state_bytes=states, record_bytes=records
+        )
+        least = min(num_bytes for num_bytes, _ in trade_offs(chain))
+        with pytest.raises(sharding.ShardingError, match=rf"fix: *memory_bytes={least}$"):
+            remat.rotor([1] * steps, [1] * steps, states, least - 1, record_bytes=records)
+        assert remat.rotor([1] * steps, [1] * steps, states, least, record_bytes=records).peak_bytes == least
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_equals_brute_force_on_ten_steps(seed):

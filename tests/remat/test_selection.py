@@ -13,6 +13,7 @@ from support.peak_memory import floats, newest_jax_only
 import sharding
 from sharding import compat, cost, remat
 from sharding.remat.linearized_program import linearized, saved_bytes
+from sharding.remat.selection import Policy
 from sharding.remat.selection_solvers import SOLVERS, plan
 
 
@@ -40,6 +41,26 @@ def small(x, w1, w2):
 SMALL = floats(5, 4), floats(4, 6), floats(6, 3)
 
 
+@jax.custom_jvp
+def steep(x):
+    return jnp.sin(x)
+
+
+@steep.defjvp
+def steep_jvp(primals, tangents):
+    """A product that only the derivative has, and two things made of it: one may be saved and the other run again."""
+    (x,), (t,) = primals, tangents
+    product = x @ x
+    return steep(x), t * jnp.cos(product) + t * jnp.tanh(product + x)
+
+
+def derivative_only(x, w):
+    return steep(x @ w) * 2.0
+
+
+RECTANGLES = floats(6, 5), floats(5, 6)
+
+
 def keys_of(program):
     return list(dict.fromkeys(op.key for op in program.ops if op.is_saveable))
 
@@ -56,6 +77,52 @@ def test_exact_equals_brute_force():
         assert found.flops == min(one.flops for one in plans if one.num_bytes <= limit)
 
 
+KINDS = ["times", "product", "sin", "tanh", "power"]
+
+
+def branching(seed):
+    """A random program of products and elementwise functions, some with a derivative of several ops; its arguments."""
+    random = np.random.default_rng(seed)
+    widths, steps = [3], []
+    for _ in range(5):
+        source = int(random.integers(max(0, len(widths) - 3), len(widths)))
+        same = [k for k, width in enumerate(widths) if width == widths[source] and k != source]
+        kind = random.choice(KINDS if same else KINDS[1:])
+        steps.append((str(kind), source, int(random.choice(same)) if kind == "times" else 0))
+        widths.append(int(random.choice([2, 7, 20])) if kind == "product" else widths[source])
+    factors = [floats(widths[k], n) for (kind, k, _), n in zip(steps, widths[1:], strict=True) if kind == "product"]
+
+    def fun(x, *factors):
+        values, left = [x], list(factors)
+        for kind, k, other in steps:
+            one = values[k]
+            functions = {"product": lambda v=one: v @ left.pop(0), "times": lambda v=one, o=other: v * values[o]}
+            functions |= {
+                "sin": lambda v=one: jnp.sin(v),
+                "tanh": lambda v=one: jnp.tanh(v),
+                "power": lambda v=one: v**3,
+            }
+            values.append(functions[kind]())
+        return sum(v.sum() for v in values[-2:])
+
+    return fun, (floats(4, 3), *factors)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_exact_equals_brute_force_on_branching_programs(seed):
+    fun, args = branching(seed)
+    program = linearized(fun, *args)
+    keys = keys_of(program)
+    assert len(keys) <= 12
+    subsets = itertools.chain.from_iterable(itertools.combinations(keys, n) for n in range(len(keys) + 1))
+    plans = [plan(program, subset) for subset in subsets]
+    limits = sorted({one.num_bytes for one in plans})
+    for limit in limits[:: -(-len(limits) // 6)]:
+        found = SOLVERS["exact"](program, keys, limit)
+        assert found.num_bytes <= limit
+        assert found.flops == min(one.flops for one in plans if one.num_bytes <= limit)
+
+
 @pytest.mark.parametrize(("fun", "args"), [(small, SMALL), (layer, shapes())], ids=["small", "layer"])
 def test_bytes_and_flops_are_those_of_jax(fun, args):
     """What the traced derivative keeps and runs, for each budget, against what the plan says."""
@@ -67,6 +134,20 @@ def test_bytes_and_flops_are_those_of_jax(fun, args):
         assert s.saved_bytes <= share * most
         again = flops_of_gradient(jax.checkpoint(fun, policy=s.policy), args) - plain
         assert again == pytest.approx(s.flops)
+
+
+@pytest.mark.parametrize(("fun", "args"), [(small, SMALL), (derivative_only, RECTANGLES)], ids=["small", "derivative"])
+def test_any_choice_takes_what_jax_takes(fun, args):
+    """Also bad ones: what is saved may have to run forward for that alone, and again for something else."""
+    program, plain = linearized(fun, *args), flops_of_gradient(fun, args)
+    keys, seen = keys_of(program), set()
+    for number in (1, 2, len(keys)):
+        for saved in itertools.combinations(keys, number):
+            expected = plan(program, saved)
+            again = flops_of_gradient(jax.checkpoint(fun, policy=Policy(frozenset(saved))), args) - plain
+            assert again == pytest.approx(expected.flops)
+            seen.add(expected.flops)
+    assert len(seen) >= 3
 
 
 def flops_of_gradient(fun, args):

@@ -14,7 +14,10 @@ from sharding.planner import FORBIDDEN, Problem
 def random_problem(
     seed: int, *, nodes: int = 7, strategies: int = 4, forbidden: float = 0.05, limited: bool = True
 ) -> Problem:
-    """A problem with up to that many nodes and strategies, edges in any direction, some parallel, some forbidden."""
+    """A problem with up to that many nodes and strategies, edges in any direction, some parallel.
+
+    That share of the pairs of strategies is forbidden, and a fourth of it of the strategies.
+    """
     rng = np.random.default_rng(seed)
     n = int(rng.integers(1, nodes + 1))
     sizes = rng.integers(1, strategies + 1, n).tolist()
@@ -23,8 +26,12 @@ def random_problem(
     for matrix in matrices:
         matrix[rng.random(matrix.shape) < forbidden] = FORBIDDEN
     starts = rng.integers(0, 6, n)
+    costs = [rng.integers(0, 20, size).astype(float) for size in sizes]
+    chance = np.random.default_rng(seed + 1)
+    for cost in costs:
+        cost[chance.random(len(cost)) < forbidden / 4] = FORBIDDEN
     problem = Problem.of(
-        [rng.integers(0, 20, size) for size in sizes],
+        costs,
         [(i, j, matrix) for (i, j), matrix in zip(pairs, matrices, strict=True)],
         usages=[rng.integers(1, 10, size) for size in sizes],
         intervals=np.stack([starts, starts + rng.integers(0, 5, n)], axis=1),

@@ -40,8 +40,9 @@ def test_lengths_that_axes_divide(axes, parts, length):
     with pytest.raises(ShardingError, match=rf"{division}[\s\S]*a multiple of {parts}") as error:
         check_divides("f(x)", axes, length, "heads")
     suggested = int(re.findall(r"(\d+) heads", str(error.value))[-1])
-    assert suggested % parts == 0
-    assert suggested == parts or abs(suggested - length) <= parts / 2
+    multiples = range(parts, length + 2 * parts, parts)
+    assert suggested in multiples
+    assert abs(suggested - length) == min(abs(one - length) for one in multiples)
 
 
 def test_dtypes():

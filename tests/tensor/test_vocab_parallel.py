@@ -8,6 +8,7 @@ import pytest
 import sharding
 from sharding import P, ShardingError, tensor
 from sharding.cost import read_compiled
+from sharding.tensor.vocab_parallel import mask_padding
 
 BATCH, LENGTH, FEATURES = 4, 8, 16
 
@@ -59,6 +60,20 @@ def test_logits_of_a_padded_vocabulary():
         assert found.sharding.spec[-1] == "tensor"
     np.testing.assert_allclose(found[..., :13], x @ table(rows)[:13].T, rtol=1e-5, atol=1e-5)
     assert np.all(np.isneginf(found[..., 13:]))
+
+
+@pytest.mark.parametrize("dims", [(), (3,), (5,), (8,), (5, 3), (3, 5), (2, 8, 5)])
+def test_only_rows_of_padding_are_masked(dims):
+    """Whatever the other dims are, also if one is as long as the vocabulary."""
+    z = jnp.asarray(np.random.default_rng(0).normal(size=(*dims, 8)), jnp.float32)
+    for vocab in (None, *range(1, 9)):
+        found = mask_padding("f(z)", z, vocab)
+        kept = 8 if vocab is None else vocab
+        np.testing.assert_array_equal(found[..., :kept], z[..., :kept])
+        assert found.shape == z.shape and np.isneginf(found[..., kept:]).all()
+    for vocab in (-1, 0, 9):
+        with pytest.raises(ShardingError, match="vocab from 1 to 8"):
+            mask_padding("f(z)", z, vocab)
 
 
 def test_padded_vocabularies():

@@ -2,6 +2,8 @@ import json
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from sharding import ShardingError, launch
 from sharding.launch.config import mesh_config, model_config, optimizer_config, train_config
@@ -73,6 +75,27 @@ def test_parse_mesh():
 def test_an_invalid_mesh(text: str, message: str):
     with pytest.raises(ShardingError, match=message):
         mesh_config.parse_mesh(text)
+
+
+PARTS = st.tuples(
+    st.sampled_from([*mesh_config.MESH_AXES, "model", ""]),
+    st.sampled_from(["=", " = ", "", "=="]),
+    st.one_of(st.integers(-3, 9).map(str), st.text("-+1\u00b2\u0663. ", max_size=3)),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(PARTS.map("".join), max_size=4).map(",".join))
+def test_any_text_is_a_mesh_or_an_error_that_says_why_not(text: str):
+    try:
+        found = mesh_config.parse_mesh(text)
+    except ShardingError as error:
+        assert error.found and text in error.asked
+        return
+    pairs = [(name.strip(), int(size)) for name, size in (part.split("=") for part in text.split(","))]
+    assert list(found.items()) == pairs  # in order, none lost
+    assert all(name in mesh_config.MESH_AXES and (size > 0 or size == -1) for name, size in pairs)
+    assert list(found.values()).count(-1) <= 1
 
 
 def test_all_mistakes_of_a_mesh_at_once():

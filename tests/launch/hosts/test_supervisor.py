@@ -235,6 +235,8 @@ def test_a_program_that_is_not_there(tmp_path: Path):
         (["--hosts", "a,b", "--processes", "3", "--", "train"], "fix:      --processes 2"),
         (["--per", "gpu", "--", "train"], "--gpus-per-host 8"),
         (["--coordinator", "nowhere", "--", "train"], "required: host:port"),
+        (["--coordinator", "1234", "--", "train"], "required: host:port"),
+        (["--coordinator", "a:65536", "--", "train"], "required: host:port"),
         (["--processes", "0", "--", "train"], "required: at least 1"),
         (["--hosts", "a,b", "--ssh", "no-such-ssh", "--", "train"], "no 'no-such-ssh' on this machine's PATH"),
         (["--slurm", "--", "train"], "--dry-run, to print the script"),
