@@ -183,6 +183,7 @@ class _Builder:
             [(i, j, MICRO * matrix) for (i, j), matrix in self.edges.items()],
             usages=[node.usages for node in self.nodes],
             intervals=[node.interval for node in self.nodes],
+            splits=[node.shardings for node in self.nodes],
             name=name,
         )
         return GraphProblem(
