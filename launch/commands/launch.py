@@ -11,7 +11,7 @@ from ..hosts import clusters, kubernetes, slurm
 from ..hosts.process_output import ProcessOutput
 from ..hosts.supervisor import Supervisor
 
-SHARDING_COMMANDS = ("train", "explain", "calibrate", "checkpoint")
+SHARDING_COMMANDS = ("train", "explain", "plan", "calibrate", "checkpoint")
 """The other commands of `sharding`."""
 
 

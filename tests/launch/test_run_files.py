@@ -232,8 +232,9 @@ def test_the_whole_curve_is_inside_the_picture(points: list, scales: tuple):
     assert len({*corners}) >= 6  # nothing on top of something else
 
 
-def test_a_sample_continues_the_first_of_equal_prompts():
-    """As many as the mesh divides, with the key of the seed."""
+@pytest.mark.parametrize(("spec", "shards"), [(P("data"), 4), (P(("data", "fsdp")), 8), (P(None), 1), (P(), 1)])
+def test_a_sample_continues_the_first_of_equal_prompts(spec: P, shards: int):
+    """One for each shard of a batch, with the key of the seed."""
     seen = {}
 
     def generate(params, rows, key):
@@ -241,16 +242,15 @@ def test_a_sample_continues_the_first_of_equal_prompts():
         return jnp.concatenate([rows, rows[:, :1] + params + jnp.arange(len(rows))[:, None]], axis=1)
 
     sampler = Sampler(generate=generate, prompt=np.array([7, 8, 9]), decode=lambda row: " ".join(map(str, row)))
-    with sharding.mesh(data=8) as mesh:
+    state = SimpleNamespace(params=1)
+    with sharding.mesh(data=4, fsdp=2) as mesh:
         jitted = JittedWorkload(
-            workload=workload(sampler=sampler), mesh=mesh, batch_spec=P("data"), completion=None, train_step=None,
+            workload=workload(sampler=sampler), mesh=mesh, batch_spec=spec, completion=None, train_step=None,
             evaluate=None, generate=generate,
         )  # fmt: skip
-        for num_prompts in (8, 16):
-            assert jitted.sample(SimpleNamespace(params=1), seed=5, num_prompts=num_prompts) == "7 8 9 8"
-            assert seen["rows"].tolist() == [[7, 8, 9]] * num_prompts
-            assert seen["key"] == jax.random.key(5)
-        assert replace(jitted, generate=None).sample(SimpleNamespace(params=1), seed=5, num_prompts=8) == ""
+        assert jitted.sample(state, seed=5) == "7 8 9 8"
+        assert seen["rows"].tolist() == [[7, 8, 9]] * shards and seen["key"] == jax.random.key(5)
+        assert replace(jitted, generate=None).sample(state, seed=5) == ""
 
 
 def test_metrics_without_a_file(tmp_path: Path):
