@@ -24,7 +24,9 @@ def least_of_core(core: Core) -> float:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_the_least_cost_stays(seed):
-    problem = random_problem(seed, forbidden=[0.0, 0.1, 0.4][seed % 3], limited=seed % 4 > 0)
+    problem = random_problem(
+        seed, forbidden=[0.0, 0.1, 0.4][seed % 3], refused=0.1 * (seed % 3 > 0), limited=seed % 4 > 0
+    )
     core = Core.of(Reduction.of(problem))
     assert least_of_core(core) == least_cost(problem)
 
@@ -32,7 +34,7 @@ def test_the_least_cost_stays(seed):
 @pytest.mark.parametrize("seed", range(30))
 def test_no_strategy_that_is_forbidden_is_left(seed):
     """Neither by itself nor with each strategy of a neighbour; unless all of a node are, of which one stays."""
-    problem = random_problem(seed, nodes=9, forbidden=0.3)
+    problem = random_problem(seed, nodes=9, forbidden=0.3, refused=0.1)
     core = Core.of(Reduction.of(problem))
     for node, costs in enumerate(core.problem.costs):
         forbidden = costs >= FORBIDDEN

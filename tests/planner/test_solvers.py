@@ -32,7 +32,7 @@ def checked(problem, algorithm, **options):
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("algorithm", EXACT)
 def test_exact_within_a_limit(algorithm, seed):
-    problem = random_problem(seed, forbidden=0.1)
+    problem = random_problem(seed, forbidden=0.1, refused=0.05)
     solution = checked(problem, algorithm)
     assert (math.inf if solution is None else solution.cost) == least_cost(problem)
     assert solution is None or solution.is_proven
@@ -41,7 +41,7 @@ def test_exact_within_a_limit(algorithm, seed):
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("algorithm", [*EXACT, "optcnn"])
 def test_exact_without_a_limit(algorithm, seed):
-    problem = random_problem(100 + seed, forbidden=0.1, limited=False)
+    problem = random_problem(100 + seed, forbidden=0.1, refused=0.05, limited=False)
     solution = checked(problem, algorithm)
     assert (math.inf if solution is None else solution.cost) == least_cost(problem)
     assert solution is None or solution.is_proven
@@ -53,7 +53,7 @@ def test_heuristics_take_nothing_forbidden(algorithm, monkeypatch):
     monkeypatch.setattr(markov_chain, "PROPOSALS", 300)
     none, some = 0, 0
     for seed in range(30):
-        problem = random_problem(seed, nodes=4, strategies=3, forbidden=0.4, limited=seed % 2 > 0)
+        problem = random_problem(seed, nodes=4, strategies=3, forbidden=0.4, refused=0.1, limited=seed % 2 > 0)
         solution = checked(problem, algorithm)
         least = least_cost(problem)
         none, some = none + math.isinf(least), some + (solution is not None)

@@ -12,11 +12,17 @@ from sharding.planner import FORBIDDEN, Problem
 
 
 def random_problem(
-    seed: int, *, nodes: int = 7, strategies: int = 4, forbidden: float = 0.05, limited: bool = True
+    seed: int,
+    *,
+    nodes: int = 7,
+    strategies: int = 4,
+    forbidden: float = 0.05,
+    refused: float = 0.0,
+    limited: bool = True,
 ) -> Problem:
     """A problem with up to that many nodes and strategies, edges in any direction, some parallel.
 
-    That share of the pairs of strategies is forbidden, and a fourth of it of the strategies.
+    These shares of the pairs of strategies (`forbidden`) and of the strategies (`refused`) are forbidden.
     """
     rng = np.random.default_rng(seed)
     n = int(rng.integers(1, nodes + 1))
@@ -29,7 +35,7 @@ def random_problem(
     costs = [rng.integers(0, 20, size).astype(float) for size in sizes]
     chance = np.random.default_rng(seed + 1)
     for cost in costs:
-        cost[chance.random(len(cost)) < forbidden / 4] = FORBIDDEN
+        cost[chance.random(len(cost)) < refused] = FORBIDDEN
     problem = Problem.of(
         costs,
         [(i, j, matrix) for (i, j), matrix in zip(pairs, matrices, strict=True)],
