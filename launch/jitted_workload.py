@@ -126,9 +126,9 @@ def planned_step(workload: Workload, plan: Plan | None = None) -> Any:
 
 def jit_workload(workload: Workload, mesh: Mesh, *, batch_size: int, plan: Plan | None = None) -> JittedWorkload:
     """`workload` jitted for `mesh`, which must be the mesh in context; nothing is compiled yet."""
-    spec = layouts.batch(mesh.axis_names)
-    step = jit_step(workload, mesh)
-    if plan is not None:
+    if plan is None:
+        step, spec = jit_step(workload, mesh), layouts.batch(mesh.axis_names)
+    else:
         step = planned_step(workload, plan)
         batch = [spec for name, spec in plan.arguments if name.partition("/")[0] == NAMES[1]]
         spec = P(*batch[0][:1]) if batch else P()

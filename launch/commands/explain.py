@@ -68,9 +68,8 @@ def compile_ahead(config: Explain, model: Any, devices: str) -> tuple[Any, tuple
     XLA:TPU rejects a step that exceeds its chip's memory; XLA:GPU compiles it anyway.
     """
     over = sharding.mesh(_axes(config), devices=cost.compile_only(devices))
-    step, workload, batch = _step(
-        config, model, over.mesh
-    )  # before entering the mesh, whose devices can't run anything
+    # Before entering the mesh, whose devices can't run anything.
+    step, workload, batch = _step(config, model, over.mesh)
     with over:
         args = jitted_workload.state_shapes(workload), batch
         completion = step.complete(*args)

@@ -1,5 +1,6 @@
 """Options of `sharding plan`."""
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -45,17 +46,12 @@ class Plan:
     def __post_init__(self) -> None:
         at_least("--batch", self.batch, 1)
         num_devices = hardware.parse(self.devices).num_devices
-        sizes = self.axes
-        if sizes is not None:
-            product = 1
-            for size in sizes.values():
-                product *= size
-            if product != num_devices:
-                raise ShardingError(
-                    f"--mesh {self.mesh} --devices {self.devices}",
-                    found=f"{num_devices} devices",
-                    required=f"a mesh of {num_devices} devices",
-                )
+        if self.axes is not None and math.prod(self.axes.values()) != num_devices:
+            raise ShardingError(
+                f"--mesh {self.mesh} --devices {self.devices}",
+                found=f"{num_devices} devices",
+                required=f"a mesh of {num_devices} devices",
+            )
         if self.memory is not None:
             parse_bytes("--memory", self.memory)
         if self.out is not None and self.out.suffix != ".json":

@@ -46,7 +46,7 @@ FUSED = ELEMENTWISE | {"broadcast_in_dim", "iota", "reshape", "squeeze"}
 """Ops that XLA fuses into their consumers."""
 NO_WORK = frozenset({"annotate", "barrier", "edge", "same", "scan xs", "scan ys", "shard_map"})
 """Ops that only constrain shardings; a slice of a scan's stacked input is read where it is used."""
-DEVICE, LINKS, HOST = "device", "links", "host"
+DEVICE, LINKS = "device", "links"
 ASYNCHRONOUS: Mapping[Platform, Collection[Kind]] = {
     "cpu": (),
     "tpu": ("collective-permute", "reduce-scatter"),

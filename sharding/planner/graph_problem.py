@@ -12,6 +12,7 @@ Memory of a group: the most bytes of its values that are alive at once, from its
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections import Counter, defaultdict
@@ -27,8 +28,11 @@ from ..cost import Topology
 from ..explain.runs_moved import times_moved
 from ..explain.step_time import NO_WORK, never_stored
 from ..graph import Annotation, Graph, Op
+from ..hardware import Chip
+from ..propagation.dim_classes import major_factor
 from ..rules import Kind
 from ..spec import Dim, Spec
+from .partial_choice import joined_edges
 from .problem import FORBIDDEN, Problem
 from .reshard_times import PARTIAL, REPLICATED, ReshardTimes, shardings_of, translated
 from .value_groups import OpArray, ValueGroups
@@ -87,6 +91,11 @@ class GraphProblem:
     def group_of(self, node: int) -> int:
         """The first group of a node."""
         return self._groups_of[node]
+
+    @cached_property
+    def neighbours(self) -> list[list[tuple[int, np.ndarray, bool]]]:
+        """The edges of each node, as `partial_choice.joined_edges` has them."""
+        return joined_edges(self.problem)
 
     @cached_property
     def _groups_of(self) -> dict[int, int]:
@@ -152,8 +161,11 @@ class _Builder:
     readers: Counter = field(init=False)
     stored_nowhere: set[int] = field(init=False)
     inputs: set[int] = field(init=False)
+    chip: Chip = field(init=False)
+    """At its rates alone."""
 
     def __post_init__(self) -> None:
+        self.chip = self.on.chip.without_overheads()
         self.times = ReshardTimes(self.on)
         self.positions = {id(op): k for k, op in enumerate(self.graph.ops)}
         self.inputs = set(self.graph.inputs)
@@ -325,13 +337,13 @@ class _Builder:
 
     def moved(self, op: Op, array: OpArray, factors: np.ndarray, shardings: np.ndarray) -> np.ndarray:
         """Seconds of the collectives between how an op runs and how a group is sharded."""
-        dims = {f: d for d, own in enumerate(array.dims) if (f := self.major(op, own)) is not None}
+        assert op.rule is not None
+        dims = {major_factor(own, op.rule): d for d, own in enumerate(array.dims)}
         num_bytes = self.graph.num_bytes(array.value)
         runs = self.runs(op, array) * (1 - self.hidden if self.is_argument(array.group) else 1)
         if not array.is_result:
             need = translated(factors, dims)
             return runs * self.share(op, array) * self.times.seconds(shardings, need, num_bytes)
-        assert op.rule is not None
         inside = {f for own in array.dims for f in own}
         sums = {f: PARTIAL for f, kind in enumerate(op.rule.kinds) if kind is Kind.REDUCE and f not in inside}
         return runs * self.times.seconds(translated(factors, {**dims, **sums}), shardings, num_bytes)
@@ -340,31 +352,23 @@ class _Builder:
         """Whether arguments are among the values of a group."""
         return not self.inputs.isdisjoint(self.groups.members[group])
 
-    def major(self, op: Op, factors: tuple[int, ...]) -> int | None:
-        """The factor of a dim that its first axis shards."""
-        assert op.rule is not None
-        return next((f for f in factors if op.rule.sizes[f] > 1), None)
-
     def as_factors(self, op: Op, array: OpArray, shardings: np.ndarray) -> np.ndarray:
         """The factors that are sharded where an op runs as one of its arrays is."""
         assert op.rule is not None
         allowed = self.shardable(op)
         found = np.full_like(shardings, REPLICATED)
         for d, own in enumerate(array.dims):
-            f = self.major(op, own)
-            if f is not None and f in allowed:
-                on = shardings == d
-                parts = np.where(on, self.times.sizes, 1).prod(axis=-1)
-                found[on & (op.rule.sizes[f] % parts == 0)[..., None]] = f
+            f = major_factor(own, op.rule)
+            if f in allowed:
+                divides = op.rule.sizes[f] % self.times.parts_of(shardings, d) == 0
+                found[(shardings == d) & divides[..., None]] = f
         return found
 
     def seconds(self, op: Op, factors: np.ndarray) -> np.ndarray:
         """Seconds of one run of an op on one device, for each way to put axes on its factors."""
         assert op.rule is not None
         sizes = np.array(op.rule.sizes, np.int64)
-        parts = np.stack(
-            [np.where(factors == f, self.times.sizes, 1).prod(axis=-1) for f in range(len(sizes))], axis=-1
-        )
+        parts = np.stack([self.times.parts_of(factors, f) for f in range(len(sizes))], axis=-1)
         distinct, at = np.unique(parts, axis=0, return_inverse=True)
         return np.array([self._seconds(op, -(-sizes // row)) for row in distinct])[at.reshape(-1)]
 
@@ -376,16 +380,13 @@ class _Builder:
         ]
         n = len(op.operands)
         arrays = [jax.ShapeDtypeStruct(s, self.graph.dtypes[v]) for v, s in zip(values, shapes, strict=True)]
-        done = cost.work(op.name, arrays[:n], arrays[n:], op.site[0].params) if op.site else None
-        if done is None:
+        if not op.site:
             return 0.0
+        done = cost.work(op.name, arrays[:n], arrays[n:], op.site[0].params)
         fused = sum(
             math.prod(s) * self.graph.itemsize(v)
             for v, s in zip(values, shapes, strict=True)
             if v in self.stored_nowhere
         )
-        chip = self.on.chip
-        rate = chip.rates.vector_flops_per_second
-        if done.matmul_dtype is not None:
-            rate = chip.rates.matmul_flops_per_second(done.matmul_dtype, done.precision)
-        return max(done.flops / rate, max(0.0, done.num_bytes - fused) / chip.memory_bytes_per_second)
+        stored = dataclasses.replace(done, read_bytes=max(0.0, done.num_bytes - fused), written_bytes=0)
+        return cost.op_seconds(stored, self.chip)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
+
 import numpy as np
 
 from .partial_choice import joined_edges
@@ -23,10 +25,10 @@ def equal_nodes(problem: Problem, radius: int = RADIUS) -> list[list[int]]:
     """
     splits = problem.splits or [np.zeros(0)] * problem.num_nodes
     own = zip(problem.costs, problem.usages, splits, strict=True)
-    colours = _numbered([(cost.tobytes(), usage.tobytes(), split.tobytes()) for cost, usage, split in own])
+    colours = numbered([(cost.tobytes(), usage.tobytes(), split.tobytes()) for cost, usage, split in own])
     edges = [[(j, np.ascontiguousarray(matrix).tobytes()) for j, matrix, _ in row] for row in joined_edges(problem)]
     for _ in range(radius):
-        colours = _numbered(
+        colours = numbered(
             [(colours[i], *sorted((colours[j], matrix) for j, matrix in row)) for i, row in enumerate(edges)]
         )
     groups: dict[int, list[int]] = {}
@@ -35,7 +37,7 @@ def equal_nodes(problem: Problem, radius: int = RADIUS) -> list[list[int]]:
     return list(groups.values())
 
 
-def _numbered(keys: list[tuple]) -> list[int]:
+def numbered(keys: Sequence[Hashable]) -> list[int]:
     """The number of each key's first occurrence among distinct ones."""
-    numbers: dict[tuple, int] = {}
+    numbers: dict[Hashable, int] = {}
     return [numbers.setdefault(key, len(numbers)) for key in keys]

@@ -76,21 +76,12 @@ class Polish:
 
 def alternatives(of: GraphProblem, choice: np.ndarray, node: int) -> np.ndarray:
     """The cost of each strategy of a node, if its neighbours' ops run as is best then, float64 [strategies]."""
-    problem = of.problem
+    problem, neighbours = of.problem, of.neighbours
     totals = problem.costs[node].copy()
-    edges = [(int(i), int(j), matrix) for (i, j), matrix in zip(problem.edges, problem.edge_costs, strict=True)]
-    for i, j, matrix in edges:
-        if node not in (i, j):
-            continue
-        other, table = (j, matrix) if node == i else (i, matrix.T)
+    for other, table, _ in neighbours[node]:
         if of.is_op(other):
-            own = problem.costs[other].copy()
-            for a, b, costs_of in edges:
-                if a == other and b != node:
-                    own += costs_of[:, choice[b]]
-                elif b == other and a != node:
-                    own += costs_of[choice[a]]
-            totals += (table + own).min(axis=1)
+            rest = (costs[:, choice[k]] for k, costs, _ in neighbours[other] if k != node)
+            totals += (table + sum(rest, problem.costs[other])).min(axis=1)
         else:
             totals += table[:, choice[other]]
     return totals

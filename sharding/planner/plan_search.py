@@ -139,15 +139,21 @@ def problem_of(
         True
     """
     on = parse(devices) if isinstance(devices, str) else devices
-    with mesh_of(dict(mesh), devices=on):
-        completion = _jitted(step).complete(*args, **kwargs)
+    completion, over = _completed(_jitted(step), args, kwargs, mesh, on)
     graph = completion.assignment.graph
-    over = topology_of_sizes(mesh, on, None)
     return of_graph(graph, over, annotations=graph.annotations, name=f"{completion.name} on {sizes_text(mesh)}")
 
 
 def _jitted(step: Any) -> Any:
     return step if hasattr(step, "complete") else jit(step)
+
+
+def _completed(
+    step: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], axes: Mapping[str, int], devices: Devices
+) -> tuple[Completion, Topology]:
+    """The program over a mesh without a plan, and the mesh with its links."""
+    with mesh_of(dict(axes), devices=devices):
+        return step.complete(*args, **kwargs), topology_of_sizes(axes, devices, None)
 
 
 def _limit(memory_bytes: float | None, on: Devices, asked: str) -> float:
@@ -227,9 +233,7 @@ class _Search:
 
     def best(self, axes: dict[str, int], seconds: float) -> _Found:
         """The best for one mesh; what exceeds the limit least if nothing fits."""
-        with mesh_of(axes, devices=self.devices):
-            completion = self.step.complete(*self.args, **self.kwargs)
-            on = topology_of_sizes(axes, self.devices, None)
+        completion, on = _completed(self.step, self.args, self.kwargs, axes, self.devices)
         shares = HIDDEN[self.devices.chip.platform]
         found = [self.solved(axes, completion, on, hidden, seconds / len(shares)) for hidden in shares]
         return min(found, key=lambda one: rank(one.costs, self.fits))

@@ -38,6 +38,10 @@ class ReshardTimes:
         """Into how many parts each sharding cuts an array, int64 [...]."""
         return np.where(shardings >= 0, self.sizes, 1).prod(axis=-1)
 
+    def parts_of(self, shardings: np.ndarray, dim: int) -> np.ndarray:
+        """Into how many parts each sharding cuts one dim, int64 [...]."""
+        return np.where(shardings == dim, self.sizes, 1).prod(axis=-1)
+
     def seconds(self, have: np.ndarray, want: np.ndarray, num_bytes: float) -> np.ndarray:
         """Seconds from each of some shardings to each of others.
 

@@ -13,6 +13,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ..graph import Graph, Op
+from .node_groups import numbered
 
 ROUNDS = 3
 """How many ops away the surroundings of two groups are compared."""
@@ -113,9 +114,9 @@ class ValueGroups:
             if len({a.group for a in arrays}) > 1:
                 for at, a in enumerate(arrays):
                     touching[a.group].append(((op.name, op.source, str(op.rule), op.times), arrays, at))
-        labels = _numbered([(self.shape(k), frozenset(names[k])) for k in range(len(self.members))])
+        labels = numbered([(self.shape(k), frozenset(names[k])) for k in range(len(self.members))])
         for _ in range(ROUNDS):
-            labels = _numbered(
+            labels = numbered(
                 [
                     (
                         labels[k],
@@ -126,8 +127,3 @@ class ValueGroups:
             )
         firsts: dict[int, int] = {}
         return [firsts.setdefault(label, k) for k, label in enumerate(labels)]
-
-
-def _numbered(labels: Sequence[Hashable]) -> list[int]:
-    numbers: dict[Hashable, int] = {}
-    return [numbers.setdefault(label, len(numbers)) for label in labels]
