@@ -1,13 +1,14 @@
 """Host memory: saving takes at most a copy of the largest array, 50 saves no more, restoring the state and three."""
 
 import json
+import os
 import subprocess
 import sys
 
 import pytest
 
 PROGRAM = """
-import json, sys
+import ctypes, json, sys
 from pathlib import Path
 import jax
 import numpy as np
@@ -32,6 +33,7 @@ resident, extra = [], []
 with checkpoint.Saver(folder, keep=2) as saver:
     for step in range(saves):
         extra.append(peak_beyond_now(lambda: (saver.save(step, state), saver.wait()))[0])
+        ctypes.CDLL(None).malloc_trim(0)  # what threads freed is not kept by the saver
         resident.append(1024 * kilobytes("VmRSS"))
 checkpoint.restore(folder, state, saves - 1)  # once for what is loaded and compiled
 restoring, _ = peak_beyond_now(lambda: jax.block_until_ready(checkpoint.restore(folder, state, saves - 1)))
@@ -39,6 +41,8 @@ print(json.dumps({"resident": resident, "extra": extra, "restoring": restoring})
 """
 SLACK = 8 * 2**20
 """What allocator and threads take, whatever the arrays."""
+RETURNED = {"MALLOC_ARENA_MAX": "2", "MALLOC_MMAP_THRESHOLD_": str(2**17)}
+"""Settings of glibc's malloc by which freed arrays go back to the system at once: what is measured is what is held."""
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -48,9 +52,9 @@ SLACK = 8 * 2**20
 def test_memory_of_saves_and_restores_is_bounded(tmp_path, array_bytes):
     arrays, saves = 8, 50
     command = [sys.executable, "-c", PROGRAM, str(tmp_path), *map(str, (arrays, array_bytes, saves))]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | RETURNED)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert max(found["extra"][5:]) <= array_bytes + SLACK
-    assert found["resident"][-1] - found["resident"][9] <= array_bytes + SLACK
+    assert found["resident"][-1] - found["resident"][9] <= SLACK
     assert found["restoring"] <= arrays * array_bytes + 3 * array_bytes + SLACK
