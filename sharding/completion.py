@@ -318,7 +318,9 @@ class Completion:
         Args:
             compiled: the result of `step.lower(...).compile()` for the same arguments and mesh.
         """
-        return verify(self.communication().lowered(self._platform), self.memory(), compiled)
+        on = self._known_topology(None)
+        ledger = self.communication().lowered(self._platform if on is None else on.chip)
+        return verify(ledger, self.memory(), compiled)
 
     def locked(self) -> Lock:
         """The content of the lock file."""

@@ -16,6 +16,8 @@ With V = `num_bytes` as in `wire_bytes`, n devices, and W the bytes per second t
   are always busy (ibid.: "bytes / (bandwidth * num_axes)").
 - Levels, hierarchically: a reduce-scatter on the inner level, the collective on the outer one, an all-gather on the
   inner level, so that the slower links carry 1 / inner size of the bytes.
+- Over all devices of a TPU slice an all-reduce takes the place of a reduce-scatter or, on a large one, an all-gather
+  (`xla.collective_lowering`).
 - A permute is a shift by one: one message to the next device, over the slowest link on its path.
 
 A chip's measured collectives take precedence over the model, level by level.
@@ -28,6 +30,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from ..hardware import Chip, MeasuredCollective
 from ..spec import Axis
+from ..xla.collective_lowering import is_gathered_by_sum, is_slice_wide
 from ..xla.collective_ops import Kind, wire_bytes
 from .topology import Level, Topology, Way
 
@@ -48,10 +51,20 @@ def collective_seconds(kind: Kind, num_bytes: float, axes: Sequence[Axis] | str,
     if not levels:
         return 0.0
     chip = on.chip
+    kind = _compiled_kind(kind, num_bytes, levels, on)
     if kind == "collective-permute":
         return max(_permute(num_bytes, level, chip) for level in levels)
     phases = _phases(kind, num_bytes, levels)
     return sum(_level_seconds(*phase, chip) for phase in phases)
+
+
+def _compiled_kind(kind: Kind, num_bytes: float, levels: Sequence[Level], on: Topology) -> Kind:
+    """The kind that the compiler makes of a collective over all devices of a TPU slice."""
+    size, everyone = math.prod(map(_size, levels)), on.devices.num_devices
+    if on.chip.platform != "tpu" or on.islands:
+        return kind
+    by_sum = kind == "all-gather" and is_gathered_by_sum(size, everyone, on.chip.torus_dims, num_bytes)
+    return "all-reduce" if by_sum or (kind == "reduce-scatter" and is_slice_wide(size, everyone)) else kind
 
 
 def _phases(kind: Kind, num_bytes: float, levels: Sequence[Level]) -> list[tuple[Kind, float, Level]]:

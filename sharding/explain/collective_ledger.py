@@ -14,10 +14,10 @@ from ..display import Column, Table, Tabular
 from ..display.text_table import aligned
 from ..display.units import bytes_text
 from ..graph import Loop
-from ..hardware import Platform
+from ..hardware import Chip, Platform
 from ..paths import Layers
 from ..spec import Axis, axis_name
-from ..xla.collective_lowering import is_slice_wide
+from ..xla.collective_lowering import is_gathered_by_sum, is_slice_wide
 from ..xla.collective_ops import totals
 from .host_copies import DIRECTIONS, HostCopy
 from .unknown_ops import UnknownOp, UnknownOps
@@ -131,18 +131,32 @@ class Ledger(Sequence[Collective], Tabular):
         """Bytes that each device sends in all collectives."""
         return sum(c.wire_bytes for c in self)
 
-    def lowered(self, backend: Platform) -> Ledger:
+    def lowered(self, backend: Platform | Chip) -> Ledger:
         """The collectives as a backend lowers them.
 
         Other dtypes, all-reduces in place of reduce-scatters, and on GPUs and TPUs one reduction of several partial
         sums that are added.
 
         Args:
-            backend: `"cpu"`, `"gpu"` or `"tpu"`.
+            backend: `"cpu"`, `"gpu"` or `"tpu"`, or the chip: the compiler of some treats collectives over all devices
+                of a torus in its own way.
         """
-        own = self if self._on_platform is None else self._on_platform(backend)
-        found = [_lowered(c, backend, is_slice_wide(c.num_devices, self._num_devices)) for c in own]
-        return self._of(found)
+        platform, torus_dims = (backend, 0) if isinstance(backend, str) else (backend.platform, backend.torus_dims)
+        own = self if self._on_platform is None else self._on_platform(platform)
+        return self._of([self._lowered(c, platform, torus_dims) for c in own])
+
+    def _lowered(self, c: Collective, platform: Platform, torus_dims: int) -> Collective:
+        kind, dtype, size = lower_collective(
+            platform,
+            c.kind,
+            c.dtype,
+            c.result_bytes,
+            is_manual=c.is_manual,
+            spans_slice=is_slice_wide(c.num_devices, self._num_devices),
+            gathers_by_sum=torus_dims > 0
+            and is_gathered_by_sum(c.num_devices, self._num_devices, torus_dims, c.result_bytes),
+        )
+        return dataclasses.replace(c, kind=kind, dtype=dtype, result_bytes=size)
 
     def _of(self, collectives: Sequence[Collective]) -> Ledger:
         return Ledger(
@@ -208,10 +222,3 @@ class Ledger(Sequence[Collective], Tabular):
         return "\n".join([*lines, *host, *self.notes()])
 
     __repr__ = __str__
-
-
-def _lowered(c: Collective, backend: Platform, spans_slice: bool) -> Collective:
-    kind, dtype, size = lower_collective(
-        backend, c.kind, c.dtype, c.result_bytes, is_manual=c.is_manual, spans_slice=spans_slice
-    )
-    return dataclasses.replace(c, kind=kind, dtype=dtype, result_bytes=size)

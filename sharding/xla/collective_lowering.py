@@ -10,7 +10,9 @@ slice moves nothing.
   reduce-scatters f32 and bf16 only; other types are all-reduced and sliced. Its `all-reduce-scatter` fusions are
   reduce-scatters. Those by the partitioner of vectors, or into shards that are not whole tiles, are all-reduced and
   sliced; so are all over every device of a slice of eight or more, even a `psum_scatter` (not those of a 2x4 slice,
-  which is not modelled). Vectors whose shards don't fill the 128 lanes are gathered by an all-reduce of padded shards.
+  which is not modelled). Vectors whose shards don't fill the 128 lanes are gathered by an all-reduce of padded shards,
+  and so is everything over all devices of a slice of 64 or more: with links in three dims of any size, with links in
+  two dims up to 16 MiB.
 - XLA:GPU reduces 16-bit integers in 32 bits (`AllReducePromotion` in
   https://github.com/openxla/xla/blob/main/xla/service/gpu/gpu_compiler.cc) and passes the rest to NCCL unchanged, which
   cannot reduce some narrow floats.
@@ -40,7 +42,14 @@ class Lowered(NamedTuple):
 
 
 def lower_collective(
-    backend: Platform, kind: Kind, dtype: str, num_bytes: int, *, is_manual: bool = False, spans_slice: bool = False
+    backend: Platform,
+    kind: Kind,
+    dtype: str,
+    num_bytes: int,
+    *,
+    is_manual: bool = False,
+    spans_slice: bool = False,
+    gathers_by_sum: bool = False,
 ) -> Lowered:
     """The collective that a backend's compiler emits for a logical one.
 
@@ -51,13 +60,15 @@ def lower_collective(
         num_bytes: of one device's result at that dtype; for a reduce-scatter of its operand. Likewise in the return.
         is_manual: whether it is written in a `shard_map` rather than inserted by the partitioner.
         spans_slice: whether it is over all devices, and those are at least `CUBE`.
+        gathers_by_sum: whether it is over all devices of a large slice, as `is_gathered_by_sum` has it.
     """
     wire_dtype, times = _WIRE_TYPES[backend].get((kind, dtype), (dtype, 1))
     sliced = kind == "reduce-scatter" and _is_all_reduce_and_slice(backend, dtype, is_manual, spans_slice)
+    gathered = kind == "all-gather" and backend == "tpu" and gathers_by_sum
     num_bytes *= times
     if backend == "tpu" and wire_dtype != dtype:
         num_bytes = _round_up(num_bytes, WORD if num_bytes <= WORD // 2 else WORD * LANES)
-    return Lowered("all-reduce" if sliced else kind, wire_dtype, num_bytes)
+    return Lowered("all-reduce" if sliced or gathered else kind, wire_dtype, num_bytes)
 
 
 def _round_up(size: int, multiple: int) -> int:
@@ -71,6 +82,9 @@ LANES = 128
 
 CUBE = 8
 """Devices of the smallest TPU slice in three dimensions, over all of which nothing is reduce-scattered."""
+LARGE_SLICE, PLANE_BYTES = 64, 2**24
+"""Devices of the smallest TPU slice over all of which arrays are gathered by an all-reduce, and the most bytes of those
+arrays if its links are in two dims. Measured (libtpu 0.0.52)."""
 SUBLANES = 8
 """Rows of a TPU's vector registers."""
 
@@ -82,6 +96,18 @@ and four of its shards, as 32-bit words. Measured (libtpu 0.0.52, 2 to 8 devices
 def is_slice_wide(num_devices: int, all_devices: int) -> bool:
     """Whether a collective is over all devices, and those are at least `CUBE`."""
     return CUBE <= num_devices == all_devices
+
+
+def is_gathered_by_sum(num_devices: int, all_devices: int, torus_dims: int, num_bytes: float) -> bool:
+    """Whether an all-gather is over all devices of a large TPU slice, whose compiler makes it an all-reduce.
+
+    Args:
+        num_devices: gathered from.
+        all_devices: of the slice.
+        torus_dims: dims of its links.
+        num_bytes: of one device's result.
+    """
+    return LARGE_SLICE <= num_devices == all_devices and (torus_dims == 3 or num_bytes <= PLANE_BYTES)
 
 
 def is_gathered_by_all_reduce(backend: Platform, shape: Sequence[int], num_devices: int) -> bool:

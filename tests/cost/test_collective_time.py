@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from sharding import mesh
+from sharding import hardware, mesh
 from sharding.cost import KINDS, collective_seconds, topology, wire_bytes
 from sharding.cost.collective_time import _model_seconds
 from sharding.cost.topology import Way
@@ -226,3 +226,27 @@ def test_measured_collectives_take_precedence():
     assert math.isclose(collective_seconds("all-reduce", 10**6, "b", on), 2e-4 + 1.5e-3)
     assert math.isclose(collective_seconds("collective-permute", 10**6, "a", on), 2e-4 + 1e-3)
     assert collective_seconds("all-gather", 10**6, "a", on) == collective_seconds("all-gather", 10**6, "a", model)
+
+
+@pytest.mark.parametrize(
+    ("devices", "kind", "factor"),
+    [
+        ("v5p:4x4x4", "all-gather", 2),
+        ("v5p:2x4x4", "all-gather", 1),
+        ("v5e:8x8", "all-gather", 1),
+        ("v5e:8x8", "reduce-scatter", 2),
+        ("v5p:4x4x4", "reduce-scatter", 2),
+        ("h100:8x8", "all-gather", 1),
+    ],
+)
+def test_what_a_tpu_all_reduces_takes_twice_the_time(devices, kind, factor):
+    """Over all devices, but not over half of them."""
+    count = hardware.parse(devices).num_devices
+    for sizes, times in (({"x": count}, factor), ({"x": count // 2, "y": 2}, 1)):
+        with mesh(sizes, devices=devices) as m:
+            on = topology(m)
+        whole = collective_seconds("all-reduce", 1e9, "x", on)
+        if on.chip.platform == "tpu":
+            assert collective_seconds(kind, 1e9, "x", on) == pytest.approx(whole * times / 2, rel=1e-3)
+        else:
+            assert collective_seconds(kind, 1e9, "x", on) < whole

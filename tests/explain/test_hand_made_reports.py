@@ -1,6 +1,7 @@
 """Ledgers, memory reports, timelines and locks made by hand, compared with slow references; nothing is traced."""
 
 import dataclasses
+import itertools
 import json
 import math
 import random
@@ -115,6 +116,16 @@ def test_only_reduce_scatters_over_a_whole_slice_are_all_reduced_on_tpus():
             is_whole = num == num_devices and num >= 8
             assert [c.kind for c in found.lowered("tpu")] == ["all-reduce" if is_whole else "reduce-scatter"]
             assert [c.kind for c in found.lowered("cpu")] == ["all-reduce"]
+
+
+def test_all_gathers_over_a_large_tpu_slice_are_all_reduced():
+    """With links in two dims only small ones are."""
+    for name, num_devices in (("v5p", 64), ("v5p", 32), ("v4", 128), ("v5e", 256), ("h100", 64)):
+        for num, size in itertools.product((2, num_devices // 2, num_devices), (2**20, 2**25)):
+            found = Ledger([collective(num_devices=num, result_bytes=size)], num_devices=num_devices)
+            summed = num == num_devices >= 64 and (name in ("v5p", "v4") or (name == "v5e" and size == 2**20))
+            kinds = [c.kind for c in found.lowered(hardware.CHIPS[name])]
+            assert kinds == ["all-reduce" if summed else "all-gather"], (name, num, size)
 
 
 def unknown(**changes) -> UnknownOp:

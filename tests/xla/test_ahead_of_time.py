@@ -133,3 +133,19 @@ def test_a_reduce_scatter_by_the_partitioner(backend, dtype):
     (c,) = read_compiled(f.lower(square, square).compile(), mesh=mesh).collectives
     written = lower_collective(platform, "reduce-scatter", dtype, 2**20 * jnp.dtype(dtype).itemsize)
     assert (c.kind, c.dtype, c.result_bytes) == written
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not is_there("libtpu"), reason="libtpu is not installed")
+@pytest.mark.parametrize("devices", ["v5p:2x4x4", "v5p:4x4x4", "v5p:2x4x8", "v5e:8x8", "v6e:4x8"])
+def test_gathers_over_a_whole_slice(devices):
+    """Those of at least 64 devices are all-reduces of padded shards; with links in two dims only small ones are."""
+    described = sharding.hardware.parse(devices)
+    count, side = described.num_devices, described.shape[-1]
+    for sizes in ({"x": count}, {"x": count // side, "y": side}):
+        for rows in (32, 128):
+            with sharding.mesh(sizes, devices=compile_only(devices)):
+                step = sharding.jit(lambda x: sharding.annotate(x, P()), in_shardings=P("x"), out_shardings=P())
+                x = jax.ShapeDtypeStruct((count * rows, 1024), "float32")
+                found = step.complete(x).verify(step.lower(x).compile())
+            assert found.predicted == found.compiled, (sizes, rows)
