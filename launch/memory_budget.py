@@ -6,6 +6,7 @@ from typing import Any
 
 from sharding import remat
 from sharding.errors import ShardingError
+from sharding.planner import Plan
 
 from ..models.remat_policy import NAMES
 from .config.optimizer_config import Optimization
@@ -19,7 +20,7 @@ Step = tuple[Any, tuple[Any, Any]]
 
 def check(name: str, model: Any, optimization: Optimization, option: str) -> None:
     """Raise an error if the recomputation of a model's layers can't be chosen."""
-    if not any(field.name == "remat" for field in dataclasses.fields(model)):
+    if not _recomputes(model):
         raise ShardingError(
             f"--model {name} {option}",
             found="a model without recomputation",
@@ -46,8 +47,27 @@ def fit(model: Any, step: Callable[[Any], Step], memory_bytes: int) -> tuple[Any
     Raises:
         ShardingError: no choice fits, with the least memory that one does.
     """
-    groups = 1 if model.scan else min(GROUPS, model.layers)
-    jitted, args = step(dataclasses.replace(model, remat=tuple(remat.auto[k] for k in range(groups))))
+    chosen = automatic(model)
+    jitted, args = step(chosen)
     names = [name for name in remat.names(jitted, *args) if name in NAMES]
     fitted = remat.fit(jitted, *args, memory_bytes=memory_bytes, names=names)
-    return dataclasses.replace(model, remat=tuple(fitted.policies[k] for k in range(groups))), fitted
+    return dataclasses.replace(model, remat=tuple(fitted.policies[auto.group] for auto in chosen.remat)), fitted
+
+
+def automatic(model: Any) -> Any:
+    """The configuration of a model with the recomputation of its layers to be chosen; unchanged if it has none."""
+    if not _recomputes(model):
+        return model
+    groups = 1 if model.scan else min(GROUPS, model.layers)
+    return dataclasses.replace(model, remat=tuple(remat.auto[k] for k in range(groups)))
+
+
+def as_planned(model: Any, plan: Plan) -> Any:
+    """The configuration of a model whose layers keep what a plan says when its step is traced."""
+    if plan.keeps_everything and _recomputes(model):
+        return dataclasses.replace(model, remat=False)
+    return automatic(model)
+
+
+def _recomputes(model: Any) -> bool:
+    return any(field.name == "remat" for field in dataclasses.fields(model))

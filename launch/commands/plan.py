@@ -9,7 +9,7 @@ import sharding
 from sharding import planner
 from sharding.planner.graph_problem import MICRO
 
-from .. import workloads
+from .. import memory_budget, workloads
 from ..config.optimizer_config import Optimization
 from ..config.plan_config import Plan
 from ..jitted_workload import planned_step
@@ -52,5 +52,6 @@ def _step(config: Plan) -> tuple[Any, tuple[Any, Any]]:
     """The train step of a model, without a layout, and its abstract arguments."""
     family, model = workloads.find(config.model)
     workloads.check_experts(config.model.name, model, {})
+    model = memory_budget.automatic(model)
     workload = family.build(config.model.name, model, Optimization(), steps=1000, seed=0)
     return planned_step(workload), (workload.state_shapes, workload.batch_shapes(config.batch))

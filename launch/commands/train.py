@@ -69,6 +69,8 @@ def _run(config: Train, stop: StopRequest) -> None:
         memory_budget.check(config.model.name, model, optimization, f"--memory {config.memory}")
         with sharding.mesh(axes, devices=devices) as mesh:
             model = _within_memory(config.memory, model, lambda model: _step(build(model), mesh, recipe.batch))
+    if plan is not None:
+        model = memory_budget.as_planned(model, plan)
     workload = build(model)
     workloads.check_accumulation(workload, accumulate)
     if recipe.sample and not workload.sampler:

@@ -46,8 +46,8 @@ class Train:
     """Axes and their sizes, major axis first: data, fsdp, tensor, expert, pipe and seq.
     One size may be -1: all remaining devices."""
     plan: Annotated[Path | None, arg(metavar="FILE")] = None
-    """Train on the mesh and with the annotations of this plan, which `sharding plan --out` wrote for the same model and
-    batch, instead of --mesh and the model's layout."""
+    """Train on the mesh, with the annotations and the recomputation of this plan, which `sharding plan --out` wrote for
+    the same model and batch, instead of --mesh, --remat and the model's layout."""
     devices: int | None = None
     """Number of virtual CPU devices. Default: as many as the mesh needs. Not for GPUs and TPUs."""
     steps: int | None = None
@@ -91,6 +91,13 @@ class Train:
                 at_least("--" + name.replace("_", "-"), getattr(self, name), minimum)
         if self.resume_step is not None and not self.resume:
             raise ShardingError(f"--resume-step {self.resume_step}", required="--resume", fix="--resume")
+        if self.memory is not None and self.plan is not None:
+            raise ShardingError(
+                f"--plan {self.plan} --memory {self.memory}",
+                found="a plan, which says what the layers keep",
+                required="one of them",
+                fix=f"sharding plan --memory {self.memory}",
+            )
         if self.memory is not None:
             parse_bytes("--memory", self.memory)
         axes = parse_mesh(self.mesh)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, get_args
 
@@ -55,6 +56,10 @@ class Planned(Protocol):
     @property
     def annotations(self) -> Mapping[str, P]:
         """Name, as `Completion.annotate` takes it -> spec."""
+        ...
+
+    def tracing(self) -> AbstractContextManager[None]:
+        """The context that programs are traced in."""
         ...
 
 

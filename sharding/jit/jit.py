@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -195,6 +197,10 @@ class Jitted:
         """The same function, which has traced and compiled nothing: for trials that are to leave no programs behind."""
         return Jitted(self._f, self._signature, self._options)
 
+    def with_plan(self, plan: Planned) -> Jitted:
+        """The same function with a plan, as `sharding.jit(f, plan=plan)` with the other options."""
+        return Jitted(self._f, self._signature, dataclasses.replace(self._options, plan=plan))
+
     def _cache_size(self) -> int:
         """The number of programs in the cache, by the name that tests of `jax.jit` use."""
         return len({*map(id, self._cache.executables.values())})
@@ -215,7 +221,9 @@ class Jitted:
 
     @no_collection()
     def _made(self, call: Arguments, mesh: AnyMesh) -> Executable:
-        return executable(self._f, self._options, call, mesh)
+        plan = self._options.plan
+        with contextlib.nullcontext() if plan is None else plan.tracing():
+            return executable(self._f, self._options, call, mesh)
 
 
 class BoundMethod:
@@ -227,6 +235,14 @@ class BoundMethod:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.__func__(self.__self__, *args, **kwargs)
+
+    def with_empty_cache(self) -> BoundMethod:
+        """As `Jitted.with_empty_cache`, of the same object."""
+        return BoundMethod(self.__func__.with_empty_cache(), self.__self__)
+
+    def with_plan(self, plan: Planned) -> BoundMethod:
+        """As `Jitted.with_plan`, of the same object."""
+        return BoundMethod(self.__func__.with_plan(plan), self.__self__)
 
     def __getattr__(self, name: str) -> Any:
         """`complete`, `trace`, `lower` and `eval_shape` for this object."""

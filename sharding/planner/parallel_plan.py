@@ -1,9 +1,10 @@
-"""`Plan`: a mesh and the few annotations that make a program run as planned."""
+"""`Plan`: a mesh, the few annotations and the recomputation that make a program run as planned."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,9 @@ from ..explain.program_costs import Costs
 from ..mesh import MeshContext, mesh
 from ..paths.lookup import find
 from ..spec import sizes_text
+from . import plan_remat
 
-VERSION = 1
+VERSION = 2
 """Of the file format."""
 COLUMNS = (
     Column("annotate", "code"),
@@ -58,7 +60,7 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Plan(Tabular):
-    """A mesh, the annotations that propagation does not infer by itself, and what a step with them costs.
+    """A mesh, the annotations that propagation does not infer by itself, what blocks keep, and what a step then costs.
 
     `sharding.jit(step, plan=plan)` under `plan.mesh()` runs it.
 
@@ -89,6 +91,8 @@ class Plan(Tabular):
     """No plan for this mesh has a lower cost in the model that was searched, of seconds without overlap."""
     planned_seconds: float
     """The plan's cost in that model."""
+    remat: plan_remat.Policies = field(default_factory=dict)
+    """Group of blocks under `remat.auto[group]` -> what they keep for their backward; empty if there are none."""
     next_best: Mapping[str, NextBest] = field(default_factory=dict)
     """Annotation -> what the next best spec would cost."""
     candidates: tuple[Candidate, ...] = ()
@@ -102,6 +106,15 @@ class Plan(Tabular):
                 it was planned for.
         """
         return mesh(dict(self.axes), devices=devices)
+
+    @property
+    def keeps_everything(self) -> bool:
+        """Whether blocks under `remat.auto` keep everything, as without `jax.checkpoint`."""
+        return all(policy == plan_remat.EVERYTHING_KEPT for policy in self.remat.values())
+
+    def tracing(self) -> AbstractContextManager[None]:
+        """The context in which a step is traced, so that blocks under `remat.auto` keep what the plan says."""
+        return plan_remat.tracing(self.remat)
 
     def in_shardings(self, *args: Any) -> tuple[Any, ...]:
         """The plan's spec of each array in the arguments, for `jax.jit` or to place them.
@@ -145,6 +158,10 @@ class Plan(Tabular):
             a, b = self.annotations.get(name, "inferred"), other.annotations.get(name, "inferred")
             if a != b:
                 lines.append(f"{name}: {a} -> {b}")
+        for group in dict.fromkeys((*self.remat, *other.remat)):
+            a, b = self.remat.get(group), other.remat.get(group)
+            if a != b:
+                lines.append(f"remat.auto[{group!r}]: {a} -> {b}")
         mine, theirs = self.costs, other.costs
         for what, text in (("seconds", seconds_text), ("sent_bytes", bytes_text), ("peak_bytes", bytes_text)):
             a, b = getattr(mine, what), getattr(theirs, what)
@@ -169,7 +186,8 @@ class Plan(Tabular):
         places = [
             f"# the result of {name}: jax.lax.with_sharding_constraint(..., {spec!r})" for name, spec in inside.items()
         ]
-        return "\n".join([*lines, *places])
+        kept = [f"# blocks of remat.auto[{group!r}]: {plan_remat.code(policy)}" for group, policy in self.remat.items()]
+        return "\n".join([*lines, *places, *kept])
 
     def save(self, path: str | Path) -> Path:
         """Writes the plan as JSON, which `Plan.load` reads.
@@ -189,6 +207,7 @@ class Plan(Tabular):
             "algorithm": self.algorithm,
             "bound_seconds": self.bound_seconds,
             "planned_seconds": self.planned_seconds,
+            "remat": plan_remat.to_json(self.remat),
             "next_best": {
                 name: {"spec": _entries(n.spec), "costs": asdict(n.costs)} for name, n in self.next_best.items()
             },
@@ -223,6 +242,7 @@ class Plan(Tabular):
                 algorithm=content["algorithm"],
                 bound_seconds=content["bound_seconds"],
                 planned_seconds=content["planned_seconds"],
+                remat=plan_remat.from_json(content["remat"]),
                 next_best={
                     name: NextBest(spec=_spec(n["spec"]), costs=Costs(**n["costs"]))
                     for name, n in content["next_best"].items()
@@ -256,6 +276,8 @@ class Plan(Tabular):
             for c in self.candidates
         ]
         found = [Table(self._title(), COLUMNS, rows)]
+        if self.remat:
+            found.append(plan_remat.table(self.remat))
         return [*found, Table("the best plan for each mesh tried", CANDIDATE_COLUMNS, meshes)] if meshes else found
 
     def _title(self) -> str:

@@ -87,21 +87,25 @@ class AnnotationSearch:
     def with_annotations(self, keys: Mapping[str, P]) -> Assignment:
         return self.base.with_annotations(named_annotations(self.graph, keys, self.base.sizes, self.places))
 
-    def values(self, name: str) -> dict[str, int]:
-        """The values that an annotation is of, by unique names."""
-        return paths.find_all(self.graph.names, name, self.places)
+    def value(self, name: str, among: Mapping[str, P]) -> int:
+        """A value that an annotation is of, and no other one by its own name."""
+        values = paths.find_all(self.graph.names, name, self.places)
+        return next((v for each, v in values.items() if each == name or each not in among), next(iter(values.values())))
 
     def arguments(self, is_wanted: Callable[[int, Spec], bool]) -> Iterator[tuple[str, P]]:
-        """Names of arguments with what the plan wants, those of equal layers by one pattern where it has no other."""
-        groups: defaultdict[tuple[str, Spec], list[str]] = defaultdict(list)
+        """Names of arguments with what the plan wants: a pattern for those of equal layers, then the others by name."""
+        groups: defaultdict[str, defaultdict[Spec, list[str]]] = defaultdict(lambda: defaultdict(list))
         for v in self.graph.inputs:
             name, wanted = self.graph.first_names.get(v), self.wanted[v]
             if name is not None and wanted is not None and v not in self.graph.annotations and is_wanted(v, wanted):
-                groups[self.graph.layers.pattern(name), wanted].append(name)
-        for (pattern, wanted), names in groups.items():
-            spec = to_partition_spec(wanted)
-            is_one = len(names) > 1 and sorted(paths.find_all(self.graph.names, pattern)) == sorted(names)
-            yield from ((key, spec) for key in ([pattern] if is_one else names))
+                groups[self.graph.layers.pattern(name)][wanted].append(name)
+        for pattern, by_spec in groups.items():
+            most = max(by_spec, key=lambda spec: len(by_spec[spec]))
+            matched = [name for names in by_spec.values() for name in names]
+            if len(by_spec[most]) > 1 and sorted(paths.find_all(self.graph.names, pattern)) == sorted(matched):
+                yield pattern, to_partition_spec(most)
+                del by_spec[most]
+            yield from ((name, to_partition_spec(spec)) for spec, names in by_spec.items() for name in names)
 
     def missing(self, now: Assignment) -> dict[str, P]:
         """Annotations of arrays that are sharded otherwise than wanted: of equal ones those that one line computes."""
@@ -149,7 +153,7 @@ class AnnotationSearch:
             assignment = self.with_annotations(fewer)
             if all(a.axes == b.axes for a, b in zip(assignment.specs, best.assignment.specs, strict=True)):
                 best = Annotated(annotations=fewer, assignment=assignment, costs=best.costs)
-            elif time.monotonic() < deadline and ":" in key:
+            elif time.monotonic() < deadline:
                 costs = self.costed(assignment)
                 if score(costs) <= CLOSE * score(best.costs) and (fits(costs) or not fits(best.costs)):
                     best = Annotated(annotations=fewer, assignment=assignment, costs=costs)

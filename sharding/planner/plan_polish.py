@@ -66,7 +66,7 @@ class Polish:
 
     def tried(self, result: Annotated, name: str) -> dict[P, Annotated]:
         """The programs with the specs that cost least beside the present one."""
-        node = self.of.node_of_value(next(iter(self.search.values(name).values())))
+        node = self.of.node_of_value(self.search.value(name, result.annotations))
         totals = alternatives(self.of, self.choice, node)
         order = [int(k) for k in np.argsort(totals, kind="stable") if totals[k] < FORBIDDEN]
         specs = [to_partition_spec(self.of.spec(node, k)) for k in order[: ALTERNATIVES + 1]]

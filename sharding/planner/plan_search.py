@@ -13,7 +13,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -29,6 +29,7 @@ from ..jit.jit import jit
 from ..mesh import mesh as mesh_of
 from ..propagation import Assignment
 from ..spec import Spec, sizes_text, to_partition_spec
+from . import plan_remat
 from .algorithms import check_algorithm, solve
 from .graph_problem import MICRO, GraphProblem, of_graph
 from .parallel_plan import Candidate, Plan
@@ -47,6 +48,8 @@ HIDDEN: Mapping[Platform, tuple[float, ...]] = {"cpu": (0.0,), "tpu": (0.0,), "g
 each of which gives a problem: XLA:GPU starts them early, but how early depends on the plan."""
 MAX_LIMITS = 4
 """Limits of the problem that are tried until the completed program fits."""
+LEAST_SECONDS = 2.0
+"""That a solver gets, which it needs where it can't prove its choice."""
 MARGIN = 0.97
 """What the limit falls by beyond the proportion."""
 
@@ -67,7 +70,7 @@ def plan(
 
     Args:
         step: a function, or one made by `sharding.jit`, whose options such as `donate_argnums` hold. What it annotates
-            is kept.
+            is kept. What blocks under `jax.checkpoint(..., policy=remat.auto)` keep is part of the plan.
         *args: its arguments, or ShapeDtypeStructs.
         devices: to plan for, such as `"v5p:8x8x8"` or `"h100:64x8"`; they need not be attached.
         mesh: axis -> size, major axis first. Default: meshes of up to three axes `x`, `y`, `z` are tried.
@@ -109,10 +112,35 @@ def plan(
         seed=seed,
         on_progress=on_progress or (lambda text: None),
     )
-    found = search.run([dict(mesh)] if mesh is not None else list(_meshes(on)))
-    if not found:
+    found = _of_recomputations(search, [dict(mesh)] if mesh is not None else list(_meshes(on)))
+    if found is None:
         raise _nothing_fits(search, asked)
-    return search.plan(found)
+    return found
+
+
+def _of_recomputations(search: _Search, meshes: Sequence[dict[str, int]]) -> Plan | None:
+    """The best plan over what blocks under `remat.auto` keep; None if none fits."""
+    with mesh_of(meshes[0], devices=search.devices):
+        choices = plan_remat.ends(search.step, search.args, search.kwargs)
+    best: Plan | None = None
+    deadline = search.deadline
+    try:
+        for k, policies in enumerate(choices):
+            search.policies, search.deadline = policies, deadline - search.left * (len(choices) - k - 1) / 2
+            found = search.run(meshes)
+            if not found:
+                continue
+            plan = search.plan(found)
+            if best is None or score(plan.costs) < score(best.costs):
+                best = plan
+            if k and not search.is_interrupted and search.left > 0:
+                best = min(best, search.fitted(plan), key=lambda plan: score(plan.costs))
+            if search.is_interrupted or math.isinf(found[0].limit):  # nothing has to be given up for memory
+                break
+    except KeyboardInterrupt:
+        if best is None:
+            raise
+    return best
 
 
 def problem_of(
@@ -185,6 +213,8 @@ class _Found:
     on: Topology
     of: GraphProblem
     solution: Solution
+    limit: float
+    """On the problem's memory; inf if the program fits without one."""
     wanted: tuple[Spec | None, ...]
     assignment: Assignment
     """The program sharded as it wants."""
@@ -202,6 +232,10 @@ class _Search:
     deadline: float
     seed: int
     on_progress: Callable[[str], None]
+    policies: plan_remat.Policies = field(default_factory=dict)
+    """What blocks under `remat.auto` keep."""
+    is_interrupted: bool = False
+    """By Ctrl-C."""
     smallest: _Found | None = None
     """The one with the smallest peak, if none fits."""
 
@@ -227,13 +261,15 @@ class _Search:
                 elif self.smallest is None or one.costs.peak_bytes < self.smallest.costs.peak_bytes:
                     self.smallest = one
         except KeyboardInterrupt:
+            self.is_interrupted = True
             if not found:
                 raise
         return sorted(found, key=lambda one: score(one.costs))
 
     def best(self, axes: dict[str, int], seconds: float) -> _Found:
         """The best for one mesh; what exceeds the limit least if nothing fits."""
-        completion, on = _completed(self.step, self.args, self.kwargs, axes, self.devices)
+        with plan_remat.tracing(self.policies):
+            completion, on = _completed(self.step, self.args, self.kwargs, axes, self.devices)
         shares = HIDDEN[self.devices.chip.platform]
         found = [self.solved(axes, completion, on, hidden, seconds / len(shares)) for hidden in shares]
         return min(found, key=lambda one: rank(one.costs, self.fits))
@@ -248,21 +284,27 @@ class _Search:
         limit = math.inf
         for _ in range(MAX_LIMITS):
             try:
-                solution = solve(of.problem, self.algorithm, limit, seconds / MAX_LIMITS, self.seed)
+                solution = solve(of.problem, self.algorithm, limit, max(seconds / MAX_LIMITS, LEAST_SECONDS), self.seed)
             except ShardingError:
                 if best is None:
                     raise
                 break
-            now = self.costed(axes, completion, on, of, solution)
+            now = self.costed(axes, completion, on, of, solution, limit)
             best = now if best is None else min(best, now, key=lambda one: rank(one.costs, self.fits))
-            if self.fits(now.costs):
+            if self.fits(now.costs) or limit <= of.problem.least_peak_bytes:
                 break
             limit = max(of.problem.least_peak_bytes, MARGIN * solution.peak_bytes * self.limit / now.costs.peak_bytes)
         assert best is not None
         return best
 
     def costed(
-        self, axes: dict[str, int], completion: Completion, on: Topology, of: GraphProblem, solution: Solution
+        self,
+        axes: dict[str, int],
+        completion: Completion,
+        on: Topology,
+        of: GraphProblem,
+        solution: Solution,
+        limit: float,
     ) -> _Found:
         assignment = completion.assignment
         wanted = tuple(of.sharding(v, solution.choice) for v in range(len(assignment.specs)))
@@ -274,6 +316,7 @@ class _Search:
             on=on,
             of=of,
             solution=solution,
+            limit=limit,
             wanted=wanted,
             assignment=assignment,
             costs=self.costs(completion, on)(assignment),
@@ -292,6 +335,7 @@ class _Search:
                 if self.left <= 0:
                     break
         except KeyboardInterrupt:
+            self.is_interrupted = True
             if not annotated:
                 raise
         best, result = min(annotated, key=lambda pair: rank(pair[1].costs, self.fits))
@@ -320,9 +364,25 @@ class _Search:
             algorithm=best.solution.algorithm,
             bound_seconds=best.solution.bound / MICRO,
             planned_seconds=best.solution.cost / MICRO,
+            remat=self.policies,
             next_best=next_best,
             candidates=(first, *rest),
         )
+
+    def fitted(self, plan: Plan) -> Plan:
+        """The plan with what its blocks can keep within the limit, if that is better."""
+        with mesh_of(dict(plan.axes), devices=self.devices):
+            step = self.step.with_plan(dataclasses.replace(plan, remat={}))
+            policies = None if self.kwargs else plan_remat.fitted(step, self.args, self.limit)
+            if policies is None:
+                return plan
+            with plan_remat.tracing(policies):
+                completion = step.complete(*self.args)
+        now = self.costs(completion, topology_of_sizes(plan.axes, self.devices, None))(completion.assignment)
+        self.on_progress(f"{sizes_text(plan.axes)} with recomputation that fits: {now}")
+        if rank(now, self.fits) >= rank(plan.costs, self.fits):
+            return plan
+        return dataclasses.replace(plan, remat=policies, costs=now)
 
     def annotated(self, one: _Found) -> Annotated:
         return self.search_of(one).run(one.costs.seconds, self.fits, self.deadline)
@@ -353,7 +413,7 @@ def _nothing_fits(search: _Search, asked: str) -> ShardingError:
         required=f"a plan within {bytes_text(int(search.limit))} per device",
         fix=[
             f"memory_bytes={one.costs.peak_bytes}",
-            *(["jax.checkpoint around each layer"] if activations > search.limit / 4 else []),
+            *(["jax.checkpoint(layer, policy=remat.auto) around each layer"] if activations > search.limit / 4 else []),
             "more devices",
             "a smaller batch",
         ],

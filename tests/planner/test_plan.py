@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 from support.train_steps import hand_written, small_models
 
 import sharding
-from sharding import P, planner
+from sharding import P, planner, remat
 from sharding.planner.plan_polish import alternatives
 
 DEVICES = "h100:1x8"
@@ -128,6 +129,74 @@ def test_memory_falls_within_the_limit_at_a_price(many_tokens):
         assert plan.costs.seconds >= 0.995 * free.costs.seconds
         peaks.append(plan.costs.peak_bytes)
     assert peaks == sorted(peaks, reverse=True)
+
+
+def recomputed(layers=4):
+    """A train step whose layers choose what they keep, and its arguments."""
+
+    def step(params, x):
+        def loss(params):
+            y = x
+            for k, p in enumerate(params):
+                y = jax.checkpoint(
+                    lambda p, y: y + jax.nn.gelu(checkpoint_name(y @ p["up"], "up")) @ p["down"],
+                    policy=remat.auto[k % 2],
+                )(p, y)
+            return (y * y).mean()
+
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
+
+    layer = {"up": jax.ShapeDtypeStruct((64, 256), "float32"), "down": jax.ShapeDtypeStruct((256, 64), "float32")}
+    return step, [layer] * layers, jax.ShapeDtypeStruct((16384, 64), "float32")
+
+
+def test_recomputation_is_part_of_a_plan(tmp_path):
+    """Everything is kept where it fits; within less memory as much as does, which is no slower with a larger limit."""
+    step, *args = recomputed()
+    free = sharding.plan(step, *args, devices=DEVICES, mesh=FLAT)
+    assert free.keeps_everything
+    assert [*free.remat] == [0, 1]
+    seconds = [free.costs.seconds]
+    for share in (0.75, 0.5):
+        limit = share * free.costs.peak_bytes
+        plan = sharding.plan(step, *args, devices=DEVICES, mesh=FLAT, memory_bytes=limit)
+        assert not plan.keeps_everything
+        assert plan.costs.peak_bytes <= limit
+        seconds.append(plan.costs.seconds)
+        with plan.mesh(DEVICES):
+            completion = sharding.jit(step, plan=plan).complete(*args)
+        assert completion.memory().peak_bytes == plan.costs.peak_bytes
+        assert completion.estimate().seconds == plan.costs.seconds
+    assert seconds == sorted(seconds)
+    again = planner.Plan.load(plan.save(tmp_path / "plan.json"))
+    assert again.remat == plan.remat
+    assert "recomputation" in str(plan)
+    assert "remat.auto[1]" in plan.code()
+    assert any(line.startswith("remat.auto[0]") for line in plan.diff(free))
+    check_equals_one_device(step, args, again)
+
+
+def test_less_memory_than_with_nothing_kept_is_an_error_with_that_peak():
+    step, *args = recomputed()
+    with pytest.raises(sharding.ShardingError, match="at the least") as caught:
+        sharding.plan(step, *args, devices=DEVICES, mesh=FLAT, memory_bytes=1e6)
+    least = int(str(caught.value).partition("memory_bytes=")[2].partition("memory_bytes=")[2].split()[0].strip(",;"))
+    plan = sharding.plan(step, *args, devices=DEVICES, mesh=FLAT, memory_bytes=least)
+    assert plan.costs.peak_bytes <= least
+
+
+def test_groups_that_json_lacks_are_refused(tmp_path):
+    step = jax.grad(lambda w, x: jax.checkpoint(lambda x: jnp.sin(x @ w), policy=remat.auto[1.5])(x).sum())
+    plan = sharding.plan(step, jnp.ones((8, 8)), jnp.ones((64, 8)), devices=DEVICES, mesh=FLAT)
+    with pytest.raises(sharding.ShardingError, match=r"remat\.auto\[1\.5\]"):
+        plan.save(tmp_path / "plan.json")
+
+
+def test_equal_layers_are_annotated_by_a_pattern():
+    step, *args = transformer(512, 64, 128, layers=6)
+    plan = sharding.plan(step, *args, devices=DEVICES, mesh={"x": 4, "y": 2})
+    assert len(plan.annotations) < 12
+    assert any("*" in name for name in plan.annotations)
 
 
 def test_experts_of_a_mixture_are_sharded_over_an_axis():

@@ -37,9 +37,24 @@ def losses(folder):
     return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines() if "loss" in line]
 
 
-def test_training_by_a_plan_has_the_losses_of_one_device(saved, tmp_path):
+@pytest.fixture(scope="module")
+def with_less_memory(saved, tmp_path_factory):
+    """A plan of 0.7 times the peak."""
+    path, peak = tmp_path_factory.mktemp("plan") / "plan.json", planner.Plan.load(saved).costs.peak_bytes
+    launch.main(["plan", *TINY, "--memory", str(int(0.7 * peak)), "--seconds", "20", "--out", str(path)])
+    return path
+
+
+def test_layers_recompute_where_memory_is_short(saved, with_less_memory):
+    free, found = planner.Plan.load(saved), planner.Plan.load(with_less_memory)
+    assert free.keeps_everything
+    assert not found.keeps_everything
+    assert found.costs.peak_bytes <= 0.7 * free.costs.peak_bytes
+
+
+def test_training_by_a_plan_has_the_losses_of_one_device(with_less_memory, tmp_path):
     common = ("--scan", "--steps", "3", "--eval-every", "0", "--sample", "8")
-    launch.main(["train", "--plan", str(saved), *common, "--out", str(tmp_path / "planned")])
+    launch.main(["train", "--plan", str(with_less_memory), *common, "--out", str(tmp_path / "planned")])
     launch.main(["train", "--mesh", "data=1", *common, "--out", str(tmp_path / "one")])
     assert losses(tmp_path / "planned") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
 
@@ -59,6 +74,12 @@ def test_bad_options(options, match, capsys):
     with pytest.raises(SystemExit, match="2"):
         launch.main(["plan", *TINY, *options])
     assert match in capsys.readouterr().err
+
+
+def test_a_plan_and_a_memory_limit_are_refused_together(saved, tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        launch.main(["train", "--plan", str(saved), "--memory", "1GB", "--out", str(tmp_path / "run")])
+    assert "sharding plan --memory 1GB" in capsys.readouterr().err
 
 
 def test_a_missing_plan_is_an_error(tmp_path, capsys):
