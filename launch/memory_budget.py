@@ -64,6 +64,8 @@ def automatic(model: Any) -> Any:
 
 def as_planned(model: Any, plan: Plan) -> Any:
     """The configuration of a model whose layers keep what a plan says when its step is traced."""
+    if plan.stages is not None:
+        return model
     if plan.keeps_everything and _recomputes(model):
         return dataclasses.replace(model, remat=False)
     return automatic(model)

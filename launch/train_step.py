@@ -68,8 +68,9 @@ def train_functions(
 
     def rules() -> Layout:
         names = jax.sharding.get_abstract_mesh().axis_names
+        others = {*names} - {"pipe"}
         # A mesh of other axes is that of a plan, which has its own annotations.
-        return layout(names) if not names or not set(MESH_AXES).isdisjoint(names) else sharding.layout({})
+        return layout(names) if not others or not others.isdisjoint(MESH_AXES) else sharding.layout({})
 
     def init(key: jax.Array) -> TrainState:
         _, params, variables = nnx.split(make(nnx.Rngs(params=key)), nnx.Param, ...)

@@ -319,8 +319,7 @@ class Completion:
             compiled: the result of `step.lower(...).compile()` for the same arguments and mesh.
         """
         on = self._known_topology(None)
-        ledger = self.communication().lowered(self._platform if on is None else on.chip)
-        return verify(ledger, self.memory(), compiled)
+        return verify(self.communication().lowered(on.chip if on else self._platform), self.memory(), compiled)
 
     def locked(self) -> Lock:
         """The content of the lock file."""

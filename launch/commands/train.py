@@ -20,6 +20,7 @@ from .. import device_setup, jitted_workload, memory_budget, run_folder, text, w
 from ..config.byte_size import parse_bytes
 from ..config.mesh_config import check_batch, parse_mesh
 from ..config.optimizer_config import check_zero
+from ..config.pipeline_config import PipelineConfig
 from ..config.train_config import Train, as_json
 from ..stop_signals import StopRequest
 from ..training_loop import TrainingLoop
@@ -49,7 +50,10 @@ def _run(config: Train, stop: StopRequest) -> None:
     axes = workloads.with_required_axes(axes, family)
     workloads.check_experts(config.model.name, model, axes)
     accumulate = recipe.optimization.accumulate
-    pipeline_config = config.pipeline.resolve(axes, accumulate)
+    if plan is not None and plan.stages is not None:
+        pipeline_config = PipelineConfig.of(plan.stages)
+    else:
+        pipeline_config = config.pipeline.resolve(axes, accumulate)
     check_batch(recipe.batch, axes, accumulate, pipeline_config)
     options = recipe.optimization
     check_zero(options.zero, axes, offload=options.offload, delay_after=options.delay_after)

@@ -3,12 +3,13 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from tyro.conf import arg
 
 from sharding.errors import ShardingError
 from sharding.pipeline import Executor, Schedule, schedules
+from sharding.planner import Stages
 
 from .option_checks import at_least, given_options
 
@@ -43,6 +44,11 @@ class PipelineConfig:
     slices: int = 1
     """Slices per sequence."""
     executor: Executor | None = None
+
+    @classmethod
+    def of(cls, stages: Stages) -> Self:
+        """The pipeline of a plan: one program, whose annotations are the plan's."""
+        return cls(devices=stages.count, schedule=stages.schedule, microbatches=stages.microbatches, executor="spmd")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,6 +24,8 @@ class Plan:
     """Devices to plan for, such as v5p:4x8x8 or h100:16x8; they need not be attached."""
     mesh: Annotated[str | None, arg(metavar="SIZES")] = None
     """Sizes of the axes x, y and z, such as 64x8. Default: all meshes of up to three axes are tried."""
+    pipeline: bool = False
+    """Also plan versions of the step in 1F1B and interleaved stages, over an axis `pipe` before the others."""
     batch: int = 16
     """Global batch size in examples."""
     memory: Annotated[str | None, arg(metavar="BYTES")] = None
@@ -51,6 +53,13 @@ class Plan:
                 f"--mesh {self.mesh} --devices {self.devices}",
                 found=f"{num_devices} devices",
                 required=f"a mesh of {num_devices} devices",
+            )
+        if self.pipeline and self.mesh is not None:
+            raise ShardingError(
+                f"--pipeline --mesh {self.mesh}",
+                found="a mesh without an axis for stages",
+                required="meshes that are found",
+                fix="leave --mesh out",
             )
         if self.memory is not None:
             parse_bytes("--memory", self.memory)

@@ -19,6 +19,7 @@ from .memory_curve import MemoryCurve, memory_curve
 from .parallel_plan import Plan
 from .pareto_frontier import Point, frontier
 from .plan_search import problem_of
+from .plan_stages import Staged, Stages
 from .problem import FORBIDDEN, Problem
 from .problem_file import read
 from .solution import Solution
@@ -34,6 +35,8 @@ __all__ = [
     "Problem",
     "Solution",
     "Solver",
+    "Staged",
+    "Stages",
     "compare",
     "frontier",
     "memory_curve",

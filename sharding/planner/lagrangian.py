@@ -31,6 +31,8 @@ PART_ENTRIES = 30_000
 LARGEST_TREE = 1000
 """Nodes of a tree; larger ones take more steps, one per level."""
 NUM_FORESTS = 24
+LAST_TRIES = 8
+"""Choices that are tried once time has ended without any."""
 MOST_FRUITLESS = 2000
 """Proposals without a better choice after which others are tried."""
 STEP = 0.1
@@ -121,6 +123,8 @@ class _Search:
         share = min(0.7, max(0.15, num_nodes / 6000))
         while self.left > 0 and not is_proven(self.best_cost, self.bound):
             self._round(share)
+        if self.best is None and self.bound < FORBIDDEN:
+            self._offer_any()
 
     def _round(self, share: float) -> None:
         """A new choice by prices, improved on its own, then merged with the best of earlier rounds.
@@ -163,6 +167,16 @@ class _Search:
         if cost < self.best_cost:
             self.best, self.best_cost = self.current, cost
         return True
+
+    def _offer_any(self) -> None:
+        """Some choice without forbidden pairs, however little time was left for a good one."""
+        messages = Messages(self.core.arcs, self.rng)
+        for _ in range(LAST_TRIES):
+            messages.run(self.core.soft)
+            choice = messages.choice(self.core.soft)
+            self._forest().minimise(self.core.soft, choice)
+            if self._offer(choice):
+                return
 
     def _forest(self) -> Forest:
         """A random forest, new ones as long as few are known and sometimes later."""

@@ -20,6 +20,7 @@ from ..mesh import MeshContext, mesh
 from ..paths.lookup import find
 from ..spec import sizes_text
 from . import plan_remat
+from .plan_stages import Stages
 
 VERSION = 2
 """Of the file format."""
@@ -33,6 +34,7 @@ COLUMNS = (
 )
 CANDIDATE_COLUMNS = (
     Column("mesh", "code"),
+    Column("schedule, microbatches"),
     Column("step", "seconds"),
     Column("sends", "bytes"),
     Column("peak memory", "bytes"),
@@ -56,6 +58,7 @@ class Candidate:
     axes: tuple[tuple[str, int], ...]
     costs: Costs
     num_annotations: int
+    stages: Stages | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -91,6 +94,8 @@ class Plan(Tabular):
     """No plan for this mesh has a lower cost in the model that was searched, of seconds without overlap."""
     planned_seconds: float
     """The plan's cost in that model."""
+    stages: Stages | None = None
+    """Of the pipeline, if the plan is of a version of the step in stages."""
     remat: plan_remat.Policies = field(default_factory=dict)
     """Group of blocks under `remat.auto[group]` -> what they keep for their backward; empty if there are none."""
     next_best: Mapping[str, NextBest] = field(default_factory=dict)
@@ -154,6 +159,8 @@ class Plan(Tabular):
         lines = []
         if dict(self.axes) != dict(other.axes):
             lines.append(f"mesh: {sizes_text(self.axes)} -> {sizes_text(other.axes)}")
+        if self.stages != other.stages:
+            lines.append(f"stages: {self.stages} -> {other.stages}")
         for name in dict.fromkeys((*self.annotations, *other.annotations)):
             a, b = self.annotations.get(name, "inferred"), other.annotations.get(name, "inferred")
             if a != b:
@@ -207,12 +214,18 @@ class Plan(Tabular):
             "algorithm": self.algorithm,
             "bound_seconds": self.bound_seconds,
             "planned_seconds": self.planned_seconds,
+            "stages": None if self.stages is None else asdict(self.stages),
             "remat": plan_remat.to_json(self.remat),
             "next_best": {
                 name: {"spec": _entries(n.spec), "costs": asdict(n.costs)} for name, n in self.next_best.items()
             },
             "candidates": [
-                {"axes": dict(c.axes), "costs": asdict(c.costs), "num_annotations": c.num_annotations}
+                {
+                    "axes": dict(c.axes),
+                    "costs": asdict(c.costs),
+                    "num_annotations": c.num_annotations,
+                    "stages": None if c.stages is None else asdict(c.stages),
+                }
                 for c in self.candidates
             ],
         }
@@ -242,6 +255,7 @@ class Plan(Tabular):
                 algorithm=content["algorithm"],
                 bound_seconds=content["bound_seconds"],
                 planned_seconds=content["planned_seconds"],
+                stages=_stages(content["stages"]),
                 remat=plan_remat.from_json(content["remat"]),
                 next_best={
                     name: NextBest(spec=_spec(n["spec"]), costs=Costs(**n["costs"]))
@@ -249,7 +263,10 @@ class Plan(Tabular):
                 },
                 candidates=tuple(
                     Candidate(
-                        axes=tuple(c["axes"].items()), costs=Costs(**c["costs"]), num_annotations=c["num_annotations"]
+                        axes=tuple(c["axes"].items()),
+                        costs=Costs(**c["costs"]),
+                        num_annotations=c["num_annotations"],
+                        stages=_stages(c["stages"]),
                     )
                     for c in content["candidates"]
                 ),
@@ -271,8 +288,8 @@ class Plan(Tabular):
                 rest = (str(other.spec), other.costs.seconds, other.costs.sent_bytes, other.costs.peak_bytes)
             rows.append((name, str(spec), *rest))
         meshes = [
-            (sizes_text(dict(c.axes)), c.costs.seconds, c.costs.sent_bytes, c.costs.peak_bytes, c.costs.argument_bytes)
-            + (c.num_annotations,)
+            (sizes_text(dict(c.axes)), "" if c.stages is None else f"{c.stages.schedule}, {c.stages.microbatches}")
+            + (c.costs.seconds, c.costs.sent_bytes, c.costs.peak_bytes, c.costs.argument_bytes, c.num_annotations)
             for c in self.candidates
         ]
         found = [Table(self._title(), COLUMNS, rows)]
@@ -281,12 +298,17 @@ class Plan(Tabular):
         return [*found, Table("the best plan for each mesh tried", CANDIDATE_COLUMNS, meshes)] if meshes else found
 
     def _title(self) -> str:
-        return f"plan of {self.name} on {self.devices}, mesh {sizes_text(self.axes)}: {self.costs}"
+        stages = "" if self.stages is None else f", {self.stages}"
+        return f"plan of {self.name} on {self.devices}, mesh {sizes_text(self.axes)}{stages}: {self.costs}"
 
     def __str__(self) -> str:
         return "\n\n".join(map(str, self.tables()))
 
     __repr__ = __str__
+
+
+def _stages(found: Mapping[str, Any] | None) -> Stages | None:
+    return None if found is None else Stages(**found)
 
 
 def _entries(spec: P) -> list[Any]:

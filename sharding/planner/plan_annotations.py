@@ -51,6 +51,8 @@ class AnnotationSearch:
     costed: Callable[[Assignment], Costs]
     places: Places = field(init=False)
     ends: frozenset[int] = field(init=False)
+    found: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Name -> values: they are looked up many times."""
 
     def __post_init__(self) -> None:
         self.places = Places(self.graph)
@@ -85,11 +87,17 @@ class AnnotationSearch:
         return Annotated(annotations=keys, assignment=assignment, costs=self.costed(assignment))
 
     def with_annotations(self, keys: Mapping[str, P]) -> Assignment:
-        return self.base.with_annotations(named_annotations(self.graph, keys, self.base.sizes, self.places))
+        return self.base.with_annotations(named_annotations(self.graph, keys, self.base.sizes, self.values))
+
+    def values(self, name: str) -> dict[str, int]:
+        """The values that an annotation is of, by unique names."""
+        if name not in self.found:
+            self.found[name] = paths.find_all(self.graph.names, name, self.places)
+        return self.found[name]
 
     def value(self, name: str, among: Mapping[str, P]) -> int:
         """A value that an annotation is of, and no other one by its own name."""
-        values = paths.find_all(self.graph.names, name, self.places)
+        values = self.values(name)
         return next((v for each, v in values.items() if each == name or each not in among), next(iter(values.values())))
 
     def arguments(self, is_wanted: Callable[[int, Spec], bool]) -> Iterator[tuple[str, P]]:

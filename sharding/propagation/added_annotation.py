@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import functools
+from collections.abc import Callable, Collection, Mapping
 
 from jax.sharding import PartitionSpec as P
 
@@ -86,7 +87,10 @@ def with_annotations(
 
 
 def named_annotations(
-    graph: Graph, annotations: Mapping[str, P], sizes: Mapping[str, int], places: Places | None = None
+    graph: Graph,
+    annotations: Mapping[str, P],
+    sizes: Mapping[str, int],
+    lookup: Callable[[str], Mapping[str, int]] | None = None,
 ) -> dict[int, Annotation]:
     """The annotations of values by name, as a plan has them.
 
@@ -94,16 +98,16 @@ def named_annotations(
         graph: the program.
         annotations: name, as `Completion.annotate` takes it -> spec.
         sizes: mesh axis sizes.
-        places: of the program, if they are known.
+        lookup: the values that a name is of. Default: as `Completion.annotate` finds them.
 
     Raises:
         ShardingError: the program has no such value, or the spec does not fit it.
     """
     found: dict[int, Annotation] = {}
     ends = frozenset((*graph.inputs, *graph.outputs))
-    at = Places(graph) if places is None else places
+    find = functools.partial(paths.find_all, graph.names, places=Places(graph)) if lookup is None else lookup
     for name, spec in annotations.items():
-        values = paths.find_all(graph.names, name, at)
+        values = find(name)
         asked = f"plan: {name} as {spec}"
         found.update(with_annotations(graph, values, spec, sizes, priority=0, ends=ends, asked=asked))
     return found

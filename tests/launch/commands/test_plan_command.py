@@ -4,8 +4,10 @@ import json
 
 import pytest
 
+import sharding
 from sharding import launch, planner
 from sharding.errors import ShardingError
+from sharding.launch.commands import plan as plan_command
 from sharding.launch.config.byte_size import parse_bytes
 
 TINY = ("--model", "gpt-tiny", "--scan", "--devices", "cpu:8", "--mesh", "2x4", "--seconds", "3")
@@ -31,6 +33,28 @@ def test_algorithms_are_compared_and_the_curve_is_drawn(capsys, tmp_path):
     shown = capsys.readouterr().out
     assert all(name in shown for name in planner.ALGORITHMS)
     assert (tmp_path / "curve.svg").read_text().startswith("<svg")
+
+
+@pytest.mark.slow
+def test_stages_are_planned_and_trained(tmp_path):
+    """Of all versions of the step those in two stages, as if the mesh had been asked for."""
+    config = launch.parse(["plan", "--model", "gpt-tiny", "--devices", "cpu:4", "--pipeline"])
+    staged = [one for one in plan_command.staged_steps(config) if one.stages.count == 2]
+    assert {one.stages.schedule for one in staged} == {"1f1b", "interleaved"}
+    step, args = plan_command.train_step(config)
+    found = sharding.plan(step, *args, devices="cpu:4", mesh={"pipe": 2, "x": 2}, staged=staged)
+    assert found.stages in [one.stages for one in staged]
+    path = found.save(tmp_path / "plan.json")
+    common = ("--steps", "3", "--eval-every", "0", "--sample", "0")
+    launch.main(["train", "--plan", str(path), *common, "--out", str(tmp_path / "planned")])
+    launch.main(["train", "--mesh", "data=1", *common, "--out", str(tmp_path / "one")])
+    assert losses(tmp_path / "planned") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
+
+
+def test_stages_are_planned_beside_the_step(capsys):
+    launch.main(["plan", "--model", "gpt-tiny", "--scan", "--devices", "h100:1x2", "--pipeline", "--seconds", "6"])
+    shown = capsys.readouterr()
+    assert "2 stages over pipe by 1f1b" in shown.err
 
 
 def losses(folder):
@@ -64,6 +88,7 @@ def test_training_by_a_plan_has_the_losses_of_one_device(with_less_memory, tmp_p
     [
         (["--mesh", "2x2"], "8 devices"),
         (["--mesh", "data=8"], "--mesh 64x8"),
+        (["--pipeline"], "leave --mesh out"),
         (["--memory", "16 apples"], "bytes per device, above 0"),
         (["--algorithm", "simplex"], "no such algorithm"),
         (["--out", "plan.txt"], "plan.txt.json"),
