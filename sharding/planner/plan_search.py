@@ -1,40 +1,31 @@
 """`sharding.plan`: the search for a mesh and the annotations that make a step fast within a memory limit.
 
-For each mesh the program becomes a problem (`graph_problem.py`), which a solver decides; what it wants is costed as
-the completed program is: by the ledger, the memory report and the estimate. If the peak exceeds the limit, the
-problem's own limit falls in proportion. The best meshes get annotations (`plan_annotations.py`), and the cheapest
-completion wins, with a few other specs tried for each of its annotations (`plan_polish.py`).
+Each mesh is searched by itself (`mesh_search.py`). The best meshes get annotations (`plan_annotations.py`), and the
+cheapest completion wins, with a few other specs tried for each of its annotations (`plan_polish.py`).
 """
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from ..completion import Completion
 from ..cost import Topology
 from ..cost.topology import topology_of_sizes
-from ..display.units import bytes_text
 from ..errors import ShardingError
-from ..explain.memory_report import memory
-from ..explain.program_costs import Costs, costs
-from ..hardware import Devices, Platform, parse
+from ..hardware import Devices, parse
 from ..jit.jit import jit
 from ..mesh import mesh as mesh_of
-from ..propagation import Assignment
-from ..spec import Spec, sizes_text, to_partition_spec
-from .algorithms import check_algorithm, solve
-from .graph_problem import MICRO, GraphProblem, of_graph
+from ..spec import sizes_text
+from .algorithms import check_algorithm
+from .graph_problem import GraphProblem, of_graph
+from .mesh_search import MeshPlan, MeshSearch, SearchOptions
 from .parallel_plan import Candidate, Plan
-from .plan_annotations import Annotated, AnnotationSearch, rank, score
-from .plan_polish import Polish
-from .solution import Solution
+from .plan_annotations import Annotated, rank, score
 
 AXIS_NAMES: tuple[str, ...] = ("x", "y", "z")
 """Of the meshes that are tried, as JAX's documentation names them."""
@@ -42,13 +33,6 @@ MOST_MESHES = 24
 """Meshes that are tried, at most."""
 ANNOTATED = 3
 """The best meshes, whose plans are written as annotations and completed."""
-HIDDEN: Mapping[Platform, tuple[float, ...]] = {"cpu": (0.0,), "tpu": (0.0,), "gpu": (0.0, 0.75)}
-"""Parts of the collectives of parameters, gradients and other arguments that are taken to be hidden behind computation,
-each of which gives a problem: XLA:GPU starts them early, but how early depends on the plan."""
-MAX_LIMITS = 4
-"""Limits of the problem that are tried until the completed program fits."""
-MARGIN = 0.97
-"""What the limit falls by beyond the proportion."""
 
 
 def plan(
@@ -98,20 +82,20 @@ def plan(
     limit = _limit(memory_bytes, on, asked)
     if not seconds > 0:
         raise ShardingError(f"sharding.plan(seconds={seconds})", required="a positive number of seconds")
+    options = SearchOptions(
+        devices=on, algorithm=algorithm, limit=limit, deadline=time.monotonic() + seconds, seed=seed
+    )
     search = _Search(
         step=_jitted(step),
         args=args,
         kwargs=kwargs,
-        devices=on,
-        algorithm=algorithm,
-        limit=limit,
-        deadline=time.monotonic() + seconds,
-        seed=seed,
+        options=options,
         on_progress=on_progress or (lambda text: None),
     )
     found = search.run([dict(mesh)] if mesh is not None else list(_meshes(on)))
     if not found:
-        raise _nothing_fits(search, asked)
+        assert search.smallest is not None
+        raise search.smallest.too_large(asked)
     return search.plan(found)
 
 
@@ -176,53 +160,26 @@ def _meshes(on: Devices) -> Iterator[dict[str, int]]:
                 yield axes
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Found:
-    """The best that a solver found for one mesh."""
-
-    axes: dict[str, int]
-    completion: Completion
-    on: Topology
-    of: GraphProblem
-    solution: Solution
-    wanted: tuple[Spec | None, ...]
-    assignment: Assignment
-    """The program sharded as it wants."""
-    costs: Costs
-
-
 @dataclass(kw_only=True)
 class _Search:
     step: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    devices: Devices
-    algorithm: str
-    limit: float
-    deadline: float
-    seed: int
+    options: SearchOptions
     on_progress: Callable[[str], None]
-    smallest: _Found | None = None
+    smallest: MeshPlan | None = None
     """The one with the smallest peak, if none fits."""
 
-    @property
-    def left(self) -> float:
-        """Seconds."""
-        return self.deadline - time.monotonic()
-
-    def fits(self, found: Costs) -> bool:
-        return found.peak_bytes <= self.limit
-
-    def run(self, meshes: Sequence[dict[str, int]]) -> list[_Found]:
+    def run(self, meshes: Sequence[dict[str, int]]) -> list[MeshPlan]:
         """The best for each mesh that fits, the best one first."""
-        found: list[_Found] = []
+        found: list[MeshPlan] = []
         try:
             for k, axes in enumerate(meshes):
-                if k and self.left <= 0:
+                if k and self.options.left <= 0:
                     break
-                one = self.best(axes, max(1.0, self.left / (len(meshes) - k)))
+                one = self.of_mesh(axes).best(max(1.0, self.options.left / (len(meshes) - k)))
                 self.on_progress(f"{k + 1}/{len(meshes)} {sizes_text(axes)}: {one.costs}")
-                if self.fits(one.costs):
+                if self.options.fits(one.costs):
                     found.append(one)
                 elif self.smallest is None or one.costs.peak_bytes < self.smallest.costs.peak_bytes:
                     self.smallest = one
@@ -231,130 +188,28 @@ class _Search:
                 raise
         return sorted(found, key=lambda one: score(one.costs))
 
-    def best(self, axes: dict[str, int], seconds: float) -> _Found:
-        """The best for one mesh; what exceeds the limit least if nothing fits."""
-        completion, on = _completed(self.step, self.args, self.kwargs, axes, self.devices)
-        shares = HIDDEN[self.devices.chip.platform]
-        found = [self.solved(axes, completion, on, hidden, seconds / len(shares)) for hidden in shares]
-        return min(found, key=lambda one: rank(one.costs, self.fits))
+    def of_mesh(self, axes: dict[str, int]) -> MeshSearch:
+        """The search for one mesh."""
+        completion, on = _completed(self.step, self.args, self.kwargs, axes, self.options.devices)
+        return MeshSearch(axes=axes, completion=completion, on=on, options=self.options)
 
-    def solved(
-        self, axes: dict[str, int], completion: Completion, on: Topology, hidden: float, seconds: float
-    ) -> _Found:
-        """The best where a part of the collectives of arguments is hidden behind computation."""
-        graph = completion.assignment.graph
-        of = of_graph(graph, on, annotations=graph.annotations, hidden=hidden)
-        best: _Found | None = None
-        limit = math.inf
-        for _ in range(MAX_LIMITS):
-            try:
-                solution = solve(of.problem, self.algorithm, limit, seconds / MAX_LIMITS, self.seed)
-            except ShardingError:
-                if best is None:
-                    raise
-                break
-            now = self.costed(axes, completion, on, of, solution)
-            best = now if best is None else min(best, now, key=lambda one: rank(one.costs, self.fits))
-            if self.fits(now.costs):
-                break
-            limit = max(of.problem.least_peak_bytes, MARGIN * solution.peak_bytes * self.limit / now.costs.peak_bytes)
-        assert best is not None
-        return best
-
-    def costed(
-        self, axes: dict[str, int], completion: Completion, on: Topology, of: GraphProblem, solution: Solution
-    ) -> _Found:
-        assignment = completion.assignment
-        wanted = tuple(of.sharding(v, solution.choice) for v in range(len(assignment.specs)))
-        specs = tuple(spec or own for spec, own in zip(wanted, assignment.specs, strict=True))
-        assignment = dataclasses.replace(assignment, specs=specs)
-        return _Found(
-            axes=axes,
-            completion=completion,
-            on=on,
-            of=of,
-            solution=solution,
-            wanted=wanted,
-            assignment=assignment,
-            costs=self.costs(completion, on)(assignment),
-        )
-
-    def costs(self, completion: Completion, on: Topology) -> Callable[[Assignment], Costs]:
-        return partial(costs, on=on, donated=completion.donated_leaves, platform=self.devices.chip.platform)
-
-    def plan(self, found: Sequence[_Found]) -> Plan:
+    def plan(self, found: Sequence[MeshPlan]) -> Plan:
         """The cheapest plan of the best meshes."""
-        annotated: list[tuple[_Found, Annotated]] = []
+        annotated: list[tuple[MeshPlan, Annotated]] = []
         try:
             for one in found[:ANNOTATED]:
-                annotated.append((one, self.annotated(one)))
-                self.on_progress(f"{sizes_text(one.axes)} with annotations: {annotated[-1][1].costs}")
-                if self.left <= 0:
+                annotated.append((one, one.annotated()))
+                self.on_progress(f"{sizes_text(one.search.axes)} with annotations: {annotated[-1][1].costs}")
+                if self.options.left <= 0:
                     break
         except KeyboardInterrupt:
             if not annotated:
                 raise
-        best, result = min(annotated, key=lambda pair: rank(pair[1].costs, self.fits))
-        polish = Polish(
-            of=best.of, choice=best.solution.choice, search=self.search_of(best), fits=self.fits, deadline=self.deadline
-        )
-        result, next_best = polish.run(result)
-        graph = best.completion.assignment.graph
+        best, result = min(annotated, key=lambda pair: rank(pair[1].costs, self.options.fits))
+        result, next_best = best.polish().run(result)
         rest = [
-            Candidate(axes=tuple(one.axes.items()), costs=one.costs, num_annotations=0)
+            Candidate(axes=tuple(one.search.axes.items()), costs=one.costs, num_annotations=0)
             for one in found
             if one is not best
         ]
-        first = Candidate(axes=tuple(best.axes.items()), costs=result.costs, num_annotations=len(result.annotations))
-        return Plan(
-            name=best.completion.name,
-            devices=str(self.devices),
-            axes=best.axes,
-            annotations=result.annotations,
-            arguments=tuple(
-                (graph.first_names.get(v, f"argument {k}"), to_partition_spec(result.assignment.boundary_spec(v)))
-                for k, v in enumerate(graph.inputs)
-            ),
-            costs=result.costs,
-            memory_bytes=self.limit,
-            algorithm=best.solution.algorithm,
-            bound_seconds=best.solution.bound / MICRO,
-            planned_seconds=best.solution.cost / MICRO,
-            next_best=next_best,
-            candidates=(first, *rest),
-        )
-
-    def annotated(self, one: _Found) -> Annotated:
-        return self.search_of(one).run(one.costs.seconds, self.fits, self.deadline)
-
-    def search_of(self, one: _Found) -> AnnotationSearch:
-        return AnnotationSearch(
-            base=one.completion.assignment,
-            wanted=one.wanted,
-            alike=one.of.node_of_value,
-            costed=self.costs(one.completion, one.on),
-        )
-
-
-def _nothing_fits(search: _Search, asked: str) -> ShardingError:
-    """What is missing: the smallest peak found, what fills it, and what would lower it."""
-    assert search.smallest is not None
-    one = search.smallest
-    report = memory(one.assignment, donated=one.completion.donated_leaves, platform=search.devices.chip.platform)
-    classes = {category: size for category, size in report.by_class.items() if size}
-    activations = sum(size for category, size in classes.items() if "activations" in category)
-    filled = ", ".join(f"{category} {bytes_text(size)}" for category, size in classes.items())
-    return ShardingError(
-        asked,
-        found=[
-            f"{bytes_text(one.costs.peak_bytes)} at the least, on mesh {sizes_text(one.axes)}",
-            f"at its peak: {filled}",
-        ],
-        required=f"a plan within {bytes_text(int(search.limit))} per device",
-        fix=[
-            f"memory_bytes={one.costs.peak_bytes}",
-            *(["jax.checkpoint around each layer"] if activations > search.limit / 4 else []),
-            "more devices",
-            "a smaller batch",
-        ],
-    )
+        return best.plan(result, next_best, rest)

@@ -1,0 +1,230 @@
+"""The best plan for one mesh, and what it becomes with an annotation that the user asks about.
+
+The program becomes a problem (`graph_problem.py`), which a solver decides; what it wants is costed as the completed
+program is: by the ledger, the memory report and the estimate. If the peak exceeds the limit, the problem's own limit
+falls in proportion.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from jax.sharding import PartitionSpec as P
+
+from ..completion import Completion
+from ..cost import Topology
+from ..display.units import bytes_text
+from ..errors import ShardingError
+from ..explain.memory_report import memory
+from ..explain.program_costs import Costs, costs
+from ..graph import Places
+from ..hardware import Devices, Platform
+from ..propagation import Assignment
+from ..propagation.added_annotation import named_annotations
+from ..spec import Spec, sizes_text, to_partition_spec
+from .algorithms import solve
+from .graph_problem import MICRO, GraphProblem, of_graph
+from .parallel_plan import Candidate, NextBest, Plan
+from .plan_annotations import Annotated, AnnotationSearch, is_close, rank
+from .plan_polish import Polish
+from .solution import Solution
+
+HIDDEN: Mapping[Platform, tuple[float, ...]] = {"cpu": (0.0,), "tpu": (0.0,), "gpu": (0.0, 0.75)}
+"""Parts of the collectives of parameters, gradients and other arguments that are taken to be hidden behind computation,
+each of which gives a problem: XLA:GPU starts them early, but how early depends on the plan."""
+MAX_LIMITS = 4
+"""Limits of the problem that are tried until the completed program fits."""
+MARGIN = 0.97
+"""What the limit falls by beyond the proportion."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchOptions:
+    """What to search for, and how long."""
+
+    devices: Devices
+    algorithm: str
+    limit: float
+    """On peak memory, in bytes."""
+    deadline: float
+    """Of `time.monotonic`."""
+    seed: int
+
+    @property
+    def left(self) -> float:
+        """Seconds."""
+        return self.deadline - time.monotonic()
+
+    def fits(self, found: Costs) -> bool:
+        """Whether a program is within the memory limit."""
+        return found.peak_bytes <= self.limit
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshSearch:
+    """The search for one mesh."""
+
+    axes: Mapping[str, int]
+    completion: Completion
+    """The program without a plan."""
+    on: Topology
+    options: SearchOptions
+    kept: Mapping[str, P] = field(default_factory=dict)
+    """Annotations that the plan must have."""
+
+    def best(self, seconds: float) -> MeshPlan:
+        """The best plan; what exceeds the limit least if nothing fits."""
+        graph = self.completion.assignment.graph
+        shares = HIDDEN[self.options.devices.chip.platform]
+        problems = (of_graph(graph, self.on, annotations=graph.annotations, hidden=hidden) for hidden in shares)
+        found = [self.solved(of, seconds / len(shares)) for of in problems]
+        return min(found, key=lambda one: rank(one.costs, self.options.fits))
+
+    def solved(self, of: GraphProblem, seconds: float) -> MeshPlan:
+        """The best solution of a problem."""
+        best: MeshPlan | None = None
+        limit = math.inf
+        for _ in range(MAX_LIMITS):
+            try:
+                solution = solve(of.problem, self.options.algorithm, limit, seconds / MAX_LIMITS, self.options.seed)
+            except ShardingError:
+                if best is None:
+                    raise
+                break
+            now = self.costed(of, solution)
+            best = now if best is None else min(best, now, key=lambda one: rank(one.costs, self.options.fits))
+            if self.options.fits(now.costs):
+                break
+            peak = MARGIN * solution.peak_bytes * self.options.limit / now.costs.peak_bytes
+            limit = max(of.problem.least_peak_bytes, peak)
+        assert best is not None
+        return best
+
+    def costed(self, of: GraphProblem, solution: Solution) -> MeshPlan:
+        """A solution with the costs of the program that is sharded so."""
+        assignment = self.completion.assignment
+        wanted = tuple(of.sharding(v, solution.choice) for v in range(len(assignment.specs)))
+        specs = tuple(spec or own for spec, own in zip(wanted, assignment.specs, strict=True))
+        assignment = dataclasses.replace(assignment, specs=specs)
+        return MeshPlan(
+            search=self, of=of, solution=solution, wanted=wanted, assignment=assignment, costs=self.costs(assignment)
+        )
+
+    @property
+    def costs(self) -> Callable[[Assignment], Costs]:
+        """The costs of the program with other shardings."""
+        platform = self.options.devices.chip.platform
+        return partial(costs, on=self.on, donated=self.completion.donated_leaves, platform=platform)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshPlan:
+    """What a solver found for one mesh, before it is written as annotations."""
+
+    search: MeshSearch
+    of: GraphProblem
+    solution: Solution
+    wanted: tuple[Spec | None, ...]
+    assignment: Assignment
+    """The program sharded as it wants."""
+    costs: Costs
+
+    def annotated(self) -> Annotated:
+        """The program with the annotations that make it so."""
+        options = self.search.options
+        return self.annotation_search().run(self.costs.seconds, options.fits, options.deadline)
+
+    def annotation_search(self) -> AnnotationSearch:
+        """The search for these annotations."""
+        return AnnotationSearch(
+            base=self.search.completion.assignment,
+            wanted=self.wanted,
+            alike=self.of.node_of_value,
+            costed=self.search.costs,
+            kept=self.search.kept,
+        )
+
+    def polish(self) -> Polish:
+        """The last changes to these annotations."""
+        options, found = self.search.options, self.annotation_search()
+        choice = self.solution.choice
+        return Polish(of=self.of, choice=choice, search=found, fits=options.fits, deadline=options.deadline)
+
+    def plan(self, result: Annotated, next_best: Mapping[str, NextBest], rest: Sequence[Candidate]) -> Plan:
+        """The plan of some annotations.
+
+        Args:
+            result: the program with them.
+            next_best: annotation -> what the next best spec would cost.
+            rest: the plans for other meshes.
+        """
+        completion, axes = self.search.completion, self.search.axes
+        graph = completion.assignment.graph
+        first = Candidate(axes=tuple(axes.items()), costs=result.costs, num_annotations=len(result.annotations))
+        return Plan(
+            name=completion.name,
+            devices=str(self.search.options.devices),
+            axes=axes,
+            annotations=result.annotations,
+            arguments=tuple(
+                (graph.first_names.get(v, f"argument {k}"), to_partition_spec(result.assignment.boundary_spec(v)))
+                for k, v in enumerate(graph.inputs)
+            ),
+            costs=result.costs,
+            memory_bytes=self.search.options.limit,
+            algorithm=self.solution.algorithm,
+            bound_seconds=self.solution.bound / MICRO,
+            planned_seconds=self.solution.cost / MICRO,
+            next_best=next_best,
+            candidates=(first, *rest),
+            replan=partial(self.replanned, result.annotations),
+        )
+
+    def replanned(self, present: Mapping[str, P], changes: Mapping[str, P], seconds: float) -> Plan:
+        """The plan with other annotations that it must have, see `Plan.what_if`.
+
+        Args:
+            present: the plan's annotations, which are kept if nothing is better.
+            changes: the annotations that it must have.
+            seconds: after which no annotations are left out any more.
+        """
+        base = self.search.completion.assignment
+        kept = {name: spec for name, spec in self.search.kept.items() if name not in changes} | dict(changes)
+        pinned = named_annotations(base.graph, kept, base.sizes, Places(base.graph))
+        options = dataclasses.replace(self.search.options, deadline=time.monotonic() + seconds)
+        search = dataclasses.replace(self.search, options=options, kept=kept)
+        found = search.solved(self.of.pinned(pinned), seconds)
+        if not options.fits(found.costs):
+            raise found.too_large(f"plan.what_if({', '.join(changes)})")
+        result = found.annotation_search().completed(present)
+        if not (options.fits(result.costs) and is_close(result.costs, found.costs.seconds)):
+            result = found.annotated()
+        return found.plan(result, {}, ())
+
+    def too_large(self, asked: str) -> ShardingError:
+        """What is missing for it to fit: its peak, what fills it, and what would lower it."""
+        search = self.search
+        platform, limit = search.options.devices.chip.platform, search.options.limit
+        report = memory(self.assignment, donated=search.completion.donated_leaves, platform=platform)
+        classes = {category: size for category, size in report.by_class.items() if size}
+        activations = sum(size for category, size in classes.items() if "activations" in category)
+        filled = ", ".join(f"{category} {bytes_text(size)}" for category, size in classes.items())
+        return ShardingError(
+            asked,
+            found=[
+                f"{bytes_text(self.costs.peak_bytes)} at the least, on mesh {sizes_text(search.axes)}",
+                f"at its peak: {filled}",
+            ],
+            required=f"a plan within {bytes_text(int(limit))} per device",
+            fix=[
+                f"memory_bytes={self.costs.peak_bytes}",
+                *(["jax.checkpoint around each layer"] if activations > limit / 4 else []),
+                "more devices",
+                "a smaller batch",
+            ],
+        )
