@@ -182,16 +182,17 @@ class MeshPlan:
             planned_seconds=self.solution.cost / MICRO,
             next_best=next_best,
             candidates=(first, *rest),
-            replan=partial(self.replanned, result.annotations),
+            replan=partial(self.replanned, result),
         )
 
-    def replanned(self, present: Mapping[str, P], changes: Mapping[str, P], seconds: float) -> Plan:
+    def replanned(self, present: Annotated, changes: Mapping[str, P], seconds: float) -> Plan:
         """The plan with other annotations that it must have, see `Plan.what_if`.
 
         Args:
-            present: the plan's annotations, which are kept if nothing is better.
+            present: the plan's annotations: those that the new plan wants, too, are where its own start. The new ones
+                are good enough if they come as close to what a plan wants.
             changes: the annotations that it must have.
-            seconds: after which no annotations are left out any more.
+            seconds: for the solver; if the plan's annotations don't help, also for leaving out what saves nothing.
         """
         base = self.search.completion.assignment
         kept = {name: spec for name, spec in self.search.kept.items() if name not in changes} | dict(changes)
@@ -201,10 +202,21 @@ class MeshPlan:
         found = search.solved(self.of.pinned(pinned), seconds)
         if not options.fits(found.costs):
             raise found.too_large(f"plan.what_if({', '.join(changes)})")
-        result = found.annotation_search().completed(present)
-        if not (options.fits(result.costs) and is_close(result.costs, found.costs.seconds)):
+        annotations = found.annotation_search()
+        same = {
+            name: spec
+            for name, spec in present.annotations.items()
+            if self.decides_alike(found, annotations.values(name))
+        }
+        goal = max(1.0, present.costs.seconds / (self.costs.seconds or 1.0)) * found.costs.seconds
+        result = annotations.without_idle(annotations.extended(same, goal, options.fits))
+        if not (options.fits(result.costs) and is_close(result.costs, goal)):
             result = found.annotated()
         return found.plan(result, {}, ())
+
+    def decides_alike(self, other: MeshPlan, values: Mapping[str, int]) -> bool:
+        """Whether another plan wants the same of some values."""
+        return all(self.wanted[v] == other.wanted[v] for v in values.values())
 
     def too_large(self, asked: str) -> ShardingError:
         """What is missing for it to fit: its peak, what fills it, and what would lower it."""

@@ -146,7 +146,7 @@ class Plan(Tabular):
 
         Args:
             annotations: name, as `Completion.annotate` takes it -> spec. They stay in plans that this one is asked for.
-            seconds: after which annotations that save nothing stay.
+            seconds: for the solver, as for `sharding.plan`.
 
         Raises:
             ShardingError: no such array, a spec that does not fit it, nothing fits in memory, or the plan was read from

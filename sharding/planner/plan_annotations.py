@@ -72,7 +72,12 @@ class AnnotationSearch:
             fits: whether a program's costs are within the limit; if none are, the smallest peak counts.
             deadline: of `time.monotonic`, after which annotations that save nothing stay.
         """
-        best = now = self.completed(dict(self.arguments(lambda v, wanted: any(wanted.axes))))
+        best = self.extended(dict(self.arguments(lambda v, wanted: any(wanted.axes))), goal_seconds, fits)
+        return self.without_useless(self.without_idle(best), fits, deadline)
+
+    def extended(self, keys: Mapping[str, P], goal_seconds: float, fits: Callable[[Costs], bool]) -> Annotated:
+        """The cheapest program found with some annotations and what is missing for it to be as the plan wants."""
+        best = now = self.completed(keys)
         for _ in range(MAX_ROUNDS):
             if is_close(now.costs, goal_seconds) and fits(now.costs):
                 break
@@ -81,7 +86,7 @@ class AnnotationSearch:
                 break
             now = self.completed({**now.annotations, **more})
             best = min(best, now, key=lambda one: rank(one.costs, fits))
-        return self.without_useless(best, fits, deadline)
+        return best
 
     def completed(self, keys: Mapping[str, P]) -> Annotated:
         """The program with some annotations, and those that stay."""
@@ -153,8 +158,7 @@ class AnnotationSearch:
         return {name: spec for name, v in names.items() if v in values}
 
     def without_useless(self, best: Annotated, fits: Callable[[Costs], bool], deadline: float) -> Annotated:
-        """The same without the annotations that change nothing, and those that save nothing, the last ones first."""
-        best = self.without_idle(best)
+        """The same without the annotations that save nothing, the last ones first."""
         units: defaultdict[tuple[str, P], list[str]] = defaultdict(list)
         for key, spec in self.free(best).items():
             units[key.partition("#")[0], spec].append(key)

@@ -5,7 +5,7 @@
     python -m tests.benchmarks.planning --json planning.json
 
 The times are those of a step that nothing has traced: tracing and completing it, building the problem, solving it to a
-proven optimum without a memory limit, and `sharding.plan` with all of that, the annotations and the next best specs, for
+proven optimum without a memory limit; then `sharding.plan` with all of that, the annotations and next best specs, for
 which it takes up to `--seconds` more. A what-if adds an annotation to that plan. CPU seconds are of one process, which
 uses about one core: they are what the same takes on a machine that does nothing else.
 
@@ -99,7 +99,7 @@ def of_the_command_line(name: str, preset: str, devices: str, axes: Mapping[str,
 def gpt24() -> Program:
     """The width of the unrolled one."""
     sizes = {"features": 2048, "heads": 16, "kv_heads": 16, "mlp_features": 8192, "context": 1024}
-    axes = {"data": 8, "model": 8}
+    axes = {"fsdp": 8, "tensor": 8}
     return of_the_command_line("GPT, 24 layers, scanned", "gpt-xl", "v5e:8x8", axes, 64, layers=24, **sizes)
 
 
@@ -111,7 +111,7 @@ def gpt3(layers: int) -> Program:
 
 def llama() -> Program:
     """8 billion parameters: Llama 3's width, depth, vocabulary and grouped queries, with an MLP of as many weights."""
-    axes = {"data": 8, "model": 8}
+    axes = {"fsdp": 8, "tensor": 8}
     sizes = {"vocab": 128_256, "mlp_features": 21_504}
     return of_the_command_line("8B, like Llama 3", "gpt-7b", "v5p:4x4x4", axes, 64, **sizes)
 
@@ -191,7 +191,7 @@ def main(options: Options) -> None:
             for row in compared_plans.rows(sizes, budget, devices=PEER_DEVICES, axes=PEER_AXES, peer=peer):
                 found.append(row)
                 print(plan_line(row), flush=True)
-    result = measured("planning", options, found, num_devices=512, platform_name="tpu ahead of time")
+    result = measured("planning", options, found, num_devices=512, platform_name="v5e and v5p")
     print(*table(result), result.where, sep="\n")
     if options.json is not None:
         result.save(options.json)
