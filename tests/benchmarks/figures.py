@@ -22,6 +22,7 @@ from . import (
     iopddl,
     memory_budgets,
     pipeline,
+    planning,
     prediction,
     propagation,
     ranking,
@@ -50,6 +51,7 @@ BENCHMARKS: dict[str, ModuleType] = {
     "pipeline": pipeline,
     "axes": axes,
     "saving": saving,
+    "planning": planning,
     "iopddl": iopddl,
     "fuzz": fuzz.results,
 }

@@ -149,7 +149,7 @@ def speed(program: Program, seconds: float) -> Row:
     step, args = program.make()
     given = {"devices": program.devices, "mesh": program.axes, "seconds": seconds}
     plan = clock("plan", lambda: sharding.plan(step, *args, **given))
-    other = clock("what_if", lambda: plan.what_if(program.what_if))
+    other = clock("what_if", lambda: plan.what_if(program.what_if, seconds=seconds))
     return {
         "kind": "time",
         "name": program.name,
@@ -226,15 +226,16 @@ def against(result: Result) -> list[str]:
     for key in dict.fromkeys((row["layers"], row["budget_gb"]) for row in rows):
         own = {row["name"]: row for row in rows if (row["layers"], row["budget_gb"]) == key}
         layers, budget = key
-        head = f"GPT of {layers} layers, {f'{budget} GB' if budget else 'its memory'}"
+        head = f"GPT, {layers} layer{'s' * (layers > 1)}, {f'{budget} GB' if budget else 'least memory'}"
         ours, theirs = own.get(compared_plans.OURS), own[f"{compared_plans.THEIRS}, as it compiled it"]
         if ours is None or "error" in ours:
             found.append(f"{head}: none of ours fits")
             continue
-        quick, small, low = (
-            ours[name] / theirs[name] for name in ("planning_cpu_seconds", "collective_bytes", "peak_bytes")
+        names = "planning_cpu_seconds", "collective_bytes", "peak_bytes"
+        time_ratio, size, peak = (f"{ours[name] / theirs[name]:.2f}" for name in names)
+        found.append(
+            f"{head}: planned in {time_ratio} of the time of {compared_plans.THEIRS}, bytes {size}, peak {peak}"
         )
-        found.append(f"{head}: {1 / quick:.0f} times as fast as XLA's auto-sharding, bytes {small:.2f}, peak {low:.2f}")
     return found
 
 
