@@ -33,7 +33,8 @@ from ..propagation.dim_classes import major_factor
 from ..rules import Kind
 from ..spec import Dim, Spec
 from .partial_choice import joined_edges
-from .problem import FORBIDDEN, Problem
+from .pinned_costs import pinned_costs
+from .problem import Problem
 from .reshard_times import PARTIAL, REPLICATED, ReshardTimes, shardings_of, translated
 from .value_groups import OpArray, ValueGroups
 
@@ -66,6 +67,15 @@ class GraphProblem:
     """Per node int8 [strategies, axes]: the dim of a group, or the factor of an op, that each axis shards."""
     nodes: Mapping[int, int]
     """Group -> node."""
+
+    def pinned(self, annotations: Mapping[int, Annotation]) -> GraphProblem:
+        """The problem with other shardings of some values forbidden."""
+        costs = list(self.problem.costs)
+        for v, annotation in annotations.items():
+            node = self.node_of_value(v)
+            if node >= 0:
+                costs[node] = pinned_costs(costs[node], self.shardings[node], self.axes, annotation)
+        return dataclasses.replace(self, problem=dataclasses.replace(self.problem, costs=tuple(costs)))
 
     def node_of_value(self, v: int) -> int:
         """The node that decides a value's sharding; -1 for scalars and constants."""
@@ -220,20 +230,11 @@ class _Builder:
         self.nodes.append(_Node(shardings, np.zeros(len(shardings)), most / parts, interval))
 
     def pin(self, v: int, annotation: Annotation) -> None:
-        """Forbids the shardings that contradict an annotation, unless all do, as one that divides no dim."""
+        """Forbids the shardings that contradict an annotation."""
         group = self.groups.of(v)
-        if group is None:
-            return
-        node = self.nodes[self.node(group)]
-        names = np.array(self.times.axes)
-        keeps = np.ones(len(node.shardings), bool)
-        for d, dim in enumerate(annotation.spec.dims):
-            asked = np.isin(names, [axis if isinstance(axis, str) else axis[0] for axis in dim.axes])
-            on = node.shardings == d
-            keeps &= (on | ~asked).all(axis=1) if dim.open else (on == asked).all(axis=1)
-        keeps &= node.costs < FORBIDDEN
-        if keeps.any():
-            node.costs[~keeps] = FORBIDDEN
+        if group is not None:
+            node = self.nodes[self.node(group)]
+            node.costs = pinned_costs(node.costs, node.shardings, self.times.axes, annotation)
 
     def memory(self, values: Sequence[int]) -> tuple[float, tuple[int, int]]:
         """The most bytes of some values that are alive at once, and from when to when some are."""

@@ -1,4 +1,9 @@
-"""The best plan for each of some meshes, and the annotations of the best ones."""
+"""The best plan for one mesh, and what it becomes with an annotation that the user asks about.
+
+The program becomes a problem (`graph_problem.py`), which a solver decides; what it wants is costed as the completed
+program is: by the ledger, the memory report and the estimate. If the peak exceeds the limit, the problem's own limit
+falls in proportion.
+"""
 
 from __future__ import annotations
 
@@ -8,28 +13,27 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+
+from jax.sharding import PartitionSpec as P
 
 from ..completion import Completion
 from ..cost import Topology
-from ..cost.topology import topology_of_sizes
+from ..display.units import bytes_text
 from ..errors import ShardingError
+from ..explain.memory_report import memory
 from ..explain.program_costs import Costs, costs
 from ..hardware import Devices, Platform
-from ..mesh import mesh as mesh_of
 from ..propagation import Assignment
+from ..propagation.added_annotation import named_annotations
 from ..spec import Spec, sizes_text, to_partition_spec
-from . import plan_remat
 from .algorithms import solve
 from .graph_problem import MICRO, GraphProblem, of_graph
-from .parallel_plan import Candidate, Plan
-from .plan_annotations import Annotated, AnnotationSearch, rank
+from .parallel_plan import Candidate, NextBest, Plan
+from .plan_annotations import Annotated, AnnotationSearch, is_close, rank
 from .plan_polish import Polish
-from .plan_stages import Stages
+from .plan_version import Version
 from .solution import Solution
 
-ANNOTATED = 3
-"""The best meshes, whose plans are written as annotations and completed."""
 HIDDEN: Mapping[Platform, tuple[float, ...]] = {"cpu": (0.0,), "tpu": (0.0,), "gpu": (0.0, 0.75)}
 """Parts of the collectives of parameters, gradients and other arguments that are taken to be hidden behind computation,
 each of which gives a problem: XLA:GPU starts them early, but how early depends on the plan."""
@@ -42,40 +46,106 @@ MARGIN = 0.97
 
 
 @dataclass(frozen=True, kw_only=True)
-class Version:
-    """A step to plan: whole or in stages, with a choice of what its blocks keep."""
+class SearchOptions:
+    """What to search for, and how long."""
 
-    step: Any
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    stages: Stages | None = None
-    policies: plan_remat.Policies = field(default_factory=dict)
-    """What blocks under `remat.auto` keep."""
+    devices: Devices
+    algorithm: str
+    limit: float
+    """On peak memory, in bytes."""
+    deadline: float
+    """Of `time.monotonic`."""
+    seed: int
 
-    def completed(self, axes: Mapping[str, int], devices: Devices) -> tuple[Completion, Topology]:
-        """The program over a mesh without a plan, and the mesh with its links."""
-        with mesh_of(dict(axes), devices=devices), plan_remat.tracing(self.policies):
-            return self.step.complete(*self.args, **self.kwargs), topology_of_sizes(axes, devices, None)
+    @property
+    def left(self) -> float:
+        """Seconds."""
+        return self.deadline - time.monotonic()
 
-    def ends(self, axes: Mapping[str, int], devices: Devices) -> list[Version]:
-        """The versions that keep most and least for their backward; one if nothing chooses."""
-        with mesh_of(dict(axes), devices=devices):
-            choices = plan_remat.ends(self.step, self.args, self.kwargs)
-        return [dataclasses.replace(self, policies=policies) for policies in choices]
-
-    def name(self, axes: Mapping[str, int]) -> str:
-        """The version on a mesh."""
-        return sizes_text(axes) + (f", {self.stages}" if self.stages else "")
+    def fits(self, found: Costs) -> bool:
+        """Whether a program is within the memory limit."""
+        return found.peak_bytes <= self.limit
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
-    """The best that a solver found for one mesh."""
+class MeshSearch:
+    """The search for one mesh."""
 
     version: Version
-    axes: dict[str, int]
+    axes: Mapping[str, int]
     completion: Completion
+    """The program without a plan."""
     on: Topology
+    options: SearchOptions
+    kept: Mapping[str, P] = field(default_factory=dict)
+    """Annotations that the plan must have."""
+
+    def best(self, seconds: float) -> MeshPlan:
+        """The best plan; what exceeds the limit least if nothing fits."""
+        base = self.completion.assignment
+        shares = HIDDEN[self.options.devices.chip.platform]
+        annotations = {**base.graph.annotations, **named_annotations(base.graph, self.kept, base.sizes)}
+        problems = (of_graph(base.graph, self.on, annotations=annotations, hidden=hidden) for hidden in shares)
+        found = [self.solved(of, seconds / len(shares)) for of in problems]
+        return min(found, key=lambda one: rank(one.costs, self.options.fits))
+
+    def replanned(self, changes: Mapping[str, P], seconds: float) -> Plan:
+        """A plan with annotations that it must have, see `Plan.what_if`."""
+        options = dataclasses.replace(self.options, deadline=time.monotonic() + seconds)
+        found = dataclasses.replace(self, options=options, kept={**self.kept, **changes}).best(seconds)
+        if not options.fits(found.costs):
+            raise found.too_large(f"plan.what_if({', '.join(changes)})")
+        return found.plan(found.annotated(), {}, ())
+
+    def solved(self, of: GraphProblem, seconds: float) -> MeshPlan:
+        """The best solution of a problem."""
+        best: MeshPlan | None = None
+        limit = math.inf
+        each = max(seconds / MAX_LIMITS, LEAST_SECONDS)
+        for _ in range(MAX_LIMITS):
+            try:
+                solution = solve(of.problem, self.options.algorithm, limit, each, self.options.seed)
+            except ShardingError:
+                if best is None:
+                    raise
+                break
+            now = self.costed(of, solution, limit)
+            best = now if best is None else min(best, now, key=lambda one: rank(one.costs, self.options.fits))
+            if self.options.fits(now.costs) or limit <= of.problem.least_peak_bytes:
+                break
+            peak = MARGIN * solution.peak_bytes * self.options.limit / now.costs.peak_bytes
+            limit = max(of.problem.least_peak_bytes, peak)
+        assert best is not None
+        return best
+
+    def costed(self, of: GraphProblem, solution: Solution, limit: float) -> MeshPlan:
+        """A solution with the costs of the program that is sharded so."""
+        assignment = self.completion.assignment
+        wanted = tuple(of.sharding(v, solution.choice) for v in range(len(assignment.specs)))
+        specs = tuple(spec or own for spec, own in zip(wanted, assignment.specs, strict=True))
+        assignment = dataclasses.replace(assignment, specs=specs)
+        return MeshPlan(
+            search=self,
+            of=of,
+            solution=solution,
+            limit=limit,
+            wanted=wanted,
+            assignment=assignment,
+            costs=self.costs(assignment),
+        )
+
+    @property
+    def costs(self) -> Callable[[Assignment], Costs]:
+        """The costs of the program with other shardings."""
+        platform = self.options.devices.chip.platform
+        return partial(costs, on=self.on, donated=self.completion.donated_leaves, platform=platform)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshPlan:
+    """What a solver found for one mesh, before it is written as annotations."""
+
+    search: MeshSearch
     of: GraphProblem
     solution: Solution
     limit: float
@@ -85,177 +155,117 @@ class Found:
     """The program sharded as it wants."""
     costs: Costs
 
+    def annotated(self) -> Annotated:
+        """The program with the annotations that make it so."""
+        options = self.search.options
+        return self.annotation_search().run(self.costs.seconds, options.fits, options.deadline)
 
-@dataclass(kw_only=True)
-class MeshSearch:
-    """The search over meshes and versions of a step, within a time."""
-
-    devices: Devices
-    algorithm: str
-    limit: float
-    deadline: float
-    seed: int
-    on_progress: Callable[[str], None]
-    is_interrupted: bool = False
-    """By Ctrl-C."""
-    smallest: Found | None = None
-    """The one with the smallest peak, if none fits."""
-
-    @property
-    def left(self) -> float:
-        """Seconds."""
-        return self.deadline - time.monotonic()
-
-    def fits(self, found: Costs) -> bool:
-        return found.peak_bytes <= self.limit
-
-    def run(self, items: Sequence[tuple[Version, dict[str, int]]], seconds: float) -> list[Found]:
-        """The best for each version on a mesh that fits."""
-        found: list[Found] = []
-        until = time.monotonic() + seconds
-        try:
-            for k, (version, axes) in enumerate(items):
-                left = until - time.monotonic()
-                if k and left <= 0:
-                    break
-                one = self.best(version, axes, max(1.0, left / (len(items) - k)))
-                self.on_progress(f"{k + 1}/{len(items)} {version.name(axes)}: {one.costs}")
-                if self.fits(one.costs):
-                    found.append(one)
-                elif self.smallest is None or one.costs.peak_bytes < self.smallest.costs.peak_bytes:
-                    self.smallest = one
-        except KeyboardInterrupt:
-            self.is_interrupted = True
-            if not found:
-                raise
-        return found
-
-    def best(self, version: Version, axes: dict[str, int], seconds: float) -> Found:
-        """The best for one mesh; what exceeds the limit least if nothing fits."""
-        completion, on = version.completed(axes, self.devices)
-        bare = partial(Found, version=version, axes=axes, completion=completion, on=on)
-        shares = HIDDEN[self.devices.chip.platform]
-        found = [self.solved(bare, completion, on, hidden, seconds / len(shares)) for hidden in shares]
-        return min(found, key=lambda one: rank(one.costs, self.fits))
-
-    def solved(
-        self, bare: Callable[..., Found], completion: Completion, on: Topology, hidden: float, seconds: float
-    ) -> Found:
-        """The best where a part of the collectives of arguments is hidden behind computation."""
-        graph = completion.assignment.graph
-        of = of_graph(graph, on, annotations=graph.annotations, hidden=hidden)
-        best: Found | None = None
-        limit = math.inf
-        for _ in range(MAX_LIMITS):
-            try:
-                solution = solve(of.problem, self.algorithm, limit, max(seconds / MAX_LIMITS, LEAST_SECONDS), self.seed)
-            except ShardingError:
-                if best is None:
-                    raise
-                break
-            assignment, wanted = _as_wanted(completion.assignment, of, solution)
-            now = bare(
-                of=of,
-                solution=solution,
-                limit=limit,
-                wanted=wanted,
-                assignment=assignment,
-                costs=self.costs(completion, on)(assignment),
-            )
-            best = now if best is None else min(best, now, key=lambda one: rank(one.costs, self.fits))
-            if self.fits(now.costs) or limit <= of.problem.least_peak_bytes:
-                break
-            limit = max(of.problem.least_peak_bytes, MARGIN * solution.peak_bytes * self.limit / now.costs.peak_bytes)
-        assert best is not None
-        return best
-
-    def costs(self, completion: Completion, on: Topology) -> Callable[[Assignment], Costs]:
-        return partial(costs, on=on, donated=completion.donated_leaves, platform=self.devices.chip.platform)
-
-    def plan(self, found: Sequence[Found]) -> Plan:
-        """The cheapest plan of the best meshes."""
-        annotated: list[tuple[Found, Annotated]] = []
-        try:
-            for one in found[:ANNOTATED]:
-                annotated.append((one, self.annotated(one)))
-                self.on_progress(f"{one.version.name(one.axes)} with annotations: {annotated[-1][1].costs}")
-                if self.left <= 0:
-                    break
-        except KeyboardInterrupt:
-            self.is_interrupted = True
-            if not annotated:
-                raise
-        best, result = min(annotated, key=lambda pair: rank(pair[1].costs, self.fits))
-        polish = Polish(
-            of=best.of, choice=best.solution.choice, search=self.search_of(best), fits=self.fits, deadline=self.deadline
+    def annotation_search(self) -> AnnotationSearch:
+        """The search for these annotations."""
+        return AnnotationSearch(
+            base=self.search.completion.assignment,
+            wanted=self.wanted,
+            alike=self.of.node_of_value,
+            costed=self.search.costs,
+            kept=self.search.kept,
         )
-        result, next_best = polish.run(result)
-        graph = best.completion.assignment.graph
-        rest = [
-            Candidate(axes=tuple(one.axes.items()), stages=one.version.stages, costs=one.costs, num_annotations=0)
-            for one in found
-            if one is not best
-        ]
+
+    def polish(self) -> Polish:
+        """The last changes to these annotations."""
+        options, found = self.search.options, self.annotation_search()
+        choice = self.solution.choice
+        return Polish(of=self.of, choice=choice, search=found, fits=options.fits, deadline=options.deadline)
+
+    def plan(self, result: Annotated, next_best: Mapping[str, NextBest], rest: Sequence[Candidate]) -> Plan:
+        """The plan of some annotations.
+
+        Args:
+            result: the program with them.
+            next_best: annotation -> what the next best spec would cost.
+            rest: the plans for other meshes.
+        """
+        completion, axes = self.search.completion, self.search.axes
+        graph = completion.assignment.graph
+        version = self.search.version
         first = Candidate(
-            axes=tuple(best.axes.items()),
-            stages=best.version.stages,
+            axes=tuple(axes.items()),
+            stages=version.stages,
             costs=result.costs,
             num_annotations=len(result.annotations),
         )
-        plan = Plan(
-            name=best.completion.name,
-            devices=str(self.devices),
-            axes=best.axes,
+        return Plan(
+            name=completion.name,
+            devices=str(self.search.options.devices),
+            axes=axes,
             annotations=result.annotations,
             arguments=tuple(
                 (graph.first_names.get(v, f"argument {k}"), to_partition_spec(result.assignment.boundary_spec(v)))
                 for k, v in enumerate(graph.inputs)
             ),
             costs=result.costs,
-            memory_bytes=self.limit,
-            algorithm=best.solution.algorithm,
-            bound_seconds=best.solution.bound / MICRO,
-            planned_seconds=best.solution.cost / MICRO,
-            stages=best.version.stages,
-            remat=best.version.policies,
+            memory_bytes=self.search.options.limit,
+            algorithm=self.solution.algorithm,
+            bound_seconds=self.solution.bound / MICRO,
+            planned_seconds=self.solution.cost / MICRO,
+            stages=version.stages,
+            remat=version.policies,
             next_best=next_best,
             candidates=(first, *rest),
-        )
-        return self.fitted(plan, best.version)
-
-    def fitted(self, plan: Plan, version: Version) -> Plan:
-        """The plan with what its blocks can keep within the limit, if that is better."""
-        if not plan.remat or plan.keeps_everything or version.kwargs or self.is_interrupted or self.left <= 0:
-            return plan
-        with mesh_of(dict(plan.axes), devices=self.devices):
-            step = version.step.with_plan(dataclasses.replace(plan, remat={}))
-            policies = plan_remat.fitted(step, version.args, self.limit)
-        if policies is None:
-            return plan
-        planned = dataclasses.replace(version, step=step, policies=policies)
-        completion, on = planned.completed(plan.axes, self.devices)
-        now = self.costs(completion, on)(completion.assignment)
-        self.on_progress(f"{version.name(plan.axes)} with recomputation that fits: {now}")
-        if rank(now, self.fits) >= rank(plan.costs, self.fits):
-            return plan
-        return dataclasses.replace(plan, remat=policies, costs=now)
-
-    def annotated(self, one: Found) -> Annotated:
-        return self.search_of(one).run(one.costs.seconds, self.fits, self.deadline)
-
-    def search_of(self, one: Found) -> AnnotationSearch:
-        return AnnotationSearch(
-            base=one.completion.assignment,
-            wanted=one.wanted,
-            alike=one.of.node_of_value,
-            costed=self.costs(one.completion, one.on),
+            replan=partial(self.replanned, result),
         )
 
+    def replanned(self, present: Annotated, changes: Mapping[str, P], seconds: float) -> Plan:
+        """The plan with other annotations that it must have, see `Plan.what_if`.
 
-def _as_wanted(
-    completed: Assignment, of: GraphProblem, solution: Solution
-) -> tuple[Assignment, tuple[Spec | None, ...]]:
-    """The program sharded as a solution wants, and what it wants of each value; None where it wants nothing."""
-    wanted = tuple(of.sharding(v, solution.choice) for v in range(len(completed.specs)))
-    specs = tuple(spec or own for spec, own in zip(wanted, completed.specs, strict=True))
-    return dataclasses.replace(completed, specs=specs), wanted
+        Args:
+            present: the plan's annotations: those that the new plan wants, too, are where its own start. The new ones
+                are good enough if they come as close to what a plan wants.
+            changes: the annotations that it must have.
+            seconds: for the solver; if the plan's annotations don't help, also for leaving out what saves nothing.
+        """
+        base = self.search.completion.assignment
+        kept = {name: spec for name, spec in self.search.kept.items() if name not in changes} | dict(changes)
+        pinned = named_annotations(base.graph, kept, base.sizes)
+        options = dataclasses.replace(self.search.options, deadline=time.monotonic() + seconds)
+        search = dataclasses.replace(self.search, options=options, kept=kept)
+        found = search.solved(self.of.pinned(pinned), seconds)
+        if not options.fits(found.costs):
+            raise found.too_large(f"plan.what_if({', '.join(changes)})")
+        annotations = found.annotation_search()
+        same = {
+            name: spec
+            for name, spec in present.annotations.items()
+            if self.decides_alike(found, annotations.values(name))
+        }
+        goal = max(1.0, present.costs.seconds / (self.costs.seconds or 1.0)) * found.costs.seconds
+        result = annotations.without_idle(annotations.extended(same, goal, options.fits))
+        if not (options.fits(result.costs) and is_close(result.costs, goal)):
+            result = found.annotated()
+        return found.plan(result, {}, ())
+
+    def decides_alike(self, other: MeshPlan, values: Mapping[str, int]) -> bool:
+        """Whether another plan wants the same of some values."""
+        return all(self.wanted[v] == other.wanted[v] for v in values.values())
+
+    def too_large(self, asked: str) -> ShardingError:
+        """What is missing for it to fit: its peak, what fills it, and what would lower it."""
+        search = self.search
+        platform, limit = search.options.devices.chip.platform, search.options.limit
+        report = memory(self.assignment, donated=search.completion.donated_leaves, platform=platform)
+        classes = {category: size for category, size in report.by_class.items() if size}
+        activations = sum(size for category, size in classes.items() if "activations" in category)
+        filled = ", ".join(f"{category} {bytes_text(size)}" for category, size in classes.items())
+        return ShardingError(
+            asked,
+            found=[
+                f"{bytes_text(self.costs.peak_bytes)} at the least, on mesh {sizes_text(search.axes)}",
+                f"at its peak: {filled}",
+            ],
+            required=f"a plan within {bytes_text(int(limit))} per device",
+            fix=[
+                f"memory_bytes={self.costs.peak_bytes}",
+                *(["jax.checkpoint(layer, policy=remat.auto) around each layer"] if activations > limit / 4 else []),
+                "more devices",
+                "a smaller batch",
+            ],
+        )

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from .. import paths
 from ..explain.program_costs import Costs
-from ..graph import Graph, Places, line
+from ..graph import Annotation, Graph, Places, line
 from ..graph.places import op_name
 from ..propagation import Assignment
 from ..propagation.added_annotation import named_annotations
@@ -49,10 +49,14 @@ class AnnotationSearch:
     alike: Callable[[int], int]
     """Value -> a number that equal values of several layers have in common."""
     costed: Callable[[Assignment], Costs]
+    kept: Mapping[str, P] = field(default_factory=dict)
+    """Annotations that stay."""
     places: Places = field(init=False)
     ends: frozenset[int] = field(init=False)
+    known: dict[tuple[str, P], dict[int, Annotation]] = field(default_factory=dict)
+    """The annotations of each name and spec so far."""
     found: dict[str, dict[str, int]] = field(default_factory=dict)
-    """Name -> values: they are looked up many times."""
+    """The values of each name so far."""
 
     def __post_init__(self) -> None:
         self.places = Places(self.graph)
@@ -70,24 +74,35 @@ class AnnotationSearch:
             fits: whether a program's costs are within the limit; if none are, the smallest peak counts.
             deadline: of `time.monotonic`, after which annotations that save nothing stay.
         """
-        best = now = self.completed(dict(self.arguments(lambda v, wanted: any(wanted.axes))))
+        best = self.extended(dict(self.arguments(lambda v, wanted: any(wanted.axes))), goal_seconds, fits)
+        return self.without_useless(self.without_idle(best), fits, deadline)
+
+    def extended(self, keys: Mapping[str, P], goal_seconds: float, fits: Callable[[Costs], bool]) -> Annotated:
+        """The cheapest program found with some annotations and what is missing for it to be as the plan wants."""
+        best = now = self.completed(keys)
         for _ in range(MAX_ROUNDS):
-            if now.costs.seconds <= CLOSE * goal_seconds and fits(now.costs):
+            if is_close(now.costs, goal_seconds) and fits(now.costs):
                 break
             more = {k: spec for k, spec in self.missing(now.assignment).items() if k not in now.annotations}
             if not more:
                 break
             now = self.completed({**now.annotations, **more})
             best = min(best, now, key=lambda one: rank(one.costs, fits))
-        return self.without_useless(best, fits, deadline)
+        return best
 
     def completed(self, keys: Mapping[str, P]) -> Annotated:
-        """The program with some annotations."""
+        """The program with some annotations, and those that stay."""
+        keys = {name: spec for name, spec in keys.items() if name not in self.kept} | dict(self.kept)
         assignment = self.with_annotations(keys)
         return Annotated(annotations=keys, assignment=assignment, costs=self.costed(assignment))
 
     def with_annotations(self, keys: Mapping[str, P]) -> Assignment:
-        return self.base.with_annotations(named_annotations(self.graph, keys, self.base.sizes, self.values))
+        found: dict[int, Annotation] = {}
+        for key in keys.items():
+            if key not in self.known:
+                self.known[key] = named_annotations(self.graph, dict([key]), self.base.sizes, self.values)
+            found |= self.known[key]
+        return self.base.with_annotations(found)
 
     def values(self, name: str) -> dict[str, int]:
         """The values that an annotation is of, by unique names."""
@@ -155,17 +170,44 @@ class AnnotationSearch:
         return {name: spec for name, v in names.items() if v in values}
 
     def without_useless(self, best: Annotated, fits: Callable[[Costs], bool], deadline: float) -> Annotated:
-        """The same without the annotations that change nothing, and those that save nothing, the last ones first."""
-        for key in reversed(list(best.annotations)):
-            fewer = {name: spec for name, spec in best.annotations.items() if name != key}
-            assignment = self.with_annotations(fewer)
-            if all(a.axes == b.axes for a, b in zip(assignment.specs, best.assignment.specs, strict=True)):
-                best = Annotated(annotations=fewer, assignment=assignment, costs=best.costs)
-            elif time.monotonic() < deadline:
-                costs = self.costed(assignment)
-                if score(costs) <= CLOSE * score(best.costs) and (fits(costs) or not fits(best.costs)):
-                    best = Annotated(annotations=fewer, assignment=assignment, costs=costs)
+        """The same without the annotations that save nothing, the last ones first."""
+        units: defaultdict[tuple[str, P], list[str]] = defaultdict(list)
+        for key, spec in self.free(best).items():
+            units[key.partition("#")[0], spec].append(key)
+        for keys in reversed(units.values()):
+            if time.monotonic() < deadline and all(":" in key or self.is_exception(key, best) for key in keys):
+                fewer = self.completed({k: spec for k, spec in best.annotations.items() if k not in keys})
+                if score(fewer.costs) <= CLOSE * score(best.costs) and (fits(fewer.costs) or not fits(best.costs)):
+                    best = self.without_idle(fewer)
         return best
+
+    def is_exception(self, key: str, best: Annotated) -> bool:
+        """Whether the values of an annotation are also of another one, from which they differ."""
+        own = self.values(key).items()
+        return any(own <= self.values(other).items() for other in best.annotations if other != key)
+
+    def free(self, found: Annotated) -> dict[str, P]:
+        """The annotations that may be left out."""
+        return {name: spec for name, spec in found.annotations.items() if name not in self.kept}
+
+    def without_idle(self, best: Annotated, names: Sequence[str] | None = None) -> Annotated:
+        """The same without those of some annotations that change nothing: all at once, or each half by itself."""
+        keys = list(self.free(best)) if names is None else names
+        left = set(keys)
+        fewer = {k: spec for k, spec in best.annotations.items() if k not in left}
+        assignment = self.with_annotations(fewer)
+        if all(a.axes == b.axes for a, b in zip(assignment.specs, best.assignment.specs, strict=True)):
+            return Annotated(annotations=fewer, assignment=assignment, costs=best.costs)
+        if len(keys) > 1:
+            half = len(keys) // 2
+            best = self.without_idle(best, keys[half:])
+            best = self.without_idle(best, keys[:half])
+        return best
+
+
+def is_close(costs: Costs, goal_seconds: float) -> bool:
+    """Whether a program takes about the time that its plan wants."""
+    return costs.seconds <= CLOSE * goal_seconds
 
 
 def rank(costs: Costs, fits: Callable[[Costs], bool]) -> tuple[int, float]:

@@ -45,7 +45,7 @@ class Polish:
         Ends when no annotation has a better spec, at the deadline, or at a Ctrl-C.
         """
         found: dict[str, NextBest] = {}
-        names, fruitless = list(result.annotations), 0
+        names, fruitless = list(self.search.free(result)), 0
         try:
             for name in itertools.cycle(names):
                 if fruitless == len(names) or time.monotonic() > self.deadline:

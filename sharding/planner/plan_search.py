@@ -1,32 +1,39 @@
 """`sharding.plan`: the search for a mesh and the annotations that make a step fast within a memory limit.
 
-For each mesh the program becomes a problem (`graph_problem.py`), which a solver decides; what it wants is costed as
-the completed program is: by the ledger, the memory report and the estimate (`mesh_search.py`). If the peak exceeds the
-limit, the problem's own limit falls in proportion. The best meshes get annotations (`plan_annotations.py`), and the
-cheapest completion wins, with a few other specs tried for each of its annotations (`plan_polish.py`).
+Each mesh is searched by itself (`mesh_search.py`), for the step and its versions in stages. The best ones get
+annotations (`plan_annotations.py`), and the cheapest completion wins, with a few other specs tried for each of its
+annotations (`plan_polish.py`).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ..cost.topology import topology_of_sizes
-from ..display.units import bytes_text
 from ..errors import ShardingError
-from ..explain.memory_report import memory
 from ..hardware import Devices, parse
 from ..jit.jit import jit
+from ..mesh import mesh as mesh_of
 from ..spec import sizes_text
+from . import plan_remat
 from .algorithms import check_algorithm
 from .graph_problem import GraphProblem, of_graph
-from .mesh_search import Found, MeshSearch, Version
-from .parallel_plan import Plan
-from .plan_annotations import score
+from .mesh_search import MeshPlan, MeshSearch, SearchOptions
+from .parallel_plan import Candidate, Plan
+from .plan_annotations import Annotated, rank, score
 from .plan_stages import Staged
+from .plan_version import Version
+
+ANNOTATED = 3
+"""The best meshes, whose plans are written as annotations and completed."""
+Item = tuple[Version, dict[str, int]]
+"""A version of the step and a mesh to try it on."""
 
 AXIS_NAMES: tuple[str, ...] = ("x", "y", "z")
 """Of the meshes that are tried, as JAX's documentation names them."""
@@ -84,27 +91,22 @@ def plan(
     limit = _limit(memory_bytes, on, asked)
     if not seconds > 0:
         raise ShardingError(f"sharding.plan(seconds={seconds})", required="a positive number of seconds")
-    search = MeshSearch(
-        devices=on,
-        algorithm=algorithm,
-        limit=limit,
-        deadline=time.monotonic() + seconds,
-        seed=seed,
-        on_progress=on_progress or (lambda text: None),
+    options = SearchOptions(
+        devices=on, algorithm=algorithm, limit=limit, deadline=time.monotonic() + seconds, seed=seed
     )
+    search = _Search(options=options, on_progress=on_progress or (lambda text: None))
     versions = [Version(step=_jitted(step), args=args, kwargs=kwargs)]
     versions += [Version(step=_jitted(one.step), args=one.args, kwargs={}, stages=one.stages) for one in staged]
     items = [item for version in versions for item in _on_meshes(version, on, mesh)]
     in_stages = [item for item in items if item[0].stages is not None]
     found = _best(search, in_stages if mesh is not None and in_stages else items)
     if found is None:
-        raise _nothing_fits(search, asked)
+        assert search.smallest is not None
+        raise search.smallest.too_large(asked)
     return found
 
 
-def _on_meshes(
-    version: Version, on: Devices, given: Mapping[str, int] | None
-) -> Iterator[tuple[Version, dict[str, int]]]:
+def _on_meshes(version: Version, on: Devices, given: Mapping[str, int] | None) -> Iterator[Item]:
     """A version of the step with each mesh to try it on: for stages those that begin with their axis."""
     first = {} if version.stages is None else {version.stages.axis: version.stages.count}
     if given is not None:
@@ -114,19 +116,19 @@ def _on_meshes(
         yield from ((version, axes) for axes in _meshes(on, first))
 
 
-def _best(search: MeshSearch, items: Sequence[tuple[Version, dict[str, int]]]) -> Plan | None:
+def _best(search: _Search, items: Sequence[Item]) -> Plan | None:
     """The best plan over versions and what their blocks under `remat.auto` keep; None if none fits."""
-    ends = {id(version): version.ends(axes, search.devices) for version, axes in reversed(items)}
+    ends = {id(version): version.ends(axes, search.options.devices) for version, axes in reversed(items)}
     rounds = [
         [(ends[id(version)][k], axes) for version, axes in items if k < len(ends[id(version)])]
         for k in range(max(map(len, ends.values())))
     ]
     best: Plan | None = None
-    deadline = search.deadline
+    deadline = search.options.deadline
     try:
         for k, these in enumerate(rounds):
-            search.deadline = deadline - search.left * (len(rounds) - k - 1) / 2
-            found = _run(search, these)
+            search.until(deadline - search.options.left * (len(rounds) - k - 1) / 2)
+            found = search.run_all(these)
             if not found:
                 continue
             plan = search.plan(found)
@@ -138,17 +140,6 @@ def _best(search: MeshSearch, items: Sequence[tuple[Version, dict[str, int]]]) -
         if best is None:
             raise
     return best
-
-
-def _run(search: MeshSearch, items: Sequence[tuple[Version, dict[str, int]]]) -> list[Found]:
-    """The best for each mesh, the best one first; versions in stages have half of the time."""
-    whole = [item for item in items if item[0].stages is None]
-    staged = [item for item in items if item[0].stages is not None]
-    found: list[Found] = []
-    for these, share in ((whole, 0.5 if staged else 1.0), (staged, 1.0)):
-        if these and not search.is_interrupted:
-            found += search.run(these, share * search.left)
-    return sorted(found, key=lambda one: score(one.costs))
 
 
 def problem_of(
@@ -204,25 +195,95 @@ def _meshes(on: Devices, first: Mapping[str, int]) -> Iterator[dict[str, int]]:
                 yield axes
 
 
-def _nothing_fits(search: MeshSearch, asked: str) -> ShardingError:
-    """What is missing: the smallest peak found, what fills it, and what would lower it."""
-    assert search.smallest is not None
-    one = search.smallest
-    report = memory(one.assignment, donated=one.completion.donated_leaves, platform=search.devices.chip.platform)
-    classes = {category: size for category, size in report.by_class.items() if size}
-    activations = sum(size for category, size in classes.items() if "activations" in category)
-    filled = ", ".join(f"{category} {bytes_text(size)}" for category, size in classes.items())
-    return ShardingError(
-        asked,
-        found=[
-            f"{bytes_text(one.costs.peak_bytes)} at the least, on mesh {sizes_text(one.axes)}",
-            f"at its peak: {filled}",
-        ],
-        required=f"a plan within {bytes_text(int(search.limit))} per device",
-        fix=[
-            f"memory_bytes={one.costs.peak_bytes}",
-            *(["jax.checkpoint(layer, policy=remat.auto) around each layer"] if activations > search.limit / 4 else []),
-            "more devices",
-            "a smaller batch",
-        ],
-    )
+@dataclass(kw_only=True)
+class _Search:
+    options: SearchOptions
+    on_progress: Callable[[str], None]
+    is_interrupted: bool = False
+    """By Ctrl-C."""
+    smallest: MeshPlan | None = None
+    """The one with the smallest peak, if none fits."""
+
+    def until(self, deadline: float) -> None:
+        self.options = dataclasses.replace(self.options, deadline=deadline)
+
+    def run_all(self, items: Sequence[Item]) -> list[MeshPlan]:
+        """The best for each mesh that fits, the best one first; versions in stages have half of the time."""
+        whole = [item for item in items if item[0].stages is None]
+        staged = [item for item in items if item[0].stages is not None]
+        found: list[MeshPlan] = []
+        for these, share in ((whole, 0.5 if staged else 1.0), (staged, 1.0)):
+            if these and not self.is_interrupted:
+                found += self.run(these, share * self.options.left)
+        return sorted(found, key=lambda one: score(one.costs))
+
+    def run(self, items: Sequence[Item], seconds: float) -> list[MeshPlan]:
+        """The best for each version on a mesh that fits."""
+        found: list[MeshPlan] = []
+        until = time.monotonic() + seconds
+        try:
+            for k, (version, axes) in enumerate(items):
+                left = until - time.monotonic()
+                if k and left <= 0:
+                    break
+                completion, on = version.completed(axes, self.options.devices)
+                one = MeshSearch(version=version, axes=axes, completion=completion, on=on, options=self.options)
+                best = one.best(max(1.0, left / (len(items) - k)))
+                self.on_progress(f"{k + 1}/{len(items)} {version.name(axes)}: {best.costs}")
+                if self.options.fits(best.costs):
+                    found.append(best)
+                elif self.smallest is None or best.costs.peak_bytes < self.smallest.costs.peak_bytes:
+                    self.smallest = best
+        except KeyboardInterrupt:
+            self.is_interrupted = True
+            if not found:
+                raise
+        return found
+
+    def plan(self, found: Sequence[MeshPlan]) -> Plan:
+        """The cheapest plan of the best meshes."""
+        annotated: list[tuple[MeshPlan, Annotated]] = []
+        try:
+            for one in found[:ANNOTATED]:
+                annotated.append((one, one.annotated()))
+                name = one.search.version.name(one.search.axes)
+                self.on_progress(f"{name} with annotations: {annotated[-1][1].costs}")
+                if self.options.left <= 0:
+                    break
+        except KeyboardInterrupt:
+            self.is_interrupted = True
+            if not annotated:
+                raise
+        best, result = min(annotated, key=lambda pair: rank(pair[1].costs, self.options.fits))
+        result, next_best = best.polish().run(result)
+        rest = [
+            Candidate(
+                axes=tuple(one.search.axes.items()),
+                stages=one.search.version.stages,
+                costs=one.costs,
+                num_annotations=0,
+            )
+            for one in found
+            if one is not best
+        ]
+        return self.fitted(best.plan(result, next_best, rest), best.search)
+
+    def fitted(self, plan: Plan, search: MeshSearch) -> Plan:
+        """The plan with what its blocks can keep within the limit, if that is better."""
+        version, options = search.version, self.options
+        if not plan.remat or plan.keeps_everything or version.kwargs or self.is_interrupted or options.left <= 0:
+            return plan
+        with mesh_of(dict(plan.axes), devices=options.devices):
+            step = version.step.with_plan(dataclasses.replace(plan, remat={}))
+            policies = plan_remat.fitted(step, version.args, options.limit)
+        if policies is None:
+            return plan
+        chosen = dataclasses.replace(version, policies=policies)
+        free, on = chosen.completed(plan.axes, options.devices)
+        again = dataclasses.replace(search, version=chosen, completion=free, on=on)
+        completion, _ = dataclasses.replace(chosen, step=step).completed(plan.axes, options.devices)
+        now = again.costs(completion.assignment)
+        self.on_progress(f"{version.name(plan.axes)} with recomputation that fits: {now}")
+        if rank(now, options.fits) >= rank(plan.costs, options.fits):
+            return plan
+        return dataclasses.replace(plan, remat=policies, costs=now, replan=again.replanned)

@@ -3,8 +3,8 @@
 A sharding is a row of an array int8 [shardings, axes]: the dim that each mesh axis shards, `REPLICATED`, or `PARTIAL`
 for a sum that is not complete over the axis. Several axes on one dim are in the mesh's order. A transition slices, sums
 (reduce-scatters what stays sharded, all-reduces the rest), moves axes by all-to-alls, puts shards in order where a dim
-gets or loses a major axis, then gathers, each with all of its axes at once: the chain that `rewrite.reshard` finds for
-most pairs, without a search.
+gets or loses a major axis, then gathers, dim by dim, each with all axes of the dim at once: the chain that
+`rewrite.reshard` finds for most pairs, without a search.
 """
 
 from __future__ import annotations
@@ -59,11 +59,20 @@ class ReshardTimes:
         moved = (have >= 0) & (want >= 0) & ~kept
         before = num_bytes / self.num_parts(np.where(sliced, want, have))
         after = before / self.num_parts(np.where(scattered, want, REPLICATED))
-        total = self._all("reduce-scatter", scattered, before)
-        total += self._all("all-reduce", (have == PARTIAL) & (want < 0), after)
+        gathered, whole = (have >= 0) & (want < 0), num_bytes / self.num_parts(want)
+        total = self._all("all-reduce", (have == PARTIAL) & (want < 0), after)
         total += self._all("all-to-all", moved, after)
         total += self._all("collective-permute", self._displaced(have, want, kept), after)
-        return total + self._all("all-gather", (have >= 0) & (want < 0), num_bytes / self.num_parts(want))
+        for dim in range(int(max(have.max(initial=-1), want.max(initial=-1))) + 1):
+            total += self._all(
+                "reduce-scatter", scattered & (want == dim), before / self._parts(scattered & (want < dim))
+            )
+            total += self._all("all-gather", gathered & (have == dim), whole / self._parts(gathered & (have > dim)))
+        return total
+
+    def _parts(self, over: np.ndarray) -> np.ndarray:
+        """The number of devices along the axes marked in `over`, int64 [...]."""
+        return np.where(over, self.sizes, 1).prod(axis=-1)
 
     def _displaced(self, have: np.ndarray, want: np.ndarray, kept: np.ndarray) -> np.ndarray:
         """The axes whose shards change places, as a dim gets or loses a major axis, bool [..., axes]."""

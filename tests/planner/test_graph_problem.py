@@ -53,6 +53,19 @@ def test_times_of_single_collectives_are_those_of_the_cost_model():
     assert seconds((PARTIAL, 1), (REPLICATED, 1)) == cost.collective_seconds("all-reduce", size / 4, "x", on)
     assert seconds((PARTIAL, 1), (0, 1)) == cost.collective_seconds("reduce-scatter", size / 4, "x", on)
     assert seconds((PARTIAL, PARTIAL), (REPLICATED,) * 2) == cost.collective_seconds("all-reduce", size, ["x", "y"], on)
+    assert seconds((0, 0), (REPLICATED,) * 2) == cost.collective_seconds("all-gather", size, ["x", "y"], on)
+
+
+def test_each_dim_is_a_collective_of_its_own():
+    with sharding.mesh(SIZES, devices=DEVICES) as mesh:
+        on = sharding.topology(mesh)
+    times, size = ReshardTimes(on), 1e6
+    gathers = [cost.collective_seconds("all-gather", *one, on) for one in ((size / 4, "x"), (size, "y"))]
+    found = times.seconds(np.array((0, 1), np.int8), np.array((REPLICATED,) * 2, np.int8), size)
+    assert float(found) == pytest.approx(sum(gathers))
+    sums = [cost.collective_seconds("reduce-scatter", *one, on) for one in ((size, "x"), (size / 2, "y"))]
+    found = times.seconds(np.array((PARTIAL,) * 2, np.int8), np.array((0, 1), np.int8), size)
+    assert float(found) == pytest.approx(sum(sums))
 
 
 def test_times_of_reshards_are_at_most_those_of_the_searched_chains():

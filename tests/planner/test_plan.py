@@ -171,6 +171,9 @@ def test_recomputation_is_part_of_a_plan(tmp_path):
     again = planner.Plan.load(plan.save(tmp_path / "plan.json"))
     assert again.remat == plan.remat
     assert "recomputation" in str(plan)
+    other = plan.what_if({"params/0/up": P("x")})
+    assert (other.remat, dict(other.arguments)["params/0/up"]) == (plan.remat, P("x"))
+    assert other.costs.peak_bytes <= limit
     assert "remat.auto[1]" in plan.code()
     assert any(line.startswith("remat.auto[0]") for line in plan.diff(free))
     check_equals_one_device(step, args, again)
@@ -418,3 +421,28 @@ def test_algorithms_side_by_side_and_the_memory_curve():
     assert curve.plot().svg.count("<circle") == len({(s.peak_bytes, s.cost) for s in curve.solutions})
     with pytest.raises(sharding.ShardingError, match="alpa"):
         planner.compare(problem, ["alpha"])
+
+
+def test_what_if_keeps_an_annotation_and_plans_the_rest_anew(many_tokens):
+    """As a program with that annotation is planned, but from the problem that is there."""
+    step, *args = transformer(*MANY_TOKENS)
+    other = many_tokens.what_if({"params/*/w1": P(None, "x")})
+    specs = ([dict.fromkeys("qkvo") | {"w1": P(None, "x"), "w2": None}] * 2, None)
+    again = sharding.plan(sharding.jit(step, in_shardings=specs, donate_argnums=0), *args, devices=DEVICES, mesh=FLAT)
+    assert arguments(other)["w1"] == P(None, "x") != arguments(many_tokens)["w1"]
+    assert other.planned_seconds >= many_tokens.planned_seconds
+    assert other.planned_seconds == pytest.approx(again.planned_seconds, rel=1e-6)
+    assert other.costs.seconds <= 1.02 * again.costs.seconds
+    with other.mesh(DEVICES):
+        completion = sharding.jit(step, donate_argnums=0, plan=other).complete(*args)
+    assert completion.communication().total_bytes == other.costs.sent_bytes
+
+
+def test_what_if_adds_up_and_refuses_what_does_not_fit(many_tokens, tmp_path):
+    first = many_tokens.what_if({"params/0/w1": P(None, "x")})
+    both = first.what_if({"params/0/q": P("x")})
+    assert both.annotations["params/0/w1"] == P(None, "x") and both.annotations["params/0/q"] == P("x")
+    with pytest.raises(sharding.ShardingError, match="w3"):
+        many_tokens.what_if({"w3": P("x")})
+    with pytest.raises(sharding.ShardingError, match="read from a file"):
+        planner.Plan.load(many_tokens.save(tmp_path / "plan.json")).what_if({"w1": P()})

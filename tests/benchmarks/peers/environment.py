@@ -14,6 +14,8 @@ TORCH = "2.13.0"
 # indexes serve a CUDA build on Linux: it requires several GB of further packages, and does not import without them.
 # So PyTorch is installed with --no-deps, and these after it.
 TORCH_NEEDS = ("filelock", "typing-extensions", "sympy", "networkx", "jinja2", "fsspec", "setuptools", "numpy")
+AUTO_SHARDING = ("jax==0.10.0", "jaxlib==0.10.0", "libtpu==0.0.37")
+"""The last libtpu with XLA's auto-sharding, and the JAX that it was released for, which can ask for it."""
 CUDA = re.compile(r"(nvidia|cuda|triton)\b(?!.*extra ==)")
 LONG_SECONDS = 1800
 """Timeout of one command, with room for downloads."""
@@ -30,33 +32,64 @@ def torch_python(cache: Path, *, pythons: Sequence[str] = PYTHONS, say: Callable
     3.11, or if pip finds no such PyTorch or only a CUDA build, which is not downloaded.
     """
     folder = cache / f"torch-{TORCH}"
+
+    def install(python: Path) -> None:
+        _lean(python)
+        _pip(python, "install", "--no-deps", f"torch=={TORCH}")
+        _pip(python, "install", *TORCH_NEEDS)
+
+    return _environment(folder, f"PyTorch {TORCH}", "numpy, torch.distributed.pipelining", install, pythons, say)
+
+
+def auto_sharding_python(
+    cache: Path, *, pythons: Sequence[str] = PYTHONS, say: Callable[[str], object] = print
+) -> Path | None:
+    """The Python of an environment under `cache` whose libtpu has XLA's auto-sharding; created by the first call.
+
+    Returns None, after passing the reason to `say`, if there is no Python 3.11, or if pip finds no such releases.
+    """
+    folder = cache / AUTO_SHARDING[-1].replace("==", "-")
+
+    def install(python: Path) -> None:
+        _pip(python, "install", *AUTO_SHARDING)
+
+    return _environment(folder, " with ".join(AUTO_SHARDING), "jax._src.sharding_impls, libtpu", install, pythons, say)
+
+
+def _environment(
+    folder: Path,
+    name: str,
+    modules: str,
+    install: Callable[[Path], object],
+    pythons: Sequence[str],
+    say: Callable[[str], object],
+) -> Path | None:
+    """The Python of an environment that imports some modules, which is created if it doesn't."""
     python = folder / ("Scripts/python.exe" if sys.platform == "win32" else "bin/python")
     try:
-        if not _imports(python):
-            _venv(folder, pythons)
-            _lean(python)
-            _pip(python, "install", "--no-deps", f"torch=={TORCH}")
-            _pip(python, "install", *TORCH_NEEDS)
-        if not _imports(python):
-            raise _Failed(f"PyTorch {TORCH} was installed in {folder} but does not import there.")
+        if not _imports(python, modules):
+            _venv(folder, name, pythons)
+            install(python)
+        if not _imports(python, modules):
+            raise _Failed(f"{name} was installed in {folder} but does not import there.")
     except _Failed as failed:
         say(str(failed))
         return None
     return python
 
 
-def _imports(python: Path) -> bool:
-    return python.exists() and _run(python, "-c", "import numpy, torch.distributed.pipelining").returncode == 0
+def _imports(python: Path, modules: str) -> bool:
+    return python.exists() and _run(python, "-c", f"import {modules}").returncode == 0
 
 
-def _venv(folder: Path, pythons: Sequence[str]) -> None:
+def _venv(folder: Path, name: str, pythons: Sequence[str]) -> None:
     """Creates an empty environment with the first Python that can."""
     found = [path for path in map(shutil.which, pythons) if path is not None]
     for path in found:
         if _run(path, "-m", "venv", "--clear", folder).returncode == 0:
             return
     if not found:
-        raise _Failed(f"PyTorch needs {' or '.join(pythons)}, which is not installed on this machine.")
+        raise _Failed(f"{name.partition(' ')[0]} needs {' or '.join(pythons)}, which is not installed on this machine.")
     raise _Failed(f"{' and '.join(found)} could not create a virtual environment in {folder}.")
 
 

@@ -1,0 +1,44 @@
+"""One of the programs that a plan may be of: the step, or a version in stages, with what its blocks keep."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..completion import Completion
+from ..cost import Topology
+from ..cost.topology import topology_of_sizes
+from ..hardware import Devices
+from ..mesh import mesh as mesh_of
+from ..spec import sizes_text
+from . import plan_remat
+from .plan_stages import Stages
+
+
+@dataclass(frozen=True, kw_only=True)
+class Version:
+    """A step to plan: whole or in stages, with a choice of what its blocks keep."""
+
+    step: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    stages: Stages | None = None
+    policies: plan_remat.Policies = field(default_factory=dict)
+    """What blocks under `remat.auto` keep."""
+
+    def completed(self, axes: Mapping[str, int], devices: Devices) -> tuple[Completion, Topology]:
+        """The program over a mesh without a plan, and the mesh with its links."""
+        with mesh_of(dict(axes), devices=devices), plan_remat.tracing(self.policies):
+            return self.step.complete(*self.args, **self.kwargs), topology_of_sizes(axes, devices, None)
+
+    def ends(self, axes: Mapping[str, int], devices: Devices) -> list[Version]:
+        """The versions that keep most and least for their backward; one if nothing chooses."""
+        with mesh_of(dict(axes), devices=devices):
+            choices = plan_remat.ends(self.step, self.args, self.kwargs)
+        return [dataclasses.replace(self, policies=policies) for policies in choices]
+
+    def name(self, axes: Mapping[str, int]) -> str:
+        """The version on a mesh."""
+        return sizes_text(axes) + (f", {self.stages}" if self.stages else "")
