@@ -13,7 +13,8 @@ from support.rule_reference import check_rules, primitives
 
 from sharding.graph import CALLS
 from sharding.graph.build import HANDLERS
-from sharding.rules import rule_for
+from sharding.rules import Kind, rule_for, rule_table
+from sharding.rules.rule import Flow
 from sharding.rules.rule_table import ELEMENTWISE, MOVES, RULES
 
 generated = settings(
@@ -375,3 +376,11 @@ def test_random_bits_share_the_batch_dims_of_their_keys():
 
 def test_a_reshape_of_an_empty_array_has_no_rule():
     assert rule_for("reshape", [(0, 4)], [(4, 0)], {}) is None
+
+
+@pytest.mark.parametrize("allowed, flow", [("none", None), ("forward", Flow.FORWARD), ("backward", Flow.BACKWARD)])
+def test_a_barrier_lets_axes_pass_one_way_or_not_at_all(allowed, flow):
+    rule = rule_table.barrier((4, 6), allowed)
+    assert str(rule) == "i j -> i j" and rule.kinds == (Kind.PASS, Kind.PASS)
+    assert rule.blocked == (frozenset({0, 1}) if flow is None else frozenset())
+    assert flow is None or rule.flow is flow
