@@ -1,4 +1,4 @@
-"""Straight-line programs: calls are inlined, the numbers are those of the function, slices compute what they promise."""
+"""Straight-line programs: calls are inlined, the numbers are the function's, slices compute what they promise."""
 
 import jax
 import jax.numpy as jnp
