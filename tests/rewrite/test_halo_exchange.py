@@ -79,6 +79,16 @@ def test_along_one_dim(name):
     check(PROGRAMS[name], P(None, "a"))
 
 
+@pytest.mark.parametrize("low, high", [(4, 7), (5, 6), (5, 8), (7, 16), (6, 9), (7, 12)])
+def test_slices_whose_rows_come_from_twice_as_far_as_they_are_many(low, high):
+    check(lambda x: x[:, low:high], P(None, "a"), images(rows=16))
+
+
+@pytest.mark.parametrize("before, after", [(0, 13), (0, 16), (2, 15), (2, 18), (16, 0), (0, 19), (24, 0)])
+def test_paddings_that_move_rows_twice_as_far_as_a_new_shard_is_long(before, after):
+    check(lambda x: jnp.pad(x, ((0, 0), (before, after), (0, 0), (0, 0))), P(None, "a"), images(rows=16))
+
+
 def test_along_two_dims():
     ledger = check(conv(5), P(None, "a", "b"))
     assert [c.axes for c in ledger] == [("a",), ("a",), ("b",), ("b",)]

@@ -87,6 +87,18 @@ def test_constraints_kept(f, expected):
     assert kept(f, SQUARE) == expected
 
 
+def test_the_compiler_slices_a_replicated_operand_by_itself():
+    def f(x, y):
+        return jax.numpy.sin(annotate(x * 2, P())) + annotate(y * 2, P("data"))
+
+    with sharding.mesh(data=2, tensor=4):
+        jaxpr = sharding.jit(f).trace(floats(8, 8), floats(8, 8)).jaxpr
+    makers = {v: e for e in compat.open_jaxpr(jaxpr).eqns for v in e.outvars}
+    (sin,) = (e for e in makers.values() if e.primitive.name == "sin")
+    asked = makers[sin.invars[0]]  # as the user says, and no constraint to the slice behind it
+    assert (asked.primitive.name, str(asked.params["spec"])) == ("annotate", "[-, -]")
+
+
 def test_results_of_a_loop_body_keep_their_constraints():
     def f(x, w):
         return jax.lax.scan(lambda c, _: (jax.numpy.tanh(c @ w), None), annotate(x, P("data")), None, length=3)[0]

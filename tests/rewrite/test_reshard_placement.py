@@ -80,6 +80,27 @@ def test_scaled_sums_are_reduce_scattered(name):
     assert [c.kind for c in ledger] == ["reduce-scatter"]
 
 
+def test_a_sum_that_is_not_scattered_is_resharded_in_its_narrower_dtype():
+    def f(x, w):
+        return sharding.annotate((x.T @ w).astype("bfloat16") * 0.5, P("data", "model"))
+
+    args, specs = (jax.ShapeDtypeStruct(TALL.shape, "float32"),) * 2, (P("data", "model"), P("data"))
+    with sharding.mesh(SIZES, devices=8):
+        ledger = sharding.jit(f, in_shardings=specs).complete(*args).communication()
+    assert [(c.kind, c.dtype) for c in ledger] == [("all-reduce", "float32"), ("all-to-all", "bfloat16")]
+
+
+def test_a_small_sum_is_scattered_where_it_is_made():
+    def f(xs, w):
+        return sharding.annotate(jax.lax.scan(lambda c, x: (c, x.T @ w), 0.0, xs)[1], P(None, "data"))
+
+    args = jax.ShapeDtypeStruct((2, 8, 8), "float32"), jax.ShapeDtypeStruct((8, 8), "float32")
+    with sharding.mesh(SIZES, devices=8):
+        specs = P(None, ("data", "model")), P(("data", "model"))
+        ledger = sharding.jit(f, in_shardings=specs).complete(*args).communication()
+    assert [(c.kind, c.axes) for c in ledger] == [("reduce-scatter", ("data",)), ("all-reduce", ("model",))]
+
+
 @pytest.mark.parametrize(("backend", "described"), COMPILERS.values(), ids=COMPILERS)
 @pytest.mark.parametrize("name", SUMS)
 def test_scaled_sums_as_compiled(name, backend, described):
