@@ -48,6 +48,16 @@ def looked_up(table, x):
     return jax.shard_map(body, in_specs=(P(), P()), out_specs=P(), axis_names={"a"}, check_vma=False)(table, x)
 
 
+def elements(table, x):
+    """Picks elements by a row and a column, of which only one may be sharded."""
+
+    def body(table, x):
+        row, column = (jnp.abs(k * x).astype(jnp.int32) % n for k, n in zip((5, 3), table.shape, strict=True))
+        return table[row, column]
+
+    return jax.shard_map(body, in_specs=(P(), P()), out_specs=P(), axis_names={"a"}, check_vma=False)(table, x)
+
+
 NHC = ("NHC", "HIO", "NHC")
 CASES = {
     "a strided slice of one element": (lambda x: x[1:2:3], [(2, 8)], [P("a")], {"a": 2}),
@@ -65,6 +75,12 @@ CASES = {
     ),
     "rows of a sharded table in a shard_map": (
         looked_up, [(8, 4), (4, 6)], [P("b"), P("c")], {"a": 2, "b": 2, "c": 2},
+    ),
+    "elements of a table that is sharded in rows, in a shard_map": (
+        elements, [(8, 4), (4, 6)], [P("b"), P("c")], {"a": 2, "b": 2, "c": 2},
+    ),
+    "elements of a table that is sharded in columns, in a shard_map": (
+        elements, [(8, 4), (4, 6)], [P(None, "b"), P("c")], {"a": 2, "b": 2, "c": 2},
     ),
     "a bitwise reduction": (xor, [(4, 8)], [P("a")], {"a": 4}),
     "a reduction of two arrays": (max_and_sum, [(4, 8)], [P("a")], {"a": 4}),
