@@ -42,7 +42,7 @@ def run(x_GSM: jax.Array, routing: Routing, experts: Experts, *, axes: MeshAxes 
     rows = axes.token_spec(groups, length)
     if rows is None:  # sequences of which a device has no whole number: sharded as one row of tokens
         rows = P(None, axes.token_axes(groups * length) or None)
-        tokens = tuple(array.reshape(1, groups * length, -1) for array in tokens)
+        tokens = _one_row(x_GSM), _one_row(chosen_GSK), _one_row(weights_GSK)
     if axes.expert_axis_size > 1 and axes.expert not in jax.tree.leaves(tuple(rows)):
         raise ShardingError(
             f"expert.MoE(capacity_factor=None) for {groups} x {length} tokens",
@@ -54,6 +54,10 @@ def run(x_GSM: jax.Array, routing: Routing, experts: Experts, *, axes: MeshAxes 
     local = functools.partial(local, axes=axes, ragged=platform() in token_exchange.RAGGED)
     run = jax.shard_map(local, in_specs=(rows, rows, rows, up, down), out_specs=rows)
     return run(*tokens, experts.up, experts.down).reshape(x_GSM.shape)
+
+
+def _one_row(array_GS_: jax.Array) -> jax.Array:
+    return array_GS_.reshape(1, -1, array_GS_.shape[-1])
 
 
 def _local(

@@ -16,6 +16,7 @@ _CALLS = ("jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "cu
 """Equations to recurse into; a loop or a branch counts as one equation."""
 
 Kind = Literal["nan", "inf"]
+KINDS: tuple[Kind, ...] = ("nan", "inf")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,12 +113,10 @@ class _Evaluation:
         if eqn.primitive.name in _CALLS and body is not None:
             return self.run(body, operands, site)
         arrays = compat.bind(eqn, [operand.array for operand in operands])
-        kinds = [_kind(array) for array in arrays]
-        made = {kind: self._origins(site, kind, operands) for kind in dict.fromkeys(kinds) if kind is not None}
-        return [
-            _Value(array) if kind is None else _Value(array, kind, made[kind])
-            for array, kind in zip(arrays, kinds, strict=True)
-        ]
+        kinds: list[Kind | None] = [_kind(array) for array in arrays]
+        made = {kind: self._origins(site, kind, operands) for kind in KINDS if kind in kinds}
+        none = frozenset[int]()
+        return [_Value(x, kind, none if kind is None else made[kind]) for x, kind in zip(arrays, kinds, strict=True)]
 
     def _origins(self, site: Site, kind: Kind, operands: Sequence[_Value]) -> frozenset[int]:
         """Where a non-finite result comes from: the equation itself, unless an operand was so before."""

@@ -71,6 +71,10 @@ def kept(f, *shapes):
     ]
 
 
+def outer(x):
+    return jax.lax.broadcast_in_dim(x, SQUARE.shape, (0,))
+
+
 @pytest.mark.parametrize(
     "f, expected",
     [
@@ -80,8 +84,20 @@ def kept(f, *shapes):
         (lambda x: (annotate(x, P("data")) @ annotate(x.T * 2, P(None, "data"))) * 2, ["mul", "dot_general"]),
         (lambda x: jax.lax.cumsum(annotate(x, P("data"))) * 2, ["cumsum"]),
         (lambda x: jax.lax.sort(annotate(x, P("data")) * 3) * 2, ["mul", "sort"]),
+        (
+            lambda x: annotate(outer(jax.numpy.sin(annotate(x[:, 0], P("data")))) * 2, P("data", "tensor")),
+            ["squeeze", "broadcast_in_dim", "mul"],
+        ),
     ],
-    ids=["elementwise", "annotated inside", "dot", "conflicting dot", "op not trusted", "use by an op not trusted"],
+    ids=[
+        "elementwise",
+        "annotated inside",
+        "dot",
+        "conflicting dot",
+        "op not trusted",
+        "use by an op not trusted",
+        "one axis from the operand",
+    ],
 )
 def test_constraints_kept(f, expected):
     assert kept(f, SQUARE) == expected
