@@ -39,6 +39,10 @@ def scaled_product(x, w):
     return jnp.sin(sharding.annotate(-y, P("data", P.UNCONSTRAINED)))
 
 
+def narrowed_product(x, w):
+    return sharding.annotate((x.T @ w).astype("bfloat16") * 0.5, P("data", "model"))
+
+
 def scaled_sum(x):
     return sharding.annotate(-(x.sum(0) * 0.5), P("data"))
 
@@ -68,6 +72,11 @@ def test_the_dtype_that_is_moved(name):
 SUMS = {
     "scaled product": (scaled_product, (TALL, TALL), (P("data"), P("data", "model"))),
     "on idle devices": (scaled_product, (TALL, TALL), (P("data"), P("data"))),
+    "not scattered": (
+        narrowed_product,
+        (jax.ShapeDtypeStruct(TALL.shape, "float32"),) * 2,
+        (P("data", "model"), P("data")),
+    ),
     "scaled sum": (scaled_sum, (jax.ShapeDtypeStruct((8, 1024, 128), "float32"),), (P("data"),)),
 }
 
@@ -81,10 +90,7 @@ def test_scaled_sums_are_reduce_scattered(name):
 
 
 def test_a_sum_that_is_not_scattered_is_resharded_in_its_narrower_dtype():
-    def f(x, w):
-        return sharding.annotate((x.T @ w).astype("bfloat16") * 0.5, P("data", "model"))
-
-    args, specs = (jax.ShapeDtypeStruct(TALL.shape, "float32"),) * 2, (P("data", "model"), P("data"))
+    f, args, specs = SUMS["not scattered"]
     with sharding.mesh(SIZES, devices=8):
         ledger = sharding.jit(f, in_shardings=specs).complete(*args).communication()
     assert [(c.kind, c.dtype) for c in ledger] == [("all-reduce", "float32"), ("all-to-all", "bfloat16")]
