@@ -186,6 +186,24 @@ def test_only_the_affected_dims_are_replicated():
     assert xla_workarounds.specs("slice", half, [(8, 8), (8, 4)], found, SIZES) == found
 
 
+@pytest.mark.parametrize(
+    "window, step, padding, rows, kept",
+    [
+        (2, 2, (0, 0), 12, True),
+        (3, 2, (0, 0), 12, False),  # they overlap
+        (2, 2, (0, 2), 10, False),  # the last ones are padding
+        (2, 2, (0, 0), 6, False),  # one crosses the boundary of shards
+        (1, 1, (0, 0), 7, True),
+    ],
+)
+def test_a_pooling_gradient_stays_sharded_where_windows_lie_in_shards(window, step, padding, rows, kept):
+    windows = (rows + sum(padding) - window) // step + 1
+    params = {"window_dimensions": (window, 1), "window_strides": (step, 1), "padding": (padding, (0, 0))}
+    found, shapes = [spec("b", "a")] * 3, [(windows, 6), (rows, 6), (rows, 6)]
+    expected = found if kept else [spec(None, "a")] * 3
+    assert xla_workarounds.specs("select_and_scatter_add", params, shapes, found, SIZES) == expected
+
+
 def test_a_convolution_stays_sharded_in_batch_and_height():
     program = jax.make_jaxpr(lambda x, w: conv(x, w, dims=NHC, padding="SAME"))(
         jnp.ones((8, 8, 4)), jnp.ones((3, 4, 4))
