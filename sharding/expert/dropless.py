@@ -30,18 +30,20 @@ def run(x_GSM: jax.Array, routing: Routing, experts: Experts, *, axes: MeshAxes 
     References:
         Gale et al., MegaBlocks, MLSys 2023 (2211.15841), section 3.1, for dropless expert computation.
     """
-    groups, length, features = x_GSM.shape
-    num_experts, tokens = experts.up.shape[0], groups * length
-    x_NM = x_GSM.reshape(tokens, features)
+    groups, length, _ = x_GSM.shape
     # Choices not dispatched get an index after all experts, whose rows no device computes.
-    chosen_NK = jnp.where(routing.wanted_GSK, routing.experts_GSK, num_experts).reshape(tokens, -1)
-    weights_NK = jnp.where(routing.wanted_GSK, routing.weights_GSK, 0).reshape(tokens, -1)
+    chosen_GSK = jnp.where(routing.wanted_GSK, routing.experts_GSK, experts.up.shape[0])
+    weights_GSK = jnp.where(routing.wanted_GSK, routing.weights_GSK, 0)
+    tokens = x_GSM, chosen_GSK, weights_GSK
     matmul = functools.partial(kernels.grouped_matmul, implementation=experts.implementation)
     local = functools.partial(_local, activation=experts.activation, matmul=matmul)
     if axes is None:
-        return local(x_NM, chosen_NK, weights_NK, experts.up, experts.down).reshape(x_GSM.shape)
-    axes_of_tokens = axes.token_axes(tokens)
-    if axes.expert_axis_size > 1 and axes.expert not in axes_of_tokens:
+        return local(*tokens, experts.up, experts.down)
+    rows = axes.token_spec(groups, length)
+    if rows is None:  # sequences of which a device has no whole number: sharded as one row of tokens
+        rows = P(None, axes.token_axes(groups * length) or None)
+        tokens = _one_row(x_GSM), _one_row(chosen_GSK), _one_row(weights_GSK)
+    if axes.expert_axis_size > 1 and axes.expert not in jax.tree.leaves(tuple(rows)):
         raise ShardingError(
             f"expert.MoE(capacity_factor=None) for {groups} x {length} tokens",
             found=f"axes {', '.join((*axes.batch, str(axes.expert)))} of sizes {dict(axes.sizes)}",
@@ -49,16 +51,19 @@ def run(x_GSM: jax.Array, routing: Routing, experts: Experts, *, axes: MeshAxes 
             fix="capacity_factor=math.inf",
         )
     up, down = P(axes.expert, None, axes.hidden), P(axes.expert, axes.hidden)
-    rows = P(axes_of_tokens or None)
     local = functools.partial(local, axes=axes, ragged=platform() in token_exchange.RAGGED)
     run = jax.shard_map(local, in_specs=(rows, rows, rows, up, down), out_specs=rows)
-    return run(x_NM, chosen_NK, weights_NK, experts.up, experts.down).reshape(x_GSM.shape)
+    return run(*tokens, experts.up, experts.down).reshape(x_GSM.shape)
+
+
+def _one_row(array_GS_: jax.Array) -> jax.Array:
+    return array_GS_.reshape(1, -1, array_GS_.shape[-1])
 
 
 def _local(
-    x_NM: jax.Array,
-    chosen_NK: jax.Array,
-    weights_NK: jax.Array,
+    x_GSM: jax.Array,
+    chosen_GSK: jax.Array,
+    weights_GSK: jax.Array,
     up_EMF: jax.Array,
     down_EFM: jax.Array,
     *,
@@ -67,7 +72,8 @@ def _local(
     axes: MeshAxes | None = None,
     ragged: bool = False,
 ) -> jax.Array:
-    """Output [N, M] for the local tokens; R = N K rows, one per choice."""
+    """Output [G, S, M] for the local tokens, N in all; R = N K rows, one per choice."""
+    x_NM, chosen_NK, weights_NK = (array.reshape(-1, array.shape[-1]) for array in (x_GSM, chosen_GSK, weights_GSK))
     tokens, top_k = chosen_NK.shape
     parts = 1 if axes is None else axes.expert_axis_size
     num_experts = parts * up_EMF.shape[0]
@@ -89,4 +95,5 @@ def _local(
     out_NKM = out_RM[jnp.argsort(order_R)].reshape(tokens, top_k, -1)
     y_NM = jnp.einsum("NKM,NK->NM", out_NKM, weights_NK.astype(out_NKM.dtype))
     # The sum over hidden features, delayed to where the array is smallest.
-    return y_NM if axes is None or axes.hidden is None else jax.lax.psum(y_NM, axes.hidden)
+    y_NM = y_NM if axes is None or axes.hidden is None else jax.lax.psum(y_NM, axes.hidden)
+    return y_NM.reshape(x_GSM.shape)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
+from jax.sharding import PartitionSpec as P
 
 from ..errors import ShardingError
 from ..mesh import current
@@ -36,6 +37,11 @@ class MeshAxes:
     def group_axes(self, num_groups: int) -> tuple[str, ...]:
         """The most axes, major first, that divide this number of groups."""
         return self._longest_divisor(num_groups, self._batch_axes)
+
+    def token_spec(self, num_groups: int, length: int) -> P | None:
+        """The spec of tokens [groups, length, ...] over all axes; None where these don't divide groups and length."""
+        axes, parts = self._batch_axes, 1 if self.length is None else self.sizes[self.length]
+        return P(axes or None, self.length) if self.group_axes(num_groups) == axes and length % parts == 0 else None
 
     def token_axes(self, num_tokens: int) -> tuple[str, ...]:
         """The most axes, major first, that divide the tokens of all groups."""

@@ -86,9 +86,10 @@ class _Search:
         best, chosen = self.cost(found), before
         maker, is_passing = found.ops[0], self.passed_on(found.ops[0]) is not None
         operands = self.strategies.of(maker).operand_specs
-        is_sum = maker.rule is not None and Kind.REDUCE in maker.rule.kinds
+        made = self.strategies.of(maker).result_steps[maker.results.index(found.values[0])]
+        is_scattered = any(step.kind == "reduce-scatter" for step in made)
         for specs in self.candidates(found, before):
-            if is_sum and not _axes(before[0]) <= _axes(specs[0]):
+            if is_scattered and not _axes(before[0]) <= _axes(specs[0]):
                 continue  # a sum is scattered where it is made, so that sums that are added can be reduced at once
             self.assign(found, specs)
             cost, is_same = self.cost(found), self.strategies.of(maker).operand_specs == operands

@@ -23,6 +23,10 @@ def test_a_calibration_is_saved_and_loaded(tmp_path):
     assert measured == [(kind, size, "shared memory") for size in (2, 4) for kind in KINDS]
     assert not chip.shares_cores
     assert len(lines) == 6 + len(measured)
+    rates = chip.rates
+    for line, rate in (("bfloat16", rates.bfloat16_flops_per_second), ("elementwise", rates.vector_flops_per_second)):
+        (said,) = (text for text in lines if line in text)
+        assert f"{rate / 1e9:,.1f} GFLOP/s" in said
     how = calibration.how
     assert (how["num_devices"], how["devices_share_cores"]) == (4, True)
     assert how["mesh"] == {"data": 2, "tensor": 2}

@@ -146,3 +146,24 @@ def test_an_elementwise_op_counts_its_largest_array():
     assert flops("add", [f32(4, 1), f32(4, 6)], [f32(4, 6)]) == 24
     assert not TRANSCENDENTAL.keys() & FLOPS.keys() and not DATA_MOVEMENT & REDUCTIONS
     assert all(FLOPS[name]([f32(4, 6)], [f32(4, 6)], {}) == 0 for name in DATA_MOVEMENT)
+
+
+@pytest.mark.parametrize("rows_first", [True, False])
+def test_a_ragged_product_multiplies_each_row_once(rows_first):
+    rows, k, n, groups = 60, 8, 7, 5
+    dims = 0 if rows_first else 1
+    shape = (rows, k) if rows_first else (k, rows)
+    sizes = jax.ShapeDtypeStruct((groups,), jnp.int32)
+
+    def numbers(contracted, of_other, ragged, group):
+        return jax.lax.RaggedDotDimensionNumbers((((contracted,), (of_other,)), ((), ())), [ragged], group)
+
+    def counted(dimension_numbers, *operands):
+        f = lambda *args: jax.lax.ragged_dot_general(*args, dimension_numbers)  # noqa: E731
+        (eqn,) = jax.make_jaxpr(f)(*operands, sizes).eqns
+        operands, results = ([v.aval for v in found] for found in (eqn.invars, eqn.outvars))
+        return work(eqn.primitive.name, operands, results, eqn.params).flops
+
+    each = 2 * rows * k * n
+    assert counted(numbers(1 - dims, 1, dims, [0]), f32(*shape), f32(groups, k, n)) == each  # a matrix per group
+    assert counted(numbers(dims, 0, dims, []), f32(*shape), f32(rows, n)) == each  # summed over the rows of a group

@@ -7,7 +7,7 @@ import re
 import pytest
 
 import sharding
-from sharding import ShardingError
+from sharding import P, ShardingError
 from sharding.expert.expert_axes import MeshAxes, resolve_axes
 
 SIZES = {"data": 2, "expert": 3, "seq": 4}
@@ -32,6 +32,14 @@ def test_the_most_axes_that_divide(batch: tuple[str, ...], expert: str | None, l
             fitting = [one for one in prefixes if number % math.prod(SIZES[name] for name in one) == 0]
             assert found == fitting[-1]
         assert axes.slot_axis(number) == (length if length and number % SIZES[length] == 0 else None)
+
+
+def test_tokens_are_sharded_over_all_axes_or_not_as_groups():
+    axes = MeshAxes(expert="expert", batch=("data",), hidden=None, length="seq", sizes=SIZES)
+    assert axes.token_spec(12, 8) == P(("data", "expert"), "seq")
+    assert axes.token_spec(8, 8) is None and axes.token_spec(12, 6) is None
+    alone = MeshAxes(expert=None, batch=(), hidden=None, length=None, sizes=SIZES)
+    assert alone.token_spec(5, 7) == P(None, None)
 
 
 def test_axes_of_the_mesh():

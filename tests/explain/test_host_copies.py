@@ -43,6 +43,13 @@ def test_a_program_without_copies_has_one_table():
     assert ledger.host_copies == () and len(ledger.tables()) == 1 and "from host" not in str(ledger)
 
 
+def test_what_is_put_where_it_is_already_is_not_copied():
+    def f(m, w):
+        return m, jax.device_put(w, DEVICE) + 1
+
+    assert completed(f, SQUARE, SQUARE).communication().host_copies == ()
+
+
 def test_a_loop_copies_each_slice():
     def streamed(ws, x):
         return jax.lax.scan(lambda x, w: (jnp.tanh(x @ jax.device_put(w, DEVICE)), None), x, ws)[0]

@@ -206,3 +206,15 @@ def test_each_candidate_divides_and_changes_something():
             assert all(n % k == 0 for n, k in zip(c.assignment.graph.shapes[v], parts, strict=True))
             assert one.assignment.specs[v].axes == one.axes
     assert len(seen) > 10
+
+
+def test_parameters_come_before_optimizer_state_though_their_update_reads_them_too():
+    def momentum(moments, params, batch):
+        moments = jax.tree.map(lambda m, g: 0.9 * m + g, moments, jax.grad(mlp)(params, batch))
+        return moments, jax.tree.map(lambda w, m: w - 0.1 * m, params, moments)
+
+    with sharding.mesh(data=2, tensor=4):
+        step = sharding.jit(momentum, in_shardings=(None, None, P("data")), donate_argnums=(0, 1))
+        c = step.complete(PARAMS, PARAMS, BATCH)
+    found = dict.fromkeys(one.target.names[0] for one in candidates(c.assignment))
+    assert list(found)[:3] == ["params/down", "params/up", "batch"]  # then nothing is new for the moments

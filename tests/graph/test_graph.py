@@ -222,6 +222,26 @@ def test_every_variable_has_a_value():
             assert compat.is_drop(var) or g.shapes[g.scope.env[var]] == var.aval.shape
 
 
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["plain", "in a call"])
+def test_an_array_depends_on_a_scalar_that_a_constant_expression_broadcasts(wrap):
+    g = build(lambda x, s, t: x * wrap(lambda n: jnp.broadcast_to(n, (8,)))(s), (8,), (), ())
+    assert not [op for op in g.ops if op.name == "broadcast_in_dim"]
+    assert [v in g.live_values() for v in g.inputs] == [True, True, False]
+
+
+@pytest.mark.parametrize("kind", ["device", "pinned_host"])
+def test_a_put_says_where_and_how_an_array_is(kind):
+    def f(x):
+        mesh = jax.sharding.get_abstract_mesh()
+        return jax.device_put(x * 2.0, NamedSharding(mesh, P("a"), memory_kind=kind))
+
+    g = build(f, (8,))
+    (put,) = (op for op in g.ops if op.name == "device_put")
+    assert g.memory_kinds.get(put.results[0]) == (kind if kind == "pinned_host" else None)
+    assert not set(put.operands) & g.memory_kinds.keys()
+    assert g.annotations[put.results[0]].spec.axes == (("a",),)
+
+
 def test_a_loop_depends_on_a_scalar_only_where_its_body_does():
     def fn(x, w):
         total = jnp.broadcast_to(jnp.sum(x), (4,))

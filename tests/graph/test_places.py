@@ -76,7 +76,7 @@ def test_an_op_of_a_line(c):
     assert not c._places.find(f"{hidden()}/dot_general#2") and not c._places.find(f"{hidden()}/sin")
 
 
-@pytest.mark.parametrize("name", ["decoder/layer_0/mlp", "layer_1/mlp", "layer_*/mlp", "mlp", "mlp/down"])
+@pytest.mark.parametrize("name", ["decoder/layer_0/mlp", "layer_1/mlp", "layer_*/mlp", "mlp", "mlp/down", "decoder"])
 def test_a_module_is_what_it_computes_for_others(c, name):
     assert c.spec(name) == P("data")
     shapes = {c.assignment.graph.shapes[v] for v in c._places.find(name).values()}

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import sharding
-from sharding import P, graph
+from sharding import P, compat, graph
 from sharding.graph import Annotation
 from sharding.propagation import complete
 from sharding.rules import Kind
@@ -95,6 +95,25 @@ def test_bodies_run_once_per_run_of_the_equation():
     f = mapped(jnp.sin, P("a"), P("a"), {"a"})
     g = build(lambda x: jax.lax.scan(lambda c, _: (f(c), None), x, None, length=5)[0], (8,))
     assert {op.times for op in g.ops if op.name in ("shard_map", "sin")} == {5}
+
+
+def test_each_scope_is_found_by_the_place_of_its_jaxpr_in_the_equation():
+    local = mapped(lambda x: jnp.sin(x), P("a"), P("a"), {"a"})
+
+    def f(x):
+        x = jax.lax.scan(lambda c, _: (local(c), None), x, None, length=5)[0]
+        x = jax.lax.while_loop(lambda c: jnp.sum(c) < 1, jax.jit(jnp.cos), x)
+        x = jax.lax.cond(jnp.sum(x) > 0, jnp.tanh, jax.checkpoint(jnp.exp), x)
+        return jax.lax.custom_linear_solve(lambda v: 2 * v, x, lambda _, y: y / 2)
+
+    found = set()
+    for one in build(f, (8,)).scopes():
+        for (i, key, position), child in one.children.items():
+            eqn = one.jaxpr.eqns[i]
+            given = {(k, p): compat.open_jaxpr(jaxpr) for k, p, jaxpr in compat.sub_jaxprs(eqn.params)}
+            assert given[key, position] is child.jaxpr
+            found.add(eqn.primitive.name)
+    assert found >= {"shard_map", "scan", "while", "cond", "custom_linear_solve"}
 
 
 def test_a_loop_in_a_body_may_diverge_where_devices_differ():

@@ -92,3 +92,19 @@ def test_experts_are_batched_in_their_first_contraction_and_heads_are_not():
     graph = propagate(heads, ((4, 8, 16), None), ((16, 2, 8), None)).graph
     flow = DataFlow(graph)
     assert not any(flow.is_batched((graph.inputs[1], d)) for d in range(3))
+
+
+def test_the_first_contraction_counts_however_many_ops_lie_between():
+    def f(x, y, w, z, more):
+        for _ in range(3):
+            z = jnp.sin(z)
+        first = jnp.einsum("bd,edf->ebf", y, w)
+        for _ in range(more):
+            z = jnp.sin(z)
+        return first, z, jnp.einsum("ebd,edf->ebf", x, w)
+
+    shapes = ((4, 8, 16), None), ((8, 16), None), ((4, 16, 32), None), ((4,), None)
+    for more in range(56, 64):  # at some of these the index of the last op comes first in a set
+        graph = propagate(lambda *args, more=more: f(*args, more), *shapes).graph
+        flow = DataFlow(graph)
+        assert not flow.is_batched((graph.inputs[2], 0)) and flow.is_batched((graph.inputs[0], 0))

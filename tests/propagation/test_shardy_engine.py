@@ -109,6 +109,27 @@ def test_a_train_step_with_tied_state():
     grounded(theirs.assignment)
 
 
+def test_a_donated_argument_is_sharded_as_the_result_that_takes_its_place():
+    def f(state, x, y):
+        return x * 2.0, state + y
+
+    with sharding.mesh(SIZES, devices=8):
+        shapes = [jax.ShapeDtypeStruct((8, 8), jnp.float32)] * 3
+        c = sharding.jit(f, in_shardings=(None, None, P("data")), donate_argnums=0, engine="shardy").complete(*shapes)
+    assert c.in_shardings == (P("data"),) * 3 and c.out_shardings == (P("data"),) * 2
+
+
+def test_reasons_name_the_op_that_an_axis_came_back_through():
+    def f(x):
+        return annotate(jnp.tanh(x), P("data"))
+
+    with sharding.mesh(SIZES, devices=8):
+        shape = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+        ours, theirs = (sharding.jit(f, engine=e).complete(shape).why("x", 0) for e in ("sharding", "shardy"))
+    assert [str(line) for line in theirs] == [str(line) for line in ours]
+    assert "tanh at test_shardy_engine.py" in str(theirs)
+
+
 def test_numbers_are_those_of_one_device():
     params, x = arrays()
     with alone():

@@ -267,3 +267,10 @@ def test_an_op_without_a_rule_is_no_evidence():
     c = completed(observed, (params(), tokens()), (FSDP, P("fsdp")))
     embedded = [n for n in c.assignment.graph.names if n.startswith(("embedded", "hidden", "logits"))]
     assert embedded and keeps_batch(c, *embedded) and c.unknown
+
+
+@pytest.mark.parametrize("batch, is_batch", [(8, True), (4, False)])
+def test_activations_at_least_as_large_as_the_weights_they_meet_are_a_batch(batch, is_batch):
+    args = jax.ShapeDtypeStruct((batch, 16), jnp.float32), jax.ShapeDtypeStruct((16, 16), jnp.float32)
+    c = completed(lambda x, w: x @ w, args, (P("data"), P("data")), sizes={"data": 4, "rest": 2})
+    assert (c.out_shardings == P("data") and not c.conflicts) == is_batch

@@ -30,6 +30,13 @@ def pooled(length, step, padding):
     return lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (1, length, 1, 1), (1, step, 1, 1), padding)
 
 
+def rotated_sum(front, back):
+    """What the gradient of a rotation is, if both are slices of one array."""
+    rows = front.shape[1], back.shape[1]
+    pad = lambda x, low, high: lax.pad(x, 0.0, ((0, 0, 0), (low, high, 0), (0, 0, 0), (0, 0, 0)))  # noqa: E731
+    return pad(front, rows[1], 0) + pad(back, 0, rows[0])
+
+
 PROGRAMS = {
     "windows of 3": conv(3),
     "windows of 5": conv(5),
@@ -61,6 +68,7 @@ PROGRAMS = {
     "rotated back": lambda x: jnp.roll(x, -3, 1),
     "rotated by full shards": lambda x: jnp.roll(x, 16, 1),
     "rotated by more than a shard": lambda x: jnp.roll(x, 13, 1),
+    "a rotation's gradient, of two arrays": lambda x: rotated_sum(x[:, :29], jnp.sin(x)[:, :3]),
     "two layers": lambda x: conv(3)(jax.nn.relu(conv(5)(x))),
 }
 
@@ -79,6 +87,16 @@ def test_along_one_dim(name):
     check(PROGRAMS[name], P(None, "a"))
 
 
+@pytest.mark.parametrize("low, high", [(4, 7), (5, 6), (5, 8), (7, 16), (6, 9), (7, 12)])
+def test_slices_whose_rows_come_from_twice_as_far_as_they_are_many(low, high):
+    check(lambda x: x[:, low:high], P(None, "a"), images(rows=16))
+
+
+@pytest.mark.parametrize("before, after", [(0, 13), (0, 16), (2, 15), (2, 18), (16, 0), (0, 19), (24, 0)])
+def test_paddings_that_move_rows_twice_as_far_as_a_new_shard_is_long(before, after):
+    check(lambda x: jnp.pad(x, ((0, 0), (before, after), (0, 0), (0, 0))), P(None, "a"), images(rows=16))
+
+
 def test_along_two_dims():
     ledger = check(conv(5), P(None, "a", "b"))
     assert [c.axes for c in ledger] == [("a",), ("a",), ("b",), ("b",)]
@@ -92,6 +110,21 @@ def test_over_two_axes(rows):
 
 def test_uneven_rows():
     check(conv(3), P(None, "b"), images(rows=30))
+
+
+@pytest.mark.parametrize(("before", "after"), [(P(("a", "b")), P("a")), (P("a"), P(("a", "b")))], ids=["fewer", "more"])
+def test_uneven_rows_over_fewer_or_more_axes_are_exchanged_along_those_that_they_have(before, after):
+    def fn(x):
+        return jnp.sin(sharding.annotate(jnp.cos(sharding.annotate(x, before)), after))
+
+    x = jax.ShapeDtypeStruct((26, 8), "float32")
+    with sharding.mesh(a=4, b=2) as mesh, pytest.warns(UserWarning, match="XLA pads it"):
+        jitted = sharding.jit(fn)
+        ledger, compiled = jitted.complete(x).communication(), jitted.lower(x).compile()
+    found = {(c.kind, c.axes): (1, c.result_bytes) for c in ledger.lowered("cpu")}
+    assert found == cost.read_compiled(compiled, mesh=mesh).by_axes()
+    (permute,) = (c for c in ledger if c.kind == "collective-permute")
+    assert permute.axes == (("a", "b") if after == P("a") else ("a",))
 
 
 def test_no_rows():

@@ -18,6 +18,7 @@ def array(*shape):
 
 
 X, W = array(16, 32), array(32, 16)
+LONG_Q = array(4, 8, 32, 4)
 Q, K, V = array(4, 8, 16, 4), array(4, 4, 12, 4), array(4, 4, 12, 4)
 IDS, TABLE = RNG.integers(0, 8, 8).astype(np.int32), array(8, 16)
 
@@ -56,6 +57,11 @@ def test_a_product_is_split_along_rows_columns_and_sums(specs, expected, result)
 )
 def test_attention_is_split_along_batch_grouped_heads_and_queries(specs, expected):
     check(pallas_kernels.attention, (Q, K, V), specs, expected)
+
+
+def test_masks_follow_the_position_of_each_block_of_a_device():
+    """Queries of a device are two blocks, whose ids in the whole grid the mask is computed from."""
+    check(pallas_kernels.attention, (LONG_Q, K, V), (P("data", None, "tensor"), P("data"), P("data")), {})
 
 
 def test_blocks_found_by_data_are_whole_along_that_dim_only():

@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 import sharding
-from sharding import P, cost
+from sharding import P, compat, cost
 from sharding.explain.predicted_collectives import communication
 from sharding.graph import Graph, Op
 from sharding.propagation import Assignment
@@ -55,6 +55,24 @@ def test_gates_are_resharded_to_another_dim_and_back():
     ledger, compiled = both(fn, [floats(64, 512)], {"a": 8}, in_shardings=P(None, "a"), out_shardings=P(None, "a"))
     assert ledger.lowered("cpu").by_kind() == compiled
     assert set(kinds(ledger)) == {("all-to-all", "a")}
+
+
+def test_an_axis_moves_to_a_dim_that_has_room_for_it_wherever_that_is():
+    """Of dims before the one that is sorted, only the last is divisible."""
+    shape = floats(2, 2, 2, 2, 8, 16)
+    spec = P(*[None] * 5, "a")
+    ledger, compiled = both(lambda x: jnp.sort(x * 2, 5), [shape], {"a": 8}, in_shardings=spec, out_shardings=spec)
+    assert ledger.lowered("cpu").by_kind() == compiled
+    assert kinds(ledger) == [("all-to-all", "a")] * 2
+
+
+def test_a_reshape_to_dims_of_its_own_is_replicated_before_it_is_sliced():
+    with sharding.mesh(a=4, devices=4):
+        step = sharding.jit(lambda x: x.reshape(9, 4), in_shardings=P("a"), out_shardings=P(None, "a"))
+        eqns = compat.open_jaxpr(step.trace(floats(4, 9)).jaxpr).eqns
+    names = [eqn.primitive.name for eqn in eqns]
+    behind = eqns[names.index("reshape") + 1 :]
+    assert [str(eqn.params["spec"]) for eqn in behind] == ["[-, -]", "[-, a]"]
 
 
 def test_a_sum_over_two_dims_is_reduced_dim_by_dim():

@@ -71,6 +71,10 @@ def kept(f, *shapes):
     ]
 
 
+def outer(x):
+    return jax.lax.broadcast_in_dim(x, SQUARE.shape, (0,))
+
+
 @pytest.mark.parametrize(
     "f, expected",
     [
@@ -80,11 +84,35 @@ def kept(f, *shapes):
         (lambda x: (annotate(x, P("data")) @ annotate(x.T * 2, P(None, "data"))) * 2, ["mul", "dot_general"]),
         (lambda x: jax.lax.cumsum(annotate(x, P("data"))) * 2, ["cumsum"]),
         (lambda x: jax.lax.sort(annotate(x, P("data")) * 3) * 2, ["mul", "sort"]),
+        (
+            lambda x: annotate(outer(jax.numpy.sin(annotate(x[:, 0], P("data")))) * 2, P("data", "tensor")),
+            ["squeeze", "broadcast_in_dim", "mul"],
+        ),
     ],
-    ids=["elementwise", "annotated inside", "dot", "conflicting dot", "op not trusted", "use by an op not trusted"],
+    ids=[
+        "elementwise",
+        "annotated inside",
+        "dot",
+        "conflicting dot",
+        "op not trusted",
+        "use by an op not trusted",
+        "one axis from the operand",
+    ],
 )
 def test_constraints_kept(f, expected):
     assert kept(f, SQUARE) == expected
+
+
+def test_the_compiler_slices_a_replicated_operand_by_itself():
+    def f(x, y):
+        return jax.numpy.sin(annotate(x * 2, P())) + annotate(y * 2, P("data"))
+
+    with sharding.mesh(data=2, tensor=4):
+        jaxpr = sharding.jit(f).trace(floats(8, 8), floats(8, 8)).jaxpr
+    makers = {v: e for e in compat.open_jaxpr(jaxpr).eqns for v in e.outvars}
+    (sin,) = (e for e in makers.values() if e.primitive.name == "sin")
+    asked = makers[sin.invars[0]]  # as the user says, and no constraint to the slice behind it
+    assert (asked.primitive.name, str(asked.params["spec"])) == ("annotate", "[-, -]")
 
 
 def test_results_of_a_loop_body_keep_their_constraints():

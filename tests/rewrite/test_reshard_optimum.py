@@ -160,6 +160,8 @@ def test_too_many_halves_are_reported():
     assert not reshard.is_cut_short(*few, sizes)
     assert reshard.is_cut_short(*many, sizes)
     assert not reshard.is_cut_short(many[0], many[0], sizes)
+    as_many_as_are_searched = {"a": 2, "b": 4, "c": 3}  # three axes and the halves of one
+    assert not reshard.is_cut_short(*many, as_many_as_are_searched)
     assert not reshard.is_cut_short(*many, {"a": 2, "b": 2, "c": 2})  # halves of equal axes are no shorter
 
 

@@ -39,6 +39,10 @@ def scaled_product(x, w):
     return jnp.sin(sharding.annotate(-y, P("data", P.UNCONSTRAINED)))
 
 
+def narrowed_product(x, w):
+    return sharding.annotate((x.T @ w).astype("bfloat16") * 0.5, P("data", "model"))
+
+
 def scaled_sum(x):
     return sharding.annotate(-(x.sum(0) * 0.5), P("data"))
 
@@ -68,6 +72,11 @@ def test_the_dtype_that_is_moved(name):
 SUMS = {
     "scaled product": (scaled_product, (TALL, TALL), (P("data"), P("data", "model"))),
     "on idle devices": (scaled_product, (TALL, TALL), (P("data"), P("data"))),
+    "not scattered": (
+        narrowed_product,
+        (jax.ShapeDtypeStruct(TALL.shape, "float32"),) * 2,
+        (P("data", "model"), P("data")),
+    ),
     "scaled sum": (scaled_sum, (jax.ShapeDtypeStruct((8, 1024, 128), "float32"),), (P("data"),)),
 }
 
@@ -78,6 +87,24 @@ def test_scaled_sums_are_reduce_scattered(name):
     with sharding.mesh(SIZES, devices=8):
         ledger = sharding.jit(f, in_shardings=specs).complete(*args).communication()
     assert [c.kind for c in ledger] == ["reduce-scatter"]
+
+
+def test_a_sum_that_is_not_scattered_is_resharded_in_its_narrower_dtype():
+    f, args, specs = SUMS["not scattered"]
+    with sharding.mesh(SIZES, devices=8):
+        ledger = sharding.jit(f, in_shardings=specs).complete(*args).communication()
+    assert [(c.kind, c.dtype) for c in ledger] == [("all-reduce", "float32"), ("all-to-all", "bfloat16")]
+
+
+def test_a_small_sum_is_scattered_where_it_is_made():
+    def f(xs, w):
+        return sharding.annotate(jax.lax.scan(lambda c, x: (c, x.T @ w), 0.0, xs)[1], P(None, "data"))
+
+    args = jax.ShapeDtypeStruct((2, 8, 8), "float32"), jax.ShapeDtypeStruct((8, 8), "float32")
+    with sharding.mesh(SIZES, devices=8):
+        specs = P(None, ("data", "model")), P(("data", "model"))
+        ledger = sharding.jit(f, in_shardings=specs).complete(*args).communication()
+    assert [(c.kind, c.axes) for c in ledger] == [("reduce-scatter", ("data",)), ("all-reduce", ("model",))]
 
 
 @pytest.mark.parametrize(("backend", "described"), COMPILERS.values(), ids=COMPILERS)

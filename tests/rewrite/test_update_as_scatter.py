@@ -10,6 +10,8 @@ from support import quick_compile
 
 import sharding
 from sharding import P, cost
+from sharding.rewrite.update_as_scatter import scattered_dims
+from sharding.spec import Dim, Spec
 
 CACHE = np.arange(4 * 8 * 16, dtype=np.float32).reshape(4, 8, 16)
 
@@ -60,3 +62,22 @@ def test_values_are_those_of_one_device(spec, shape, computed):
 def test_nothing_is_sent(spec, shape, computed):
     completion, step = compiled(spec, shape, computed)
     assert not completion.communication() and not cost.read_compiled(step).collectives
+
+
+@pytest.mark.parametrize(
+    ("spec", "shape", "computed", "expected"),
+    [
+        ((None, "b", None), (4, 3, 16), (0, 1, 0), (1,)),
+        (("a", "b", None), (2, 3, 16), (1, 1, 0), (0, 1)),
+        ((None, "b", None), (4, 3, 16), (0, 0, 0), ()),  # at a constant start
+        ((None, "b", None), (4, 1, 16), (0, 1, 0), ()),  # one row
+        ((None, "b", None), (4, 8, 5), (0, 1, 1), ()),  # all rows of the sharded dim
+        ((None, None, "b"), (4, 3, 16), (0, 1, 0), ()),  # sharded along another dim
+    ],
+)
+def test_other_writes_stay_what_they_are(spec, shape, computed, expected):
+    starts = [np.int32(0)] * sum(computed)
+    eqns = jax.make_jaxpr(with_starts(computed))(CACHE, np.zeros(shape, np.float32), *starts).eqns
+    (eqn,) = (e for e in eqns if e.primitive.name == "dynamic_update_slice")
+    dims = Spec(dims=tuple(Dim(axes=(axis,) if axis else ()) for axis in spec))
+    assert scattered_dims(eqn, dims, {"a": 2, "b": 4}) == expected

@@ -48,6 +48,16 @@ def looked_up(table, x):
     return jax.shard_map(body, in_specs=(P(), P()), out_specs=P(), axis_names={"a"}, check_vma=False)(table, x)
 
 
+def elements(table, x):
+    """Picks elements by a row and a column, of which only one may be sharded."""
+
+    def body(table, x):
+        row, column = (jnp.abs(k * x).astype(jnp.int32) % n for k, n in zip((5, 3), table.shape, strict=True))
+        return table[row, column]
+
+    return jax.shard_map(body, in_specs=(P(), P()), out_specs=P(), axis_names={"a"}, check_vma=False)(table, x)
+
+
 NHC = ("NHC", "HIO", "NHC")
 CASES = {
     "a strided slice of one element": (lambda x: x[1:2:3], [(2, 8)], [P("a")], {"a": 2}),
@@ -65,6 +75,12 @@ CASES = {
     ),
     "rows of a sharded table in a shard_map": (
         looked_up, [(8, 4), (4, 6)], [P("b"), P("c")], {"a": 2, "b": 2, "c": 2},
+    ),
+    "elements of a table that is sharded in rows, in a shard_map": (
+        elements, [(8, 4), (4, 6)], [P("b"), P("c")], {"a": 2, "b": 2, "c": 2},
+    ),
+    "elements of a table that is sharded in columns, in a shard_map": (
+        elements, [(8, 4), (4, 6)], [P(None, "b"), P("c")], {"a": 2, "b": 2, "c": 2},
     ),
     "a bitwise reduction": (xor, [(4, 8)], [P("a")], {"a": 4}),
     "a reduction of two arrays": (max_and_sum, [(4, 8)], [P("a")], {"a": 4}),
@@ -168,6 +184,24 @@ def test_only_the_affected_dims_are_replicated():
     assert xla_workarounds.specs("slice", params, [(8, 8), (8, 4)], found, SIZES) == [spec("a", None)] * 2
     half = {"strides": None, "start_indices": (0, 0), "limit_indices": (8, 4)}
     assert xla_workarounds.specs("slice", half, [(8, 8), (8, 4)], found, SIZES) == found
+
+
+@pytest.mark.parametrize(
+    "window, step, padding, rows, kept",
+    [
+        (2, 2, (0, 0), 12, True),
+        (3, 2, (0, 0), 12, False),  # they overlap
+        (2, 2, (0, 2), 10, False),  # the last ones are padding
+        (2, 2, (0, 0), 6, False),  # one crosses the boundary of shards
+        (1, 1, (0, 0), 7, True),
+    ],
+)
+def test_a_pooling_gradient_stays_sharded_where_windows_lie_in_shards(window, step, padding, rows, kept):
+    windows = (rows + sum(padding) - window) // step + 1
+    params = {"window_dimensions": (window, 1), "window_strides": (step, 1), "padding": (padding, (0, 0))}
+    found, shapes = [spec("b", "a")] * 3, [(windows, 6), (rows, 6), (rows, 6)]
+    expected = found if kept else [spec(None, "a")] * 3
+    assert xla_workarounds.specs("select_and_scatter_add", params, shapes, found, SIZES) == expected
 
 
 def test_a_convolution_stays_sharded_in_batch_and_height():

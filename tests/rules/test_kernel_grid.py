@@ -12,7 +12,10 @@ from sharding.rules.kernel_grid import grid_splits, on_grid
 
 def splits(f, *shapes, rule, **options):
     """Factor -> (axis of the grid, most parts), by name."""
-    args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    return splits_of(f, [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes], rule=rule, **options)
+
+
+def splits_of(f, args, *, rule, **options):
     (eqn,) = (e for e in jax.make_jaxpr(f)(*args).eqns if e.primitive.name == "pallas_call")
     parsed = notation.parse(rule, **options)
     found = parsed.rule([v.aval.shape for v in eqn.invars], [v.aval.shape for v in eqn.outvars])
@@ -31,6 +34,38 @@ def test_grouped_heads_split_as_their_groups():
     shapes = (2, 6, 8, 4), (2, 3, 8, 4), (2, 3, 8, 4)
     expected = {"b": (0, 2), "k": (1, 3), "t": (2, 2)}
     assert splits(pallas_kernels.attention, *shapes, rule=rule, **options) == expected
+
+
+def test_what_prefetched_scalars_have_is_needed_whole():
+    rule, options = pallas_kernels.RULES["lookup"]
+    args = jax.ShapeDtypeStruct((4,), jnp.int32), jax.ShapeDtypeStruct((8, 16), jnp.float32)
+    assert splits_of(pallas_kernels.lookup, args, rule=rule, **options) == {"n": (1, 4)}
+
+
+def test_an_axis_of_the_grid_whose_length_is_data():
+    def f(rows, x):
+        spec = pl.BlockSpec((2, 4), lambda i, j: (i, j))
+        shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return pallas_kernels.call(
+            lambda x, out: out.__setitem__(..., x[...]),
+            grid=(rows, 4), in_specs=[spec], out_specs=spec, out_shape=shape,
+        )(x)  # fmt: skip
+
+    args = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((8, 16), jnp.float32)
+    assert splits_of(f, args, rule=", m n -> m n") == {"n": (1, 4)}
+
+
+def test_an_index_that_mixes_axes_with_one_whose_length_is_data():
+    def f(rows, x):
+        spec = pl.BlockSpec((2, 4), lambda i, j: (i + j, 0))
+        shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return pallas_kernels.call(
+            lambda x, out: out.__setitem__(..., x[...]),
+            grid=(rows, 4), in_specs=[spec], out_specs=spec, out_shape=shape,
+        )(x)  # fmt: skip
+
+    args = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((8, 4), jnp.float32)
+    assert splits_of(f, args, rule=", m n -> m n") == {}
 
 
 ROWS = "m n -> m n"

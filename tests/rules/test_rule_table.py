@@ -13,7 +13,8 @@ from support.rule_reference import check_rules, primitives
 
 from sharding.graph import CALLS
 from sharding.graph.build import HANDLERS
-from sharding.rules import rule_for
+from sharding.rules import Kind, rule_for, rule_table
+from sharding.rules.rule import Flow
 from sharding.rules.rule_table import ELEMENTWISE, MOVES, RULES
 
 generated = settings(
@@ -359,6 +360,7 @@ def test_kinds_of_factors():
 
     assert kinds("sort", [(4, 6)], [(4, 6)], dimension=1) == (["PASS", "REPLICATE"], [])
     assert kinds("sort", [(1, 6)], [(1, 6)], dimension=1) == (["PASS", "REPLICATE"], [1])
+    assert kinds("sort", [(1, 4, 6)], [(1, 4, 6)], dimension=2) == (["PASS", "PASS", "REPLICATE"], [])
     assert kinds("top_k", [(4, 6)], [(4, 2), (4, 2)], k=2) == (["PASS", "REPLICATE"], [1])
     assert kinds("rev", [(4, 6)], [(4, 6)], dimensions=(0,)) == (["PERMUTE", "PASS"], [])
     assert kinds("cumsum", [(4, 6)], [(4, 6)], axis=0) == (["PERMUTE", "PASS"], [])
@@ -375,3 +377,31 @@ def test_random_bits_share_the_batch_dims_of_their_keys():
 
 def test_a_reshape_of_an_empty_array_has_no_rule():
     assert rule_for("reshape", [(0, 4)], [(4, 0)], {}) is None
+
+
+@pytest.mark.parametrize("allowed, flow", [("none", None), ("forward", Flow.FORWARD), ("backward", Flow.BACKWARD)])
+def test_a_barrier_lets_axes_pass_one_way_or_not_at_all(allowed, flow):
+    rule = rule_table.barrier((4, 6), allowed)
+    assert str(rule) == "i j -> i j" and rule.kinds == (Kind.PASS, Kind.PASS)
+    assert rule.blocked == (frozenset({0, 1}) if flow is None else frozenset())
+    assert flow is None or rule.flow is flow
+
+
+@pytest.mark.parametrize("rows, expected", [(1, Kind.REDUCE), (2, Kind.REPLICATE), (6, Kind.PASS)])
+def test_a_window_of_one_row_is_summed_over_the_shards_that_have_it(rows, expected):
+    numbers = lax.GatherDimensionNumbers(offset_dims=(1, 2), collapsed_slice_dims=(), start_index_map=(0,))
+    params = {"dimension_numbers": numbers, "slice_sizes": (rows, 4)}
+    rule = rule_for("gather", [(6, 4), (3, 1)], [(3, rows, 4)], params)
+    (factor,) = rule.operands[0][0]
+    assert rule.kinds[factor] is expected
+    assert (factor in rule.blocked) == (expected is Kind.REPLICATE)
+    assert (factor in rule.results[0][1]) == (rows > 1)
+
+
+def test_rows_that_go_to_other_devices_share_only_their_other_dims():
+    rule = rule_for("ragged_all_to_all", [(6, 4), (9, 4), (2,), (2,), (2,), (2,)], [(9, 4)], {})
+    (sent,), (kept,), (got,) = rule.operands[0][0], rule.operands[1][0], rule.results[0][0]
+    assert (rule.sizes[sent], rule.sizes[kept]) == (6, 9) and got == kept != sent
+    assert {rule.kinds[sent], rule.kinds[kept]} == {Kind.REPLICATE} and rule.blocked >= {sent, kept}
+    (features,) = {*rule.operands[0][1], *rule.operands[1][1], *rule.results[0][1]}
+    assert rule.kinds[features] is Kind.PASS and rule.sizes[features] == 4

@@ -127,6 +127,19 @@ def test_replicated_dims_have_the_reasons_of_why(c, data):
     assert any("closed by" in line for line in lines)
 
 
+@pytest.mark.parametrize("layers, name", [(range(NUM_LAYERS), "*"), ([2], "2")], ids=["all", "one"])
+def test_a_cause_names_the_layer_where_only_one_has_it(layers, name, tmp_path):
+    specs = {
+        "layers": [{"w1": None, "w2": P("data") if k in layers else None} for k in range(NUM_LAYERS)],
+        "bias": None,
+    }
+    with sharding.mesh({"data": 2, "tensor": 4}, devices="h100:1x8"):
+        c = sharding.jit(train_step, in_shardings=(specs, P("data"))).complete(PARAMS, X)
+    rows = read(c.report(tmp_path / "report.html").read_text(encoding="utf-8"))["collectives"]
+    (row,) = (row for row in rows if row[7].startswith("operand 1 of dot_general"))
+    assert row[-1] == len(layers) and f", params/layers/{name}/w2, " in row[7] and f"params/layers/{name}/w2" in row[8]
+
+
 def test_costs_match_ledger_memory_report_and_estimate(c, data):
     ledger, memory, estimate = c.communication(), c.memory(), c.estimate()
     assert sum(row[2] for row in data["collectives"]) == sum(x.count for x in ledger)
