@@ -35,8 +35,9 @@ def run(config: Explain) -> None:
     if config.lock is not None:
         completion.lock(config.lock)
         print(f"written to {config.lock}")
+    job = whole_job(config, model) if config.job else None
     if config.report is not None:
-        completion.report(config.report)
+        completion.report(config.report, tables=() if job is None else job.tables())
         print(f"written to {config.report}")
     if config.why is not None:
         print(completion.why(config.why))
@@ -44,8 +45,8 @@ def run(config: Explain) -> None:
         print(completion.communication())
     if config.memory:
         print(completion.memory())
-    if config.job:
-        print(whole_job(config, model))
+    if job is not None:
+        print(job)
     if config.suggest:
         print(completion.suggest())
     for fact in facts:

@@ -1,6 +1,8 @@
 """The memory of a job against what is compiled and what is live: every phase, `sharding explain --job`."""
 
 import dataclasses
+import json
+import re
 
 import jax
 import numpy as np
@@ -141,6 +143,16 @@ def test_the_command(capsys):
     assert "highest in the phase training step" in shown and "with 4 devices per process" in shown
     assert all(name in shown for name in ("initialization", "evaluation", "checkpoint restore", "sampling"))
     assert "fits v5p" in shown and "not counted" in shown
+
+
+def test_the_page_has_the_phases(capsys, tmp_path):
+    path = tmp_path / "page.html"
+    explain(capsys, "--scan", "--mesh", "data=-1", "--devices", "v5p:2x2x2", "--job", "--report", str(path))
+    data = json.loads(re.search(r'<script id="data" type="application/json">(.*?)</script>', path.read_text())[1])
+    ((title, columns, rows),) = data["tables"]
+    assert title == "memory of the job on mesh data=8" and columns[1] == ["device peak", "bytes"]
+    assert [row[0] for row in rows][:3] == ["initialization", "training step", "evaluation"]
+    assert max(rows, key=lambda row: row[1])[0] == "training step"
 
 
 def test_a_pipeline_of_several_programs_is_said(capsys):
