@@ -7,6 +7,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from support.compilers import devices
 from support.peak_memory import newest_jax_only
@@ -132,6 +133,45 @@ def test_other_axes_stay():
         assert {one.result_bytes for one in gathered} == {LAYER_BYTES // 4}
         assert all(one.axes == ("data",) for one in gathered)
         check_near(jax.device_get(f(*args)), expected)
+
+
+def test_training_with_a_sharded_optimizer_equals_one_device():
+    """Layers gathered ahead, gradients accumulated over microbatches, state sharded as the layers are."""
+    xs = jax.random.normal(jax.random.key(2), (4, 2, 64, FEATURES))
+
+    def step_of(scan, tx):
+        def loss(ws, x):
+            return ((scan(jax.checkpoint(layer), x, ws)[0] - 1) ** 2).mean()
+
+        def step(state, x):
+            ws, inner = state
+
+            def add(total, part):
+                value, gradients = jax.value_and_grad(loss)(ws, part)
+                return jax.tree.map(jnp.add, total, (value, gradients)), None
+
+            (value, gradients), _ = jax.lax.scan(add, (0.0, jax.tree.map(jnp.zeros_like, ws)), x)
+            updates, inner = tx.update(gradients, inner, ws)
+            return (optax.apply_updates(ws, updates), inner), value
+
+        return step
+
+    def trained(step, state):
+        values = []
+        for x in xs:
+            state, value = step(state, x)
+            values.append(float(value))
+        return values, jax.device_get(state[0])
+
+    adam = optax.adam(1e-2)
+    expected = trained(jax.jit(step_of(jax.lax.scan, adam)), (weights(), adam.init(weights())))
+    with sharding.mesh(data=8):
+        tx = zero.shard(adam, stage=3, like=jax.tree.map(lambda _: P(), STORED, is_leaf=lambda x: isinstance(x, P)))
+        ws = {name: sharding.put(leaf, STORED[name]) for name, leaf in weights().items()}
+        step = sharding.jit(step_of(functools.partial(zero.scan, unit=2), tx), in_shardings=(None, P(None, "data")))
+        found = trained(step, (ws, sharding.jit(tx.init)(ws)))
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), found[1], expected[1])
 
 
 @pytest.mark.parametrize("options", [{"unit": 5}, {"unit": 0}, {"prefetch": -1}, {"prefetch": 7, "unit": 2}], ids=str)
