@@ -8,8 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 import sharding
 from sharding import P
@@ -34,12 +33,16 @@ class JittedWorkload:
     """The jitted functions of a workload on one mesh, and helpers to call them."""
 
     workload: Workload
-    mesh: Mesh
+    mesh: Mesh | AbstractMesh
     batch_spec: P
     completion: Any
+    init: Any
+    """key -> the initial state, created with the inferred shardings; jitted."""
     train_step: Callable[[TrainState, Batch], tuple[TrainState, DeviceMetrics]]
-    evaluate: Callable[[nnx.State, nnx.State, Batch], DeviceMetrics]
-    generate: Callable[[nnx.State, jax.Array, jax.Array], jax.Array] | None
+    evaluate: Any
+    """params, variables, batch -> the inputs of `Workload.score`, jitted."""
+    generate: Any
+    """params, prompts, key -> prompts with their continuations, jitted; None for a model that generates no text."""
 
     @property
     def num_batch_shards(self) -> int:
@@ -87,33 +90,41 @@ class JittedWorkload:
 
     def initial_state(self, seed: int) -> TrainState:
         """The initial state, created with the inferred shardings."""
-        init = sharding.jit(self.workload.init, out_shardings=self.completion.in_shardings[0])
-        return init(jax.random.key(seed))
+        return self.init(jax.random.key(seed))
+
+    def placed(self, batch: Any) -> Any:
+        """An abstract batch with the sharding that `put` gives it."""
+        return jax.tree.map(lambda leaf: self._with_sharding(leaf, self.batch_spec), batch)
 
     def abstract_state(self) -> TrainState:
         """The state as ShapeDtypeStructs with shardings, to restore into."""
 
-        def placed(leaf: jax.ShapeDtypeStruct, spec: P | NamedSharding) -> jax.ShapeDtypeStruct:
-            spec, kind = (spec.spec, spec.memory_kind) if isinstance(spec, NamedSharding) else (spec, None)
-            found = NamedSharding(self.mesh, spec, memory_kind=kind)
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=found)
+        return jax.tree.map(self._with_sharding, self.workload.state_shapes, self.completion.in_shardings[0])
 
-        return jax.tree.map(placed, self.workload.state_shapes, self.completion.in_shardings[0])
+    def _with_sharding(self, leaf: jax.ShapeDtypeStruct, spec: P | NamedSharding) -> jax.ShapeDtypeStruct:
+        spec, kind = (spec.spec, spec.memory_kind) if isinstance(spec, NamedSharding) else (spec, None)
+        found = NamedSharding(self.mesh, spec, memory_kind=kind)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=found)
 
 
 def state_shapes(workload: Workload) -> TrainState:
     """The abstract state for the mesh in context; arrays in the host's memory have their initial shardings."""
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    leaves, tree = jax.tree.flatten(jax.eval_shape(workload.init, key))
-    avals = jax.make_jaxpr(workload.init)(key).out_avals
-    on_host = [aval.memory_space == jax.memory.Space.Host for aval in avals]
+    key = abstract_key()
+    program, shapes = jax.make_jaxpr(workload.init, return_shape=True)(key)
+    leaves, tree = jax.tree.flatten(shapes)
+    on_host = [aval.memory_space == jax.memory.Space.Host for aval in program.out_avals]
     if not any(on_host):
         return tree.unflatten(leaves)
     placed = jax.tree.leaves(sharding.jit(workload.init).eval_shape(key))
     return tree.unflatten([p if there else leaf for leaf, p, there in zip(leaves, placed, on_host, strict=True)])
 
 
-def jit_step(workload: Workload, mesh: Mesh) -> Any:
+def abstract_key() -> jax.ShapeDtypeStruct:
+    """A random key, abstract."""
+    return jax.eval_shape(lambda: jax.random.key(0))
+
+
+def jit_step(workload: Workload, mesh: Mesh | AbstractMesh) -> Any:
     """The jitted train step."""
     spec = layouts.batch(mesh.axis_names)
     return sharding.jit(skip_nonfinite(workload.train_step), in_shardings=(None, spec), donate_argnums=(0,))
@@ -124,7 +135,9 @@ def planned_step(workload: Workload, plan: Plan | None = None) -> Any:
     return sharding.jit(skip_nonfinite(workload.train_step), donate_argnums=(0,), plan=plan)
 
 
-def jit_workload(workload: Workload, mesh: Mesh, *, batch_size: int, plan: Plan | None = None) -> JittedWorkload:
+def jit_workload(
+    workload: Workload, mesh: Mesh | AbstractMesh, *, batch_size: int, plan: Plan | None = None
+) -> JittedWorkload:
     """`workload` jitted for `mesh`, which must be the mesh in context; nothing is compiled yet."""
     if plan is None:
         step, spec = jit_step(workload, mesh), layouts.batch(mesh.axis_names)
@@ -138,11 +151,13 @@ def jit_workload(workload: Workload, mesh: Mesh, *, batch_size: int, plan: Plan 
         workload.sampler.generate, in_shardings=(None, spec, None), out_shardings=replicated
     )
     mpmd_step = workload.mpmd_step
+    completion = step.complete(state_shapes(workload), workload.batch_shapes(batch_size))
     return JittedWorkload(
         workload=workload,
         mesh=mesh,
         batch_spec=spec,
-        completion=step.complete(state_shapes(workload), workload.batch_shapes(batch_size)),
+        completion=completion,
+        init=sharding.jit(workload.init, out_shardings=completion.in_shardings[0]),
         train_step=_jit_mpmd(mpmd_step, spec) if mpmd_step is not None and mpmd_step.suits(mesh) else step,
         evaluate=sharding.jit(workload.evaluate, in_shardings=(None, None, spec), out_shardings=replicated),
         generate=generate,

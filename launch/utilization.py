@@ -2,16 +2,17 @@
 
 from typing import Any
 
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from sharding import ShardingError
 from sharding.display.units import seconds_text
 from sharding.explain import Estimate
+from sharding.mesh import platform
 
 
-def estimate(completion: Any, mesh: Mesh) -> Estimate | None:
+def estimate(completion: Any, mesh: Mesh | AbstractMesh) -> Estimate | None:
     """The estimate of a train step; None on CPUs, whose peak depends on the machine, and on unknown devices."""
-    if mesh.devices.flat[0].platform == "cpu":
+    if platform(mesh) == "cpu":
         return None
     try:
         return completion.estimate()

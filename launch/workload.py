@@ -10,7 +10,9 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
+
+from sharding.mesh import platform as mesh_platform
 
 Batch = Any
 """A pytree of arrays [B, ...], on the host or the devices."""
@@ -129,14 +131,14 @@ class MpmdStep:
     requested: bool | None
     """Whether to run the step as MPMD; None decides by the mesh."""
 
-    def suits(self, mesh: Mesh) -> bool:
+    def suits(self, mesh: Mesh | AbstractMesh) -> bool:
         """Whether to run the step as MPMD: by default on a CPU, where the barriers of an SPMD tick are slow.
 
         Not where stages are sharded too: XLA:CPU of JAX 0.10.2 may hang with several programs that communicate.
         """
         if self.requested is not None:
             return self.requested
-        on_cpu = mesh.devices.flat[0].platform == "cpu"
+        on_cpu = mesh_platform(mesh) == "cpu"
         return on_cpu and jax.process_count() == 1 and mesh.size == mesh.shape["pipe"]
 
 
@@ -179,7 +181,7 @@ class Workload:
     @property
     def state_shapes(self) -> TrainState:
         """The abstract state."""
-        return jax.eval_shape(self.init, jax.random.key(0))
+        return jax.eval_shape(lambda: self.init(jax.random.key(0)))
 
     def format_batch(self, batch_size: int) -> str:
         """The size of a batch: `16 x 128 tokens`, `64 images`."""

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from . import paths
 from .cost import Topology
 from .cost.topology import topology_of_sizes
-from .display import Drawing
+from .display import Drawing, Table
 from .display.text_table import ruled
 from .errors import ShardingError
 from .explain import (
@@ -47,6 +47,7 @@ from .propagation import Assignment, PendingSum, partial_sums
 from .propagation.added_annotation import with_annotations
 from .spec import Spec, sizes_text, to_partition_spec
 
+Hardware = Devices | Chip | str | None
 MAX_DISPLAYED_OPS = 10_000
 """From this many ops on, displaying a completion omits memory and time, which would take seconds."""
 
@@ -230,7 +231,7 @@ class Completion:
         """
         return communication(self.assignment, name=self.name)
 
-    def estimate(self, hardware: Devices | Chip | str | None = None) -> Estimate:
+    def estimate(self, hardware: Hardware = None) -> Estimate:
         """Estimates the time of one call in seconds, with a breakdown, before anything compiles.
 
         Args:
@@ -252,11 +253,11 @@ class Completion:
         """
         return compile_time(self._graph, platform or self._platform)
 
-    def _topology(self, hardware: Devices | Chip | str | None) -> Topology:
+    def _topology(self, hardware: Hardware) -> Topology:
         """The mesh with its devices and links."""
         return topology_of_sizes(self.assignment.sizes, hardware, self._devices)
 
-    def _known_topology(self, hardware: Devices | Chip | str | None) -> Topology | None:
+    def _known_topology(self, hardware: Hardware) -> Topology | None:
         """The same; None if none are given and the mesh's own devices are unknown."""
         try:
             return self._topology(hardware)
@@ -265,7 +266,7 @@ class Completion:
                 raise
             return None
 
-    def suggest(self, limit: int = 3, hardware: Devices | Chip | str | None = None) -> Suggestions:
+    def suggest(self, limit: int = 3, hardware: Hardware = None) -> Suggestions:
         """The single annotations that would save most, each with the costs of the program that has it.
 
         Tried are other specs of arguments, and of arrays that conflicts and replication make costly; equal layers are
@@ -281,8 +282,8 @@ class Completion:
         on = self._known_topology(hardware)
         return suggestions(self.assignment, self._of, on, self.donated_leaves, self._platform, limit=limit)
 
-    def report(self, path: str | os.PathLike[str], hardware: Devices | Chip | str | None = None) -> Path:
-        """Writes a self-contained HTML report.
+    def report(self, path: str | os.PathLike[str], hardware: Hardware = None, *, tables: Sequence[Table] = ()) -> Path:
+        """Writes a self-contained HTML report; returns its path.
 
         It shows the mesh, the sharding of every value with the chain of reasons for each axis, the collectives, memory
         over a step, and the step time. Takes about a second for a scanned model, half a minute for a hundred unrolled
@@ -291,25 +292,23 @@ class Completion:
         Args:
             path: of the file.
             hardware: as for `estimate`; without known devices, times are omitted.
-
-        Returns:
-            The path of the file.
+            tables: further tables, to show under memory.
 
         Raises:
             ShardingError: hardware that does not fit the mesh.
         """
         found = Path(path)
-        found.write_text(reports.page(self._contents(hardware)), encoding="utf-8")
+        found.write_text(reports.page(self._contents(hardware, tables=tables)), encoding="utf-8")
         return found
 
-    def _contents(self, hardware: Devices | Chip | str | None = None, *, with_costs: bool = True) -> dict[str, Any]:
+    def _contents(self, hardware: Hardware = None, **options: Any) -> dict[str, Any]:
         return reports.contents(
             self.assignment,
             name=self.name,
             donated=self.donated_leaves,
             platform=self._platform,
             on=self._known_topology(hardware),
-            with_costs=with_costs,
+            **options,
         )
 
     def verify(self, compiled: Any) -> Verification:

@@ -11,12 +11,12 @@ from sharding.errors import ShardingError
 from sharding.explain import Fit, Verification
 from sharding.explain.memory_fit import fit
 
-from ...models import layouts
 from .. import jitted_workload, memory_budget, workloads
 from ..config.byte_size import parse_bytes
 from ..config.explain_config import Explain
 from ..config.mesh_config import batch_parts, check_batch, parse_mesh
 from ..config.optimizer_config import Optimization
+from ..job_memory import JobMemory, job_memory
 from ..workload import Shapes, Workload
 
 MIN_EXAMPLES = 16
@@ -35,8 +35,9 @@ def run(config: Explain) -> None:
     if config.lock is not None:
         completion.lock(config.lock)
         print(f"written to {config.lock}")
+    job = whole_job(config, model) if config.job else None
     if config.report is not None:
-        completion.report(config.report)
+        completion.report(config.report, tables=() if job is None else job.tables())
         print(f"written to {config.report}")
     if config.why is not None:
         print(completion.why(config.why))
@@ -44,13 +45,15 @@ def run(config: Explain) -> None:
         print(completion.communication())
     if config.memory:
         print(completion.memory())
+    if job is not None:
+        print(job)
     if config.suggest:
         print(completion.suggest())
     for fact in facts:
         print(fact)
     files = config.check or config.lock or config.report
-    shown = fitted is not None or files or config.why or config.communication or config.memory or config.suggest
-    if not (shown or facts):
+    tables = config.communication or config.memory or config.job or config.suggest
+    if not (fitted is not None or files or config.why or tables or facts):
         print(completion)
 
 
@@ -60,6 +63,19 @@ def complete(config: Explain, model: Any = None) -> Any:
     step, workload, batch = _step(config, model, over.mesh)
     with over:
         return step.complete(jitted_workload.state_shapes(workload), batch)
+
+
+def whole_job(config: Explain, model: Any = None) -> JobMemory:
+    """The memory of the job that trains a model, by default that of `config`, phase by phase."""
+    over = _described(config)
+    _, workload, batch = _step(config, model, over.mesh)
+    batch_size = jax.tree.leaves(batch)[0].shape[0]
+    budget = None if config.memory_budget is None else parse_bytes("--memory-budget", config.memory_budget)
+    with over:
+        jitted = jitted_workload.jit_workload(workload, over.mesh, batch_size=batch_size)
+        chip = None if over.described is None else over.described.chip
+        name = chip.name if chip is not None and chip.memory_bytes is not None else None
+        return job_memory(jitted, batch_size=batch_size, chip=name, budget_bytes=budget)
 
 
 def compile_ahead(config: Explain, model: Any, devices: str) -> tuple[Any, tuple[Verification, Fit]]:
@@ -139,9 +155,9 @@ def _step(config: Explain, model: Any, mesh: Any) -> tuple[Any, Workload, Shapes
     pipeline_config = optimization.pipeline
     workloads.check_sequence_axis(config.model.name, family, optimization.sequence)
     workloads.check_sequence_parallel(config.model.name, family, model, optimization, sizes)
-    workload = family.build(config.model.name, model, optimization, steps=1000, seed=0)
+    sample = family.recipe(config.model.name).sample
+    workload = family.build(config.model.name, model, optimization, steps=1000, seed=0, sample=sample)
     parts = batch_parts(sizes) * (1 if pipeline_config is None else pipeline_config.microbatches)
     batch = config.batch or parts * math.ceil(MIN_EXAMPLES / parts)
     check_batch(batch, sizes, pipeline=pipeline_config)
-    step = sharding.jit(workload.train_step, in_shardings=(None, layouts.batch(mesh.axis_names)), donate_argnums=(0,))
-    return step, workload, workload.batch_shapes(batch)
+    return jitted_workload.jit_step(workload, mesh), workload, workload.batch_shapes(batch)

@@ -43,6 +43,9 @@ class Explain:
     """List the collectives of a step, each with the source line and the reason."""
     memory: bool = False
     """Show peak memory by category."""
+    job: bool = False
+    """Show the memory of every phase of a run: initialization, training step, evaluation, saving and restoring
+    checkpoints, sampling; per device, and per process on the host. Says what fits the devices and --memory-budget."""
     memory_budget: Annotated[str | None, arg(metavar="BYTES")] = None
     """Show what the model's layers would have to recompute or offload to fit in this memory per device, such as 16GB,
     by line, or the least memory that would do; other options show the step that does."""

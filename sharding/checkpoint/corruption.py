@@ -122,11 +122,11 @@ def checksums(arrays: Mapping[str, jax.Array]) -> dict[str, int]:
     # fewer cores than devices. Remove block_until_ready when that release is no longer supported.
     jax.block_until_ready(arrays)
     with without_mesh():  # the arrays may be on other devices
-        return {name: int(jax.block_until_ready(_checksum(array))) for name, array in arrays.items()}
+        return {name: int(jax.block_until_ready(checksum(array))) for name, array in arrays.items()}
 
 
 @jax.jit
-def _checksum(array: jax.Array) -> jax.Array:
+def checksum(array: jax.Array) -> jax.Array:
     """The sum modulo 2^32 of every element's bits times an odd number derived from its position.
 
     A sum does not depend on the order, hence not on the mesh. Since the factor is odd, every change of one element

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from ..errors import ShardingError
 from .chip import Chip
-from .known_chips import GPUS_PER_HOST, chip
+from .known_chips import CHIPS_PER_TPU_HOST, GPUS_PER_HOST, chip
 from .machine_file import load
 
 
@@ -34,6 +34,13 @@ class Devices:
     def num_hosts(self) -> int | None:
         """Hosts; None for a TPU slice, whose links do not end at a host."""
         return None if self.chip.torus_dims else self.shape[0]
+
+    @property
+    def devices_per_host(self) -> int:
+        """Devices of one host, all of one process; of a TPU slice smaller than a host all."""
+        if not self.chip.torus_dims:
+            return self.shape[1]
+        return min(self.num_devices, CHIPS_PER_TPU_HOST * self.chip.devices_per_chip)
 
     @property
     def devices_per_island(self) -> int:

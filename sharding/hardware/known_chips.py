@@ -29,6 +29,9 @@ from types import MappingProxyType
 from ..errors import ShardingError
 from .chip import Chip, Rates, Wire
 
+CHIPS_PER_TPU_HOST = 4
+"""TPU chips per host of the slices that libtpu describes: v4, v5e, v5p, v6e and 7x."""
+
 GPUS_PER_HOST = 8
 """GPUs per host where only their number is given, as in NVIDIA's DGX and HGX systems."""
 

@@ -48,12 +48,12 @@ def product(op: LocalOp) -> Instruction | None:
 
 
 def random_words(op: LocalOp) -> Instruction | None:
-    """On CPUs a loop computes two words for each random number."""
+    """On CPUs a loop computes two words for each random number, and needs a third array: both depend on both."""
     if not op.emitter.traits.uses_library:
         return None
     loop = op.emitter.emit("threefry2x32", "unfusible", op.operands, (0,), 1, eqn=op.eqn)
-    words = op.emitter.tuple_elements(loop, [(op.shape, 4, None, op.eqn)] * 2)
-    return op.emit("xor", words, elementwise=True)
+    words = op.emitter.tuple_elements(loop, [(op.shape, 4, None, op.eqn)] * 3)
+    return op.emit("xor", words[:2], elementwise=True)
 
 
 def selected_and_scattered(op: LocalOp) -> Instruction | None:

@@ -6,17 +6,15 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.extend.core as jex
 import jax.numpy as jnp
 from jax import lax
 
-from .. import compat
+from ..graph.step_residuals import Arrays, Step, cast, flat_step
 from .auto_policy import Auto
 from .checkpoint_schedule import Schedule
 from .loop_tables import loop_tables
 from .replay_loops import replayed_scan
 from .sequential import check_executable, sequence
-from .step_residuals import Arrays, Step
 
 
 def scan(
@@ -66,36 +64,13 @@ def scan(
         schedule = chosen
     check_executable("remat.scan(schedule)", schedule, steps)
     schedule.check()
-    carry = [_cast(leaf, end.dtype) for leaf, end in zip(jax.tree.leaves(init), jax.tree.leaves(ends[0]), strict=True)]
+    carry = cast(jax.tree.leaves(init), jax.tree.leaves(ends[0]))
     trees = jax.tree.structure(ends[0]), xs_tree, jax.tree.structure(ends[1])
-    step, constants = _flat(body, trees, carry, [leaf[0] for leaf in leaves])
+    step, constants = flat_step(body, trees, carry, [leaf[0] for leaf in leaves])
     tables = loop_tables(schedule)
     run = _unrolled(step, schedule) if tables is None else replayed_scan(step, steps, tables)
     carry, ys = run(constants, carry, leaves)
     return jax.tree.unflatten(trees[0], carry), jax.tree.unflatten(trees[2], ys)
-
-
-def _cast(leaf: Any, dtype: Any) -> Any:
-    """The carry with the type that the body gives it: `lax.scan` promotes weak types."""
-    leaf = jnp.asarray(leaf)
-    return leaf if leaf.dtype == dtype else lax.convert_element_type(leaf, dtype)
-
-
-def _flat(
-    body: Callable[[Any, Any], tuple[Any, Any]], trees: tuple[Any, Any, Any], carry: Arrays, x: Arrays
-) -> tuple[Step, Arrays]:
-    """The body as a function of flat arrays, and the arrays that it closes over, which become arguments."""
-
-    def flat(carry: Arrays, x: Arrays) -> list[Any]:
-        return jax.tree.leaves(body(jax.tree.unflatten(trees[0], carry), jax.tree.unflatten(trees[1], x)))
-
-    traced = jax.make_jaxpr(flat)(carry, x)
-
-    def step(constants: Arrays, carry: Arrays, x: Arrays) -> tuple[Arrays, Arrays]:
-        results = jex.jaxpr_as_fun(jex.ClosedJaxpr(compat.open_jaxpr(traced), constants))(*carry, *x)
-        return results[: len(carry)], results[len(carry) :]
-
-    return step, list(compat.constants(traced))
 
 
 def _unrolled(step: Step, schedule: Schedule) -> Callable[[Arrays, Arrays, Arrays], tuple[Arrays, Arrays]]:

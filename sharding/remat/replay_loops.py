@@ -17,8 +17,8 @@ import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
+from ..graph.step_residuals import Arrays, Derivative, Step, is_float, merge, pick
 from .loop_tables import LoopTables, Turn
-from .step_residuals import Arrays, Derivative, Step, is_float, merge, pick
 
 
 def replayed_scan(step: Step, steps: int, tables: LoopTables) -> Callable[..., tuple[Arrays, Arrays]]:

@@ -25,6 +25,7 @@ from .delayed_update import Delayed
 from .disk_optimizer import DiskOptimizer
 from .layer_streaming import LayerTrainer, Tiled
 from .memory_formula import model_state_bytes
+from .prefetched_scan import scan
 from .sharded_optimizer import Master, Sharded, shard, split
 from .state_specs import Specs, specs
 
@@ -37,6 +38,7 @@ __all__ = [
     "Specs",
     "Tiled",
     "model_state_bytes",
+    "scan",
     "shard",
     "specs",
     "split",

@@ -232,10 +232,11 @@ def test_a_reshard_is_where_it_is_needed():
 
 
 def test_arrays_that_no_value_of_the_program_has():
-    """The words of random numbers: named by their type, with a line of the program that reads them."""
+    """The words of random numbers, named by their type, with a line of the program that reads them; and the third array
+    of the loop that makes them, which nothing reads."""
     with sharding.mesh(a=2, devices=jax.devices()[:2]):
         key = jax.eval_shape(lambda: jax.random.key(0))
         report = sharding.jit(lambda key: jax.random.normal(key, (64,)).sum()).complete(key).memory()
     words = [a for a in report.arrays if a.op == "threefry2x32"]
-    assert [a.name for a in words] == ["uint32[64]"] * 2 and {a.num_bytes for a in words} == {256}
-    assert all("test_small_references.py" in a.last_source for a in words)
+    assert [a.name for a in words] == ["uint32[64]"] * 3 and {a.num_bytes for a in words} == {256}
+    assert sorted("test_small_references.py" in a.last_source for a in words) == [False, True, True]

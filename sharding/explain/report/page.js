@@ -57,6 +57,7 @@ showValues();
 showMesh(null);
 showCommunication();
 showMemory();
+showTables();
 showTime();
 showNotes();
 showWhy(null);

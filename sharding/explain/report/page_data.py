@@ -5,6 +5,7 @@ devices, memory_bytes       the devices and the usable memory of one, if known
 ops         the number of ops; the columns of `value_table.values` follow
 collectives [kind, axes, count, bytes, wire bytes, seconds or null, line, cause, hint, op, dtype, ledger rows]
 memory      null, or the peak, its breakdowns, and [array, first program point, further points] of all live ranges
+tables      [title, [name, unit] of each column, rows] of further tables
 time        null, or the step time in seconds and its breakdowns
 slow        texts on a compilation that takes long
 conflicts   [text, bytes lost, count, cure], most bytes first
@@ -18,6 +19,7 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from ...cost import Topology, collective_seconds
+from ...display import Table
 from ...display.axis_colors import drawn
 from ...graph import Graph
 from ...hardware import Platform
@@ -49,6 +51,7 @@ def contents(
     platform: Platform = "cpu",
     on: Topology | None = None,
     with_costs: bool = True,
+    tables: Sequence[Table] = (),
 ) -> dict[str, Any]:
     """The data of the page for a completed program.
 
@@ -59,6 +62,7 @@ def contents(
         platform: the backend whose memory usage is predicted.
         on: the mesh on its devices, if they are known.
         with_costs: whether to compute memory and time; for tens of thousands of ops they take as long as all the rest.
+        tables: further tables, shown under memory.
     """
     strings = Interned()
     graph = assignment.graph
@@ -71,6 +75,9 @@ def contents(
         **values(assignment, strings),
         "collectives": _collectives(communication(assignment, name=name), graph.layers, on),
         "memory": None,
+        "tables": [
+            [table.title, [[*column] for column in table.columns], [*map(list, table.rows)]] for table in tables
+        ],
         "time": None,
         "slow": _slow_compilation(graph, platform),
         "with_costs": with_costs,

@@ -14,6 +14,7 @@ from support import browser
 
 import sharding
 from sharding import P, ShardingError
+from sharding.display import Column, Table
 from sharding.explain import report
 from sharding.launch import workloads
 from sharding.launch.config.model_config import ModelOptions
@@ -384,6 +385,18 @@ def test_sorting_sorts(page, data):
     one(heads[bytes_column], "button").click()
     one(heads[bytes_column], "button").click()
     assert column() == sorted(column())
+
+
+@needs_browser
+def test_further_tables_are_shown_under_memory(page, c, tmp_path):
+    table = Table(
+        "the <b>job", (Column("phase"), Column("peak", "bytes")), [("evaluation", 1_000), ("step", 3_000_000)]
+    )
+    path = c.report(tmp_path / "page.html", tables=[table])
+    page.get(path.as_uri())
+    assert "The <b>job" in [heading.text for heading in every(page, "#memory h3")]
+    rows = every(page, '#memory [aria-label="the <b>job"] tbody tr')
+    assert [row.text.split() for row in rows] == [["step", "3", "MB"], ["evaluation", "1", "kB"]]
 
 
 @needs_browser

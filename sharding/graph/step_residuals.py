@@ -7,7 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.extend.core as jex
 import jax.numpy as jnp
+from jax import lax
+
+from .. import compat
 
 Arrays = list[Any]
 Step = Callable[[Arrays, Arrays, Arrays], tuple[Arrays, Arrays]]
@@ -22,6 +26,7 @@ class AtHand:
     number: int
 
 
+@jax.tree_util.register_static
 @dataclass(frozen=True, slots=True)
 class Derivative:
     """A step whose derivative is taken by some of its constants and inputs."""
@@ -56,6 +61,32 @@ class Derivative:
         leaves, tree = jax.tree.flatten(residuals, is_leaf=lambda leaf: isinstance(leaf, AtHand))
         filled = [known[leaf.number] if isinstance(leaf, AtHand) else leaf for leaf in leaves]
         return jax.tree.unflatten(tree, filled)(ct)
+
+
+def flat_step(
+    body: Callable[[Any, Any], tuple[Any, Any]], trees: tuple[Any, Any, Any], carry: Arrays, x: Arrays
+) -> tuple[Step, Arrays]:
+    """The body as a function of flat arrays, and the arrays that it closes over, which become arguments."""
+
+    def flat(carry: Arrays, x: Arrays) -> list[Any]:
+        return jax.tree.leaves(body(jax.tree.unflatten(trees[0], carry), jax.tree.unflatten(trees[1], x)))
+
+    traced = jax.make_jaxpr(flat)(carry, x)
+
+    def step(constants: Arrays, carry: Arrays, x: Arrays) -> tuple[Arrays, Arrays]:
+        results = jex.jaxpr_as_fun(jex.ClosedJaxpr(compat.open_jaxpr(traced), constants))(*carry, *x)
+        return results[: len(carry)], results[len(carry) :]
+
+    return step, list(compat.constants(traced))
+
+
+def cast(carry: Sequence[Any], ends: Sequence[Any]) -> Arrays:
+    """A carry with the types that the body gives it: `lax.scan` promotes weak types."""
+    arrays = [jnp.asarray(leaf) for leaf in carry]
+    return [
+        leaf if leaf.dtype == end.dtype else lax.convert_element_type(leaf, end.dtype)
+        for leaf, end in zip(arrays, ends, strict=True)
+    ]
 
 
 def is_float(leaf: Any) -> bool:
