@@ -35,6 +35,8 @@ class JittedWorkload:
     workload: Workload
     mesh: Mesh | AbstractMesh
     batch_spec: P
+    plan: Plan | None
+    """That the train step follows."""
     completion: Any
     init: Any
     """key -> the initial state, created with the inferred shardings; jitted."""
@@ -156,6 +158,7 @@ def jit_workload(
         workload=workload,
         mesh=mesh,
         batch_spec=spec,
+        plan=plan,
         completion=completion,
         init=sharding.jit(workload.init, out_shardings=completion.in_shardings[0]),
         train_step=_jit_mpmd(mpmd_step, spec) if mpmd_step is not None and mpmd_step.suits(mesh) else step,

@@ -5,6 +5,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from sharding.planner import Plan
+
 FILE_NAME = "report.html"
 PLAN_NAME = "plan.html"
 
@@ -26,6 +28,7 @@ def write(
     curve: str,
     completion: Any,
     sample: str,
+    plan: Plan | None = None,
 ) -> Path:
     """Write the report and the completion's page to the folder `out`; returns the report's path.
 
@@ -35,6 +38,7 @@ def write(
         curve: the loss curve as SVG.
         completion: of the train step.
         sample: generated text; empty for none.
+        plan: that the run followed.
     """
     parts = [
         "<h1>Training run</h1>",
@@ -48,7 +52,7 @@ def write(
         "<h2>Configuration</h2>",
         _table(dict(_rows(settings))),
     ]
-    completion.report(out / PLAN_NAME)
+    completion.report(out / PLAN_NAME, tables=() if plan is None else plan.tables())
     path = out / FILE_NAME
     path.write_text(
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>Training run</title>'

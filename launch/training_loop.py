@@ -194,6 +194,7 @@ class TrainingLoop:
             curve=curve,
             completion=self.jitted.completion,
             sample=sample,
+            plan=self.jitted.plan,
         )
         if sample:
             self.console.print(f"\nsample\n{sample}\n")

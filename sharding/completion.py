@@ -292,7 +292,7 @@ class Completion:
         Args:
             path: of the file.
             hardware: as for `estimate`; without known devices, times are omitted.
-            tables: further tables, to show under memory.
+            tables: further ones to show, such as those of a `planner.Plan`.
 
         Raises:
             ShardingError: hardware that does not fit the mesh.

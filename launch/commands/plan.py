@@ -42,9 +42,9 @@ def run(config: Plan) -> None:
     print(found)
     if config.code:
         print(found.code())
+    if found.stages is not None:
+        step, args = train_step(config, PipelineConfig.of(found.stages))
     if config.compare or config.frontier is not None:
-        if found.stages is not None:
-            step, args = train_step(config, PipelineConfig.of(found.stages))
         problem = planner.problem_of(step, *args, devices=config.devices, mesh=found.axes).problem
         limit = found.memory_bytes if found.memory_bytes >= problem.least_peak_bytes else math.inf
         if config.compare:
@@ -54,6 +54,11 @@ def run(config: Plan) -> None:
             curve = planner.memory_curve(problem, algorithm=config.algorithm, seconds=config.seconds)
             curve.plot("microseconds").save(config.frontier)
             print(f"written to {config.frontier}")
+    if config.report is not None:
+        with found.mesh(config.devices):
+            completion = step.with_plan(found).complete(*args)
+        completion.report(config.report, tables=found.tables())
+        print(f"written to {config.report}")
     if config.out is not None:
         print(f"written to {found.save(config.out)}")
 

@@ -42,6 +42,8 @@ class Plan:
     """Draw the least time within each limit on memory, on the chosen mesh, as an SVG."""
     code: bool = False
     """Print the plan as plain PartitionSpecs, which need no library."""
+    report: Annotated[Path | None, arg(metavar="FILE")] = None
+    """Write an HTML report of the step as planned, with the plan, its next best specs and the other meshes."""
     out: Annotated[Path | None, arg(metavar="FILE")] = None
     """Write the plan as JSON, for `sharding train --plan`."""
 

@@ -245,8 +245,8 @@ def test_a_sample_continues_the_first_of_equal_prompts(spec: P, shards: int):
     state = SimpleNamespace(params=1)
     with sharding.mesh(data=4, fsdp=2) as mesh:
         jitted = JittedWorkload(
-            workload=workload(sampler=sampler), mesh=mesh, batch_spec=spec, completion=None, train_step=None,
-            evaluate=None, generate=generate,
+            workload=workload(sampler=sampler), mesh=mesh, batch_spec=spec, plan=None, completion=None, init=None,
+            train_step=None, evaluate=None, generate=generate,
         )  # fmt: skip
         assert jitted.sample(state, seed=5) == "7 8 9 8"
         assert seen["rows"].tolist() == [[7, 8, 9]] * shards and seen["key"] == jax.random.key(5)

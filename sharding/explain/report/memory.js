@@ -134,16 +134,6 @@ function timeline() {
 const doesNotFit = () => Boolean(data.memory && data.memory_bytes && data.memory.peak > data.memory_bytes);
 const opCell = (op, source) => [make("code", {}, `${op} `), source ? lineText(source) : ""];
 
-// Further tables, of plain rows.
-function showTables() {
-  const cell = { bytes: bytesColumn, seconds: secondsColumn, number: numberColumn, share: numberColumn, code: codeColumn };
-  for (const [title, columns, rows] of data.tables) {
-    const shown = columns.map(([name, unit], k) => (cell[unit] ?? textColumn)(name, (row) => row[k] ?? ""));
-    const by = Math.max(0, shown.findIndex((one) => one.number));
-    byId("memory").append(make("h3", {}, title[0].toUpperCase() + title.slice(1)), sortedTable(title, shown, rows, { by }));
-  }
-}
-
 function showMemory() {
   const section = byId("memory");
   if (!data.memory) {

@@ -1,8 +1,9 @@
 // Tables that sort by clicking a column header, and show more rows on demand.
 
 // columns: { name, key: row -> sort key, cell: row -> contents, number: whether it is numeric }
+// by: the column to sort by at first; -1 for the order of the rows
 function sortedTable(caption, columns, rows, { by = 0, size = 12 } = {}) {
-  let sorted = columns[by].number ? "descending" : "ascending", column = by;
+  let sorted = columns[by]?.number ? "descending" : "ascending", column = by;
   const body = make("tbody");
   const more = make("button", { type: "button", class: "more", onclick: () => { list.grow(); update(); } });
   const heads = columns.map((one, k) => make("th", { scope: "col", class: one.number ? "number" : null },
@@ -24,7 +25,7 @@ function sortedTable(caption, columns, rows, { by = 0, size = 12 } = {}) {
   }
 
   function sort() {
-    const { key } = columns[column];
+    const key = columns[column]?.key ?? (() => 0);
     const sign = sorted === "ascending" ? 1 : -1;
     const ordered = [...rows].sort((a, b) => {
       const x = key(a), y = key(b);
@@ -58,3 +59,17 @@ const lineText = (line) => {
 };
 const lineColumn = (name, key) => textColumn(name, key, (row) => lineText(key(row)));
 const codeColumn = (name, key) => textColumn(name, key, (row) => make("code", {}, key(row) || "–"));
+
+// Further tables, of plain rows in their order; null is unknown.
+function showTables() {
+  const kinds = { bytes: bytesColumn, seconds: secondsColumn, number: numberColumn, share: numberColumn, code: codeColumn };
+  const column = ([name, unit], k) => {
+    const one = (kinds[unit] ?? textColumn)(name, (row) => row[k] ?? (unit in kinds && unit !== "code" ? -1 : ""));
+    return { ...one, cell: (row) => (row[k] === null ? "–" : one.cell(row)) };
+  };
+  for (const one of data.tables.length ? document.querySelectorAll("[hidden].tables") : []) one.hidden = false;
+  for (const [title, columns, rows] of data.tables) {
+    const name = title[0].toUpperCase() + title.slice(1);
+    byId("tables").append(make("h3", {}, name), ...(rows.length ? [sortedTable(title, columns.map(column), rows, { by: -1 })] : []));
+  }
+}

@@ -388,15 +388,21 @@ def test_sorting_sorts(page, data):
 
 
 @needs_browser
-def test_further_tables_are_shown_under_memory(page, c, tmp_path):
-    table = Table(
-        "the <b>job", (Column("phase"), Column("peak", "bytes")), [("evaluation", 1_000), ("step", 3_000_000)]
-    )
-    path = c.report(tmp_path / "page.html", tables=[table])
-    page.get(path.as_uri())
-    assert "The <b>job" in [heading.text for heading in every(page, "#memory h3")]
-    rows = every(page, '#memory [aria-label="the <b>job"] tbody tr')
-    assert [row.text.split() for row in rows] == [["step", "3", "MB"], ["evaluation", "1", "kB"]]
+def test_further_tables_are_shown_in_their_order(page, c, tmp_path):
+    columns = Column("phase"), Column("peak", "bytes")
+    table = Table("the <b>job", columns, [("evaluation", 1_000), ("step", 3_000_000), ("rest", None)])
+    page.get(c.report(tmp_path / "page.html", tables=[table]).as_uri())
+    assert "The <b>job" in [heading.text for heading in every(page, "#tables h3")]
+    rows = every(page, '#tables [aria-label="the <b>job"] tbody tr')
+    assert [row.text.split() for row in rows] == [["evaluation", "1", "kB"], ["step", "3", "MB"], ["rest", "\u2013"]]
+    head = every(page, '#tables [aria-label="the <b>job"] th')[1]
+    one(head, "button").click()
+    assert head.get_attribute("aria-sort") == "descending"
+
+
+@needs_browser
+def test_without_further_tables_there_is_no_section_for_them(page):
+    assert not one(page, "#tables").is_displayed()
 
 
 @needs_browser
@@ -480,7 +486,7 @@ def test_every_control_has_a_name_and_every_section_a_heading(page):
     assert len(controls) > 8
     assert [e.get_attribute("outerHTML")[:80] for e in controls if not e.accessible_name] == []
     assert {e.aria_role for e in every(page, "#values li")[:5]} == {"treeitem"}
-    assert all(one(section, "h2").text for section in every(page, "main > section"))
+    assert all(one(section, "h2").text for section in every(page, "main > section") if section.is_displayed())
     assert len(every(page, f"{TREEITEM}[tabindex='0']")) == 1
     assert one(page, "html").get_attribute("lang") == "en"
 

@@ -20,9 +20,10 @@ def saved(tmp_path_factory):
     return path
 
 
-def test_a_plan_is_shown_and_written_out_as_code(capsys):
-    launch.main(["plan", *TINY, "--code"])
+def test_a_plan_is_shown_and_written_out_as_code_and_a_report(capsys, tmp_path):
+    launch.main(["plan", *TINY, "--code", "--report", str(tmp_path / "plan.html")])
     shown = capsys.readouterr().out
+    assert "the best plan for each mesh tried" in (tmp_path / "plan.html").read_text()
     assert "plan of train_step on cpu:1x8, mesh x=2, y=4" in shown
     assert "in_shardings = {" in shown
 
@@ -81,6 +82,7 @@ def test_training_by_a_plan_has_the_losses_of_one_device(with_less_memory, tmp_p
     launch.main(["train", "--plan", str(with_less_memory), *common, "--out", str(tmp_path / "planned")])
     launch.main(["train", "--mesh", "data=1", *common, "--out", str(tmp_path / "one")])
     assert losses(tmp_path / "planned") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
+    assert "the best plan for each mesh tried" in (tmp_path / "planned" / "plan.html").read_text()
 
 
 @pytest.mark.parametrize(
