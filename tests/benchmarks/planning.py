@@ -240,23 +240,25 @@ def against(result: Result) -> list[str]:
 
 
 PARTS = ("complete", "problem", "solve", "proven", "plan", "what_if")
+TIME_HEAD = [
+    "step",
+    "devices",
+    "ops",
+    "nodes",
+    *(part.replace("_", "-") for part in PARTS),
+    "estimated step",
+    "peak, GB",
+]
+PLAN_HEAD = ["layers", "budget, GB", "plan", "compiler", "planning", "collectives, GB", "sent, GB", "peak, GB"]
 
 
 def table(result: Result) -> list[str]:
     """All figures as Markdown tables."""
-    head = [
-        "step",
-        "devices",
-        "ops",
-        "nodes",
-        *(part.replace("_", "-") for part in PARTS),
-        "estimated step",
-        "peak, GB",
-    ]
-    lines = ["Seconds of the clock (of the CPU).", "", *markdown(head, map(time_cells, result.of_kind("time")))]
-    rows = [row for row in result.of_kind("plan") if "error" not in row]
-    head = ["layers", "budget, GB", "plan", "compiler", "planning, s (CPU)", "collectives, GB", "sent, GB", "peak, GB"]
-    return [*lines, "", *markdown(head, map(plan_cells, rows))] if rows else lines
+    times = list(map(time_cells, result.of_kind("time")))
+    plans = [plan_cells(row) for row in result.of_kind("plan") if "error" not in row]
+    lines = ["Seconds of the clock (of the CPU).", ""]
+    lines += markdown(TIME_HEAD, times) if times else []
+    return [*lines, *([""] if times and plans else []), *(markdown(PLAN_HEAD, plans) if plans else [])]
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str]:
