@@ -211,7 +211,7 @@ def plan_line(row: Row) -> str:
     head = f"{row['layers']} layers, {row['budget_gb'] or 'default'} GB, {row['name']}"
     if "error" in row:
         return f"{head}: {row['error']}"
-    return f"{head}: {row['collective_bytes'] / 1e9:.2f} GB of collectives, peak {row['peak_bytes'] / 1e9:.2f} GB"
+    return f"{head}: sends {row['sent_bytes'] / 1e9:.2f} GB, peak {row['peak_bytes'] / 1e9:.2f} GB"
 
 
 def summary(result: Result) -> str:
@@ -231,10 +231,10 @@ def against(result: Result) -> list[str]:
         if ours is None or "error" in ours:
             found.append(f"{head}: none of ours fits")
             continue
-        names = "planning_cpu_seconds", "collective_bytes", "peak_bytes"
+        names = "planning_cpu_seconds", "sent_bytes", "peak_bytes"
         time_ratio, size, peak = (f"{ours[name] / theirs[name]:.2f}" for name in names)
         found.append(
-            f"{head}: planned in {time_ratio} of the time of {compared_plans.THEIRS}, bytes {size}, peak {peak}"
+            f"{head}: planned in {time_ratio} of the time of {compared_plans.THEIRS}, sends {size}, peak {peak}"
         )
     return found
 
