@@ -227,7 +227,9 @@ class _Search:
                 if k and left <= 0:
                     break
                 completion, on = version.completed(axes, self.options.devices)
-                one = MeshSearch(version=version, axes=axes, completion=completion, on=on, options=self.options)
+                one = MeshSearch(
+                    version=version.without_arrays(), axes=axes, completion=completion, on=on, options=self.options
+                )
                 best = one.best(max(1.0, left / (len(items) - k)))
                 self.on_progress(f"{k + 1}/{len(items)} {version.name(axes)}: {best.costs}")
                 if self.options.fits(best.costs):

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
+
 from ..completion import Completion
 from ..cost import Topology
 from ..cost.topology import topology_of_sizes
@@ -38,6 +40,14 @@ class Version:
         with mesh_of(dict(axes), devices=devices):
             choices = plan_remat.ends(self.step, self.args, self.kwargs)
         return [dataclasses.replace(self, policies=policies) for policies in choices]
+
+    def without_arrays(self) -> Version:
+        """The same with shapes for arguments, so that a plan that can be asked again keeps no array alive."""
+
+        def shape(x: Any) -> Any:
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) if isinstance(x, jax.Array) else x
+
+        return dataclasses.replace(self, args=jax.tree.map(shape, self.args))
 
     def name(self, axes: Mapping[str, int]) -> str:
         """The version on a mesh."""

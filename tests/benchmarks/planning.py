@@ -211,7 +211,7 @@ def plan_line(row: Row) -> str:
     head = f"{row['layers']} layers, {row['budget_gb'] or 'default'} GB, {row['name']}"
     if "error" in row:
         return f"{head}: {row['error']}"
-    return f"{head}: {row['collective_bytes'] / 1e9:.2f} GB of collectives, peak {row['peak_bytes'] / 1e9:.2f} GB"
+    return f"{head}: sends {row['sent_bytes'] / 1e9:.2f} GB, peak {row['peak_bytes'] / 1e9:.2f} GB"
 
 
 def summary(result: Result) -> str:
@@ -231,32 +231,34 @@ def against(result: Result) -> list[str]:
         if ours is None or "error" in ours:
             found.append(f"{head}: none of ours fits")
             continue
-        names = "planning_cpu_seconds", "collective_bytes", "peak_bytes"
+        names = "planning_cpu_seconds", "sent_bytes", "peak_bytes"
         time_ratio, size, peak = (f"{ours[name] / theirs[name]:.2f}" for name in names)
         found.append(
-            f"{head}: planned in {time_ratio} of the time of {compared_plans.THEIRS}, bytes {size}, peak {peak}"
+            f"{head}: planned in {time_ratio} of the time of {compared_plans.THEIRS}, sends {size}, peak {peak}"
         )
     return found
 
 
 PARTS = ("complete", "problem", "solve", "proven", "plan", "what_if")
+TIME_HEAD = [
+    "step",
+    "devices",
+    "ops",
+    "nodes",
+    *(part.replace("_", "-") for part in PARTS),
+    "estimated step",
+    "peak, GB",
+]
+PLAN_HEAD = ["layers", "budget, GB", "plan", "compiler", "planning", "collectives, GB", "sent, GB", "peak, GB"]
 
 
 def table(result: Result) -> list[str]:
     """All figures as Markdown tables."""
-    head = [
-        "step",
-        "devices",
-        "ops",
-        "nodes",
-        *(part.replace("_", "-") for part in PARTS),
-        "estimated step",
-        "peak, GB",
-    ]
-    lines = ["Seconds of the clock (of the CPU).", "", *markdown(head, map(time_cells, result.of_kind("time")))]
-    rows = [row for row in result.of_kind("plan") if "error" not in row]
-    head = ["layers", "budget, GB", "plan", "compiler", "planning, s (CPU)", "collectives, GB", "sent, GB", "peak, GB"]
-    return [*lines, "", *markdown(head, map(plan_cells, rows))] if rows else lines
+    times = list(map(time_cells, result.of_kind("time")))
+    plans = [plan_cells(row) for row in result.of_kind("plan") if "error" not in row]
+    lines = ["Seconds of the clock (of the CPU).", ""]
+    lines += markdown(TIME_HEAD, times) if times else []
+    return [*lines, *([""] if times and plans else []), *(markdown(PLAN_HEAD, plans) if plans else [])]
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str]:

@@ -1,6 +1,8 @@
 """`sharding.plan`: plans are the known ones, no slower than those by hand, keep limits, and run as one device does."""
 
+import gc
 import math
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -470,3 +472,14 @@ def test_what_if_adds_up_and_refuses_what_does_not_fit(many_tokens, tmp_path):
         many_tokens.what_if({"w3": P("x")})
     with pytest.raises(sharding.ShardingError, match="read from a file"):
         planner.Plan.load(many_tokens.save(tmp_path / "plan.json")).what_if({"w1": P()})
+
+
+def test_a_plan_keeps_no_argument_alive():
+    x = jnp.ones((64, 64))
+    alive = weakref.ref(x)
+    plan = sharding.plan(lambda x: x * 2, x, devices=DEVICES, mesh=FLAT)
+    jax.clear_caches()
+    del x
+    gc.collect()
+    assert alive() is None
+    assert plan.what_if({"x": P("x")}).annotations["x"] == P("x")
