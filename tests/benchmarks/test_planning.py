@@ -62,6 +62,7 @@ def test_our_plan_over_xlas():
                 | {"peak_bytes": 10, "name": name}
                 for name, cpu, size in (
                     (f"{compared_plans.THEIRS}, as it compiled it", 40.0, 200),
+                    (f"{compared_plans.THEIRS}, in_shardings", 40.0, 300),
                     (compared_plans.OURS, 2.0, 100),
                 )
             ],
