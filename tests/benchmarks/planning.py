@@ -17,6 +17,7 @@ less one that is told the plan. Both plans are then compiled by the installed TP
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -228,14 +229,17 @@ def against(result: Result) -> list[str]:
         layers, budget = key
         head = f"GPT, {layers} layer{'s' * (layers > 1)}, {f'{budget} GB' if budget else 'no more memory'}"
         ours = own.get(compared_plans.OURS)
-        theirs = min((r for n, r in own.items() if n.startswith(compared_plans.THEIRS)), key=lambda r: r["sent_bytes"])
+        all_theirs = [row for name, row in own.items() if name.startswith(compared_plans.THEIRS)]
+        theirs = min(all_theirs, key=lambda row: row["sent_bytes"])
         if ours is None or "error" in ours:
             found.append(f"{head}: none of ours fits")
             continue
         names = "planning_cpu_seconds", "sent_bytes", "peak_bytes"
         time_ratio, size, peak = (f"{ours[name] / theirs[name]:.2f}" for name in names)
+        step = ours["estimated_seconds"] / min(row.get("estimated_seconds", math.inf) for row in all_theirs)
         found.append(
-            f"{head}: planned in {time_ratio} of the time of {compared_plans.THEIRS}, sends {size}, peak {peak}"
+            f"{head}: planned in {time_ratio} of the time of {compared_plans.THEIRS}, sends {size}, peak {peak}, "
+            f"estimated step {step:.2f}"
         )
     return found
 
