@@ -69,7 +69,8 @@ def test_our_plan_over_xlas():
         )
     )
     assert text == [
-        "GPT, 1 layer, 16 GB: planned in 0.05 of the time of XLA's auto-sharding, sends 0.50, peak 1.00, estimated step 0.05"
+        "GPT, 1 layer, 16 GB: planned in 0.05 of the time of XLA's auto-sharding, sends 0.50, peak 1.00, "
+        "estimated step 0.05"
     ]
 
 
