@@ -40,7 +40,7 @@ def rows(sizes: plain_gpt.Sizes, budget_gb: int, *, devices: str, axes: dict[str
     Args:
         sizes: of the model.
         budget_gb: the memory that a plan may take. 0 is XLA's default, 1.1 times its lower bound; then ours may take no
-            more than the program that XLA compiles.
+            more than its plan does, both as we predict.
         devices: to plan for.
         axes: the mesh.
         peer: the folder of XLA's environment and of the plans that it made before.
@@ -57,10 +57,11 @@ def rows(sizes: plain_gpt.Sizes, budget_gb: int, *, devices: str, axes: dict[str
     specs = [P(*(tuple(e) if isinstance(e, list) else e for e in spec)) for spec in theirs["specs"]]
     yield {**program, "name": f"{THEIRS}, in_shardings", **spent, **compiled(sizes, plain_step, specs, devices, axes)}
     name = f"{THEIRS}, in_shardings, completed by sharding.jit"
-    yield {**program, "name": name, **spent, **compiled(sizes, completed_step, specs, devices, axes)}
+    predicted = predictions(sizes, specs, devices, axes)
+    yield {**program, "name": name, **spent, **predicted, **compiled(sizes, completed_step, specs, devices, axes)}
 
     begun, cpu = time.perf_counter(), time.process_time()
-    limit = budget_gb * 1e9 if budget_gb else theirs["peak_bytes"]
+    limit = budget_gb * 1e9 if budget_gb else predicted["predicted_peak_bytes"]
     step, args = unplanned_step(sizes)
     try:
         plan = sharding.plan(step, *args, devices=devices, mesh=axes, memory_bytes=limit)
@@ -74,7 +75,8 @@ def rows(sizes: plain_gpt.Sizes, budget_gb: int, *, devices: str, axes: dict[str
         **spent,
         **compiled(sizes, plain_step, own_specs(plan), devices, axes),
     }
-    yield {**program, "name": OURS, **spent, **compiled(sizes, planned_step, plan, devices, axes)}
+    predicted = {"estimated_seconds": plan.costs.seconds, "predicted_peak_bytes": plan.costs.peak_bytes}
+    yield {**program, "name": OURS, **spent, **predicted, **compiled(sizes, planned_step, plan, devices, axes)}
 
 
 def unplanned_step(sizes: plain_gpt.Sizes, **options: Any) -> tuple[Any, tuple[Any, ...]]:
@@ -115,6 +117,15 @@ def compiled(sizes: plain_gpt.Sizes, stepped: Stepped, plan: Any, devices: str, 
         program = step.lower(*args).compile()
     found = cost.read_compiled(program, mesh=axes)
     return {"compiler": tpu_compiler(), **traffic(found), "peak_bytes": program.memory_analysis().peak_memory_in_bytes}
+
+
+def predictions(sizes: plain_gpt.Sizes, specs: list[P], devices: str, axes: dict[str, int]) -> Row:
+    """What we predict of the step whose other shardings we infer."""
+    with sharding.mesh(axes, devices=devices) as mesh:
+        step, args = completed_step(sizes, specs, mesh)
+        completion = step.complete(*args)
+        seconds, peak = completion.estimate().seconds, completion.memory().peak_bytes
+    return {"estimated_seconds": seconds, "predicted_peak_bytes": peak}
 
 
 def tpu_compiler() -> str:

@@ -46,8 +46,10 @@ def test_the_model_has_the_documented_size():
 
 def test_a_missing_python_is_reported_and_creates_no_environment(tmp_path: Path):
     messages: list[str] = []
-    assert environment.torch_python(tmp_path, pythons=["no-such-python"], say=messages.append) is None
-    assert messages == ["PyTorch needs no-such-python, which is not installed on this machine."]
+    for python_of in (environment.torch_python, environment.auto_sharding_python):
+        assert python_of(tmp_path, pythons=["no-such-python"], say=messages.append) is None
+    needs = "needs no-such-python, which is not installed on this machine."
+    assert messages == [f"PyTorch {needs}", f"jax==0.10.0 {needs}"]
     assert not list(tmp_path.iterdir())
 
 

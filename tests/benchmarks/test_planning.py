@@ -59,15 +59,19 @@ def test_our_plan_over_xlas():
             planning.Options(),
             [
                 {"kind": "plan", "layers": 1, "budget_gb": 16, "planning_cpu_seconds": cpu, "sent_bytes": size}
-                | {"peak_bytes": 10, "name": name}
+                | {"peak_bytes": 10, "name": name, "estimated_seconds": cpu}
                 for name, cpu, size in (
                     (f"{compared_plans.THEIRS}, as it compiled it", 40.0, 200),
+                    (f"{compared_plans.THEIRS}, in_shardings", 40.0, 300),
                     (compared_plans.OURS, 2.0, 100),
                 )
             ],
         )
     )
-    assert text == ["GPT, 1 layer, 16 GB: planned in 0.05 of the time of XLA's auto-sharding, sends 0.50, peak 1.00"]
+    assert text == [
+        "GPT, 1 layer, 16 GB: planned in 0.05 of the time of XLA's auto-sharding, sends 0.50, peak 1.00, "
+        "estimated step 0.05"
+    ]
 
 
 def test_the_step_updates_a_state_of_the_same_shapes():
