@@ -53,7 +53,7 @@ def test_stages_are_planned_and_trained(tmp_path):
 
 
 def test_stages_are_planned_beside_the_step(capsys):
-    launch.main(["plan", "--model", "gpt-tiny", "--scan", "--devices", "h100:1x2", "--pipeline", "--seconds", "6"])
+    launch.main(["plan", "--model", "gpt-tiny", "--scan", "--devices", "cpu:2", "--pipeline", "--seconds", "6"])
     shown = capsys.readouterr()
     assert "2 stages over pipe by 1f1b" in shown.err
 
