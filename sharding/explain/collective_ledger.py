@@ -153,8 +153,7 @@ class Ledger(Sequence[Collective], Tabular):
             c.result_bytes,
             is_manual=c.is_manual,
             spans_slice=is_slice_wide(c.num_devices, self._num_devices),
-            gathers_by_sum=torus_dims > 0
-            and is_gathered_by_sum(c.num_devices, self._num_devices, torus_dims, c.result_bytes),
+            gathers_by_sum=is_gathered_by_sum(c.num_devices, self._num_devices, torus_dims, c.result_bytes),
         )
         return dataclasses.replace(c, kind=kind, dtype=dtype, result_bytes=size)
 

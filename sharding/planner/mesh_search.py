@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 
 from jax.sharding import PartitionSpec as P
 
@@ -22,6 +22,7 @@ from ..display.units import bytes_text
 from ..errors import ShardingError
 from ..explain.memory_report import memory
 from ..explain.program_costs import Costs, costs
+from ..graph import Annotation
 from ..hardware import Devices, Platform
 from ..propagation import Assignment
 from ..propagation.added_annotation import named_annotations
@@ -82,19 +83,27 @@ class MeshSearch:
 
     def best(self, seconds: float) -> MeshPlan:
         """The best plan; what exceeds the limit least if nothing fits."""
-        base = self.completion.assignment
+        graph = self.completion.assignment.graph
         shares = HIDDEN[self.options.devices.chip.platform]
-        annotations = {**base.graph.annotations, **named_annotations(base.graph, self.kept, base.sizes)}
-        problems = (of_graph(base.graph, self.on, annotations=annotations, hidden=hidden) for hidden in shares)
+        annotations = {**graph.annotations, **self.pinned()}
+        problems = (of_graph(graph, self.on, annotations=annotations, hidden=hidden) for hidden in shares)
         found = [self.solved(of, seconds / len(shares)) for of in problems]
         return min(found, key=lambda one: rank(one.costs, self.options.fits))
 
+    def pinned(self) -> dict[int, Annotation]:
+        """The annotations that the plan must have, by value."""
+        base = self.completion.assignment
+        return named_annotations(base.graph, self.kept, base.sizes)
+
+    def asked(self, changes: Mapping[str, P], seconds: float) -> MeshSearch:
+        """The search for a plan that must have these annotations, too."""
+        options = dataclasses.replace(self.options, deadline=time.monotonic() + seconds)
+        rest = {name: spec for name, spec in self.kept.items() if name not in changes}
+        return dataclasses.replace(self, options=options, kept=rest | dict(changes))
+
     def replanned(self, changes: Mapping[str, P], seconds: float) -> Plan:
         """A plan with annotations that it must have, see `Plan.what_if`."""
-        options = dataclasses.replace(self.options, deadline=time.monotonic() + seconds)
-        found = dataclasses.replace(self, options=options, kept={**self.kept, **changes}).best(seconds)
-        if not options.fits(found.costs):
-            raise found.too_large(f"plan.what_if({', '.join(changes)})")
+        found = self.asked(changes, seconds).best(seconds).that_fits(changes)
         return found.plan(found.annotated(), {}, ())
 
     def solved(self, of: GraphProblem, seconds: float) -> MeshPlan:
@@ -158,10 +167,11 @@ class MeshPlan:
     def annotated(self) -> Annotated:
         """The program with the annotations that make it so."""
         options = self.search.options
-        return self.annotation_search().run(self.costs.seconds, options.fits, options.deadline)
+        return self.annotation_search.run(self.costs.seconds, options.fits, options.deadline)
 
+    @cached_property
     def annotation_search(self) -> AnnotationSearch:
-        """The search for these annotations."""
+        """The search for these annotations, which remembers what it looked up."""
         return AnnotationSearch(
             base=self.search.completion.assignment,
             wanted=self.wanted,
@@ -172,9 +182,9 @@ class MeshPlan:
 
     def polish(self) -> Polish:
         """The last changes to these annotations."""
-        options, found = self.search.options, self.annotation_search()
-        choice = self.solution.choice
-        return Polish(of=self.of, choice=choice, search=found, fits=options.fits, deadline=options.deadline)
+        options, choice = self.search.options, self.solution.choice
+        search = self.annotation_search
+        return Polish(of=self.of, choice=choice, search=search, fits=options.fits, deadline=options.deadline)
 
     def plan(self, result: Annotated, next_best: Mapping[str, NextBest], rest: Sequence[Candidate]) -> Plan:
         """The plan of some annotations.
@@ -223,29 +233,30 @@ class MeshPlan:
             changes: the annotations that it must have.
             seconds: for the solver; if the plan's annotations don't help, also for leaving out what saves nothing.
         """
-        base = self.search.completion.assignment
-        kept = {name: spec for name, spec in self.search.kept.items() if name not in changes} | dict(changes)
-        pinned = named_annotations(base.graph, kept, base.sizes)
-        options = dataclasses.replace(self.search.options, deadline=time.monotonic() + seconds)
-        search = dataclasses.replace(self.search, options=options, kept=kept)
-        found = search.solved(self.of.pinned(pinned), seconds)
-        if not options.fits(found.costs):
-            raise found.too_large(f"plan.what_if({', '.join(changes)})")
-        annotations = found.annotation_search()
+        search = self.search.asked(changes, seconds)
+        fits = search.options.fits
+        found = search.solved(self.of.pinned(search.pinned()), seconds).that_fits(changes)
+        annotations = found.annotation_search
         same = {
             name: spec
             for name, spec in present.annotations.items()
             if self.decides_alike(found, annotations.values(name))
         }
         goal = max(1.0, present.costs.seconds / (self.costs.seconds or 1.0)) * found.costs.seconds
-        result = annotations.without_idle(annotations.extended(same, goal, options.fits))
-        if not (options.fits(result.costs) and is_close(result.costs, goal)):
+        result = annotations.without_idle(annotations.extended(same, goal, fits))
+        if not (fits(result.costs) and is_close(result.costs, goal)):
             result = found.annotated()
         return found.plan(result, {}, ())
 
     def decides_alike(self, other: MeshPlan, values: Mapping[str, int]) -> bool:
         """Whether another plan wants the same of some values."""
         return all(self.wanted[v] == other.wanted[v] for v in values.values())
+
+    def that_fits(self, changes: Mapping[str, P]) -> MeshPlan:
+        """The plan itself. Raises `too_large` if these annotations of `Plan.what_if` leave none that fits."""
+        if not self.search.options.fits(self.costs):
+            raise self.too_large(f"plan.what_if({', '.join(changes)})")
+        return self
 
     def too_large(self, asked: str) -> ShardingError:
         """What is missing for it to fit: its peak, what fills it, and what would lower it."""

@@ -125,7 +125,7 @@ class AnnotationSearch:
         for pattern, by_spec in groups.items():
             most = max(by_spec, key=lambda spec: len(by_spec[spec]))
             matched = [name for names in by_spec.values() for name in names]
-            if len(by_spec[most]) > 1 and sorted(paths.find_all(self.graph.names, pattern)) == sorted(matched):
+            if len(by_spec[most]) > 1 and sorted(self.values(pattern)) == sorted(matched):
                 yield pattern, to_partition_spec(most)
                 del by_spec[most]
             yield from ((name, to_partition_spec(spec)) for spec, names in by_spec.items() for name in names)

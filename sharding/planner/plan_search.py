@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jax.sharding import PartitionSpec as P
+
 from ..cost.topology import topology_of_sizes
 from ..errors import ShardingError
 from ..hardware import Devices, parse
@@ -281,11 +283,14 @@ class _Search:
         if policies is None:
             return plan
         chosen = dataclasses.replace(version, policies=policies)
-        free, on = chosen.completed(plan.axes, options.devices)
-        again = dataclasses.replace(search, version=chosen, completion=free, on=on)
         completion, _ = dataclasses.replace(chosen, step=step).completed(plan.axes, options.devices)
-        now = again.costs(completion.assignment)
+        now = dataclasses.replace(search, completion=completion).costs(completion.assignment)
         self.on_progress(f"{version.name(plan.axes)} with recomputation that fits: {now}")
         if rank(now, options.fits) >= rank(plan.costs, options.fits):
             return plan
-        return dataclasses.replace(plan, remat=policies, costs=now, replan=again.replanned)
+
+        def replan(changes: Mapping[str, P], seconds: float) -> Plan:
+            free, _ = chosen.completed(plan.axes, options.devices)  # without the plan
+            return dataclasses.replace(search, version=chosen, completion=free).replanned(changes, seconds)
+
+        return dataclasses.replace(plan, remat=policies, costs=now, replan=replan)

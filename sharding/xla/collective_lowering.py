@@ -104,10 +104,11 @@ def is_gathered_by_sum(num_devices: int, all_devices: int, torus_dims: int, num_
     Args:
         num_devices: gathered from.
         all_devices: of the slice.
-        torus_dims: dims of its links.
+        torus_dims: dims of its links; 0 if unknown.
         num_bytes: of one device's result.
     """
-    return LARGE_SLICE <= num_devices == all_devices and (torus_dims == 3 or num_bytes <= PLANE_BYTES)
+    is_small = torus_dims == 2 and num_bytes <= PLANE_BYTES
+    return LARGE_SLICE <= num_devices == all_devices and (torus_dims == 3 or is_small)
 
 
 def is_gathered_by_all_reduce(backend: Platform, shape: Sequence[int], num_devices: int) -> bool:

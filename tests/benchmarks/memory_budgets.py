@@ -31,7 +31,7 @@ from .result_file import Result, measured
 
 DEVICES, NUM_DEVICES = "v5p:8x8x8", 512
 SIZES = {"fsdp": 64, "tensor": 8}
-BATCH = 1536
+MODEL, BATCH = "gpt3-175b", 1536
 COMPILED = (32.0, 35.0)
 """The budgets whose programs are compiled, in GB: the larger one has the memory of full recomputation."""
 FULL = "full recomputation"
@@ -63,20 +63,20 @@ class Row:
     compiled_peak_bytes: int | None = None
 
 
-def step_of(mesh: Any, model: Any) -> memory_budget.Step:
+def step_of(model: Any) -> memory_budget.Step:
     """The train step of a configuration."""
-    family, _ = workloads.find(ModelOptions(name="gpt3-175b"))
-    workload = family.build("gpt3-175b", model, Optimization(sequence_parallel=True), steps=1000, seed=0)
+    family, _ = workloads.find(ModelOptions(name=MODEL))
+    workload = family.build(MODEL, model, Optimization(sequence_parallel=True), steps=1000, seed=0)
     step = sharding.jit(workload.train_step, in_shardings=(None, layouts.batch(SIZES)), donate_argnums=(0,))
     return step, (workload.state_shapes, workload.batch_shapes(BATCH))
 
 
 def rows(budgets: Sequence[float]) -> dict[Row, Any]:
     """Row -> the configuration: full recomputation, then each budget."""
-    _, preset = workloads.find(ModelOptions(name="gpt3-175b"))
+    _, preset = workloads.find(ModelOptions(name=MODEL))
     found: dict[Row, Any] = {}
-    with sharding.mesh(SIZES, devices=DEVICES) as mesh:
-        _, fitted = memory_budget.fit(preset, lambda model: step_of(mesh, model), int(max(budgets) * 1e9))
+    with sharding.mesh(SIZES, devices=DEVICES):
+        _, fitted = memory_budget.fit(preset, step_of, int(max(budgets) * 1e9))
         found[row(FULL, remat.Policy(), fitted.least)] = dataclasses.replace(preset, remat=(remat.Policy(),))
         for budget in budgets:
             one = fitted.within(budget * 1e9)
@@ -99,7 +99,7 @@ def row(name: str, policy: Any, cost: remat.Cost) -> Row:
 def compiled_peak(model: Any) -> int:
     """The peak memory of a program as the TPU compiler allocates it."""
     over = sharding.mesh(SIZES, devices=sharding.cost.compile_only(DEVICES))
-    step, args = step_of(over.mesh, model)  # before entering the mesh, whose devices can't run anything
+    step, args = step_of(model)  # before entering the mesh, whose devices can't run anything
     with over:
         return sharding.cost.read_compiled(step.lower(*args).compile()).peak_bytes
 

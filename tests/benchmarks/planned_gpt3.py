@@ -23,17 +23,16 @@ import jax
 import sharding
 from sharding import cost
 from sharding.display.units import bytes_text
-from sharding.launch import memory_budget, workloads
+from sharding.launch import workloads
+from sharding.launch.commands.plan import train_step
 from sharding.launch.config.model_config import ModelOptions
-from sharding.launch.config.optimizer_config import Optimization
-from sharding.launch.jitted_workload import planned_step
-from sharding.models import layouts
+from sharding.launch.config.plan_config import Plan
 
 from . import command_line
+from .memory_budgets import BATCH, MODEL, NUM_DEVICES, SIZES, step_of
 from .result_file import Result, measured
 
-MODEL, BATCH, NUM_DEVICES = "gpt3-175b", 1536, 512
-BY_HAND, PLANNED = {"fsdp": 64, "tensor": 8}, {"x": 64, "y": 8}
+PLANNED = {"x": 64, "y": 8}
 Program = tuple[Callable[[Any], AbstractContextManager[Any]], Any, tuple[Any, Any]]
 """The mesh over some devices, the step, and its abstract arguments."""
 
@@ -68,32 +67,17 @@ class Row:
     compiled_peak_bytes: int | None = None
 
 
-def workload(model: Any, optimization: Optimization) -> Any:
-    """The training of a configuration."""
-    family, _ = workloads.find(ModelOptions(name=MODEL))
-    return family.build(MODEL, model, optimization, steps=1000, seed=0)
-
-
-def arguments(of: Any) -> tuple[Any, Any]:
-    """The abstract arguments of a step."""
-    return of.state_shapes, of.batch_shapes(BATCH)
-
-
 def by_hand() -> Program:
     """The layout of `models/`."""
     _, preset = workloads.find(ModelOptions(name=MODEL))
-    of = workload(preset, Optimization(sequence_parallel=True))
-    step = sharding.jit(of.train_step, in_shardings=(None, layouts.batch(BY_HAND)), donate_argnums=0)
-    return lambda devices: sharding.mesh(BY_HAND, devices=devices), step, arguments(of)
+    return lambda devices: sharding.mesh(SIZES, devices=devices), *step_of(preset)
 
 
 def planned(devices: str) -> tuple[Program, Row]:
     """A plan, and what it says of itself."""
-    _, preset = workloads.find(ModelOptions(name=MODEL))
-    of = workload(memory_budget.automatic(preset), Optimization())
-    args = arguments(of)
+    step, args = train_step(Plan(model=ModelOptions(name=MODEL), devices=devices, batch=BATCH))
     start = time.process_time()
-    plan = sharding.plan(planned_step(of), *args, devices=devices, mesh=PLANNED, seconds=600, on_progress=print)
+    plan = sharding.plan(step, *args, devices=devices, mesh=PLANNED, seconds=600, on_progress=print)
     row = Row(
         name="plan",
         annotations={name: str(spec) for name, spec in plan.annotations.items()},
@@ -103,7 +87,7 @@ def planned(devices: str) -> tuple[Program, Row]:
         peak_bytes=plan.costs.peak_bytes,
         planning_seconds=time.process_time() - start,
     )
-    return (plan.mesh, planned_step(of, plan), args), row
+    return (plan.mesh, step.with_plan(plan), args), row
 
 
 def predicted(program: Program, devices: str) -> Row:
