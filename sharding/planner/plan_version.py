@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from .. import compat
 from ..completion import Completion
 from ..cost import Topology
 from ..cost.topology import topology_of_sizes
@@ -42,10 +43,16 @@ class Version:
         return [dataclasses.replace(self, policies=policies) for policies in choices]
 
     def without_arrays(self) -> Version:
-        """The same with shapes for arguments, so that a plan that can be asked again keeps no array alive."""
+        """The same with shapes for arguments, so that a plan that can be asked again keeps no array alive.
+
+        Committed ones keep their sharding, which is an annotation.
+        """
 
         def shape(x: Any) -> Any:
-            return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) if isinstance(x, jax.Array) else x
+            if not isinstance(x, jax.Array):
+                return x
+            sharding = x.sharding if compat.is_committed(x) else None
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type, sharding=sharding)
 
         return dataclasses.replace(self, args=jax.tree.map(shape, self.args))
 
