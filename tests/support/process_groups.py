@@ -84,8 +84,14 @@ class Launched:
 
     def worker(self, number: int) -> int:
         """PID of a worker process."""
-        (pid,) = self.pids(**{processes.PROCESS: str(number)})
-        return pid
+        found: list[int] = []
+
+        def is_found() -> bool:
+            found[:] = self.pids(**{processes.PROCESS: str(number)})
+            return len(found) == 1
+
+        self.wait_until(is_found, f"one process {number}")  # one that forks looks like two for a moment
+        return found[0]
 
     def wait_until(self, condition: Callable[[], object], what: str) -> None:
         """Waits until a condition is true; fails after `WAIT` seconds."""

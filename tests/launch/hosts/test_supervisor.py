@@ -193,20 +193,18 @@ def test_processes_that_do_not_stop_are_killed(tmp_path: Path):
 @pytest.mark.parametrize("who", ["launcher", pytest.param("agent", marks=pytest.mark.slow)])
 def test_nothing_is_left_behind(who: str, tmp_path: Path):
     script = """
-        import subprocess
-        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
-        print("ready")
+        import pathlib, subprocess
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+        pathlib.Path(sys.argv[0]).with_name(f"{me}.part").write_text(f"{os.getpid()} {child.pid}")
+        pathlib.Path(sys.argv[0]).with_name(f"{me}.part").rename(pathlib.Path(sys.argv[0]).with_name(f"{me}.pids"))
         time.sleep(1000)
     """
     with launched(tmp_path, script, "--restarts", "0") as run:
-        run.wait_for_output("[0] ready")
-
-        def found() -> set[int]:
-            return {pid for number in "01" for pid in run.pids(command="script.py", SHARDING_PROCESS=number)}
-
-        run.wait_until(lambda: len(found()) == 2, "two processes")  # one that forks looks like two for a moment
-        workers = found()
-        assert len(workers) == 2
+        paths = [tmp_path / f"{number}.pids" for number in (0, 1)]
+        run.wait_until(lambda: all(path.exists() for path in paths), "two processes")
+        workers, children = zip(*(map(int, path.read_text().split()) for path in paths), strict=True)
+        assert len({*workers, *children} & set(run.pids())) == 4
+        ended = {*workers, *children} if who == "launcher" else {*workers}  # an agent killed ends no children of theirs
         if who == "launcher":
             run.process.kill()
             run.process.wait()
@@ -215,7 +213,7 @@ def test_nothing_is_left_behind(who: str, tmp_path: Path):
             os.kill(agent, signal.SIGKILL)
             assert run.process.wait(30) == 1
             assert "lost this machine" in run.text
-        run.wait_until(lambda: workers.isdisjoint(run.pids()), "the processes to end")
+        run.wait_until(lambda: ended.isdisjoint(run.pids()), "the processes to end")
 
 
 @pytest.mark.slow
