@@ -18,6 +18,8 @@ _TRANSFORMED = re.compile(r"\w+\(|\)")
 _OWN_SCOPES = frozenset({"checkpoint", "rematted_computation"})
 _LINE = re.compile(r"(?P<file>[^:]*[^:/]):(?P<number>\d+)")
 _NUMBERED = re.compile(r"(?P<op>.+?)(?:#(?P<number>\d+))?")
+BACKWARD = "/backward"
+"""After a place: what the backward pass computes there."""
 
 
 def op_name(op: Op) -> str:
@@ -78,25 +80,33 @@ class Places:
     def find(self, name: str) -> dict[str, int]:
         """Unique name -> value of what is computed at a place; empty if there is no such place.
 
-        A place alone stands for its results: what is computed there and read elsewhere. Forward ops hide the backward
-        ones of the same place.
+        A place alone stands for its results: what is computed there and read elsewhere. Forward ops hide those of the
+        backward pass, recomputed ones too, at the same place: these are at `model.py:123/backward`.
 
         Args:
             name: a module of the name stack, or the end of one, as `decoder/layer_0/mlp`; a line, as `model.py:123`; or
                 one of the two and an op there, as `model.py:123/dot_general`, with `#1` for the second such op.
         """
-        here = self._at(name)
+        here, is_here = self._at(name)
         if here:
-            return self._named(name, self._results(here, self._test(name)))
+            return self._named(name, here, self._results(here, is_here))
         place, _, last = name.rpartition("/")
         numbered = _NUMBERED.fullmatch(last)
         if not place or numbered is None:
             return {}
-        found = [v for v in self._at(place) if self._places[v].op == numbered["op"]]
+        here, _ = self._at(place)
+        found = [v for v in here if self._places[v].op == numbered["op"]]
         if numbered["number"] is None:
-            return self._named(place, found)
+            return self._named(place, here, found)
         k = int(numbered["number"])
         return {name: found[k]} if k < len(found) else {}
+
+    def of(self, v: int) -> str:
+        """The line and op that compute a value, as `find` takes them; empty if unknown."""
+        place = self._places.get(v)
+        if place is None or place.number < 0:
+            return ""
+        return f"{place.file}:{place.number}{BACKWARD if place.is_backward else ''}/{place.op}"
 
     def near(self, name: str) -> list[str]:
         """The modules with a similar name; for a line without ops, the nearest lines of its file that have some."""
@@ -107,12 +117,15 @@ class Places:
         lines = {place.number for place in self._places.values() if place.file == file}
         return [f"{file}:{one}" for one in sorted(lines, key=lambda one: abs(one - number))[:3]]
 
-    def _at(self, name: str) -> list[int]:
-        """The values computed at a place, those of the forward pass if there are any."""
+    def _at(self, name: str) -> tuple[list[int], Callable[[Place], bool]]:
+        """The values computed at a place, those of the forward pass if there are any, and whether others are there."""
         test = self._test(name)
         here = [v for v, place in self._places.items() if test(place)]
+        if not here and name.endswith(BACKWARD):
+            test = self._test(name.removesuffix(BACKWARD))
+            return [v for v, place in self._places.items() if place.is_backward and test(place)], test
         forward = [v for v in here if not self._places[v].is_backward]
-        return forward or here
+        return forward or here, test
 
     def _test(self, name: str) -> Callable[[Place], bool]:
         """Whether a place is at the line or in the module of that name."""
@@ -134,10 +147,10 @@ class Places:
 
         return [v for v in values if leaves(v)] or list(values)
 
-    def _named(self, place: str, values: Sequence[int]) -> dict[str, int]:
+    def _named(self, place: str, here: Sequence[int], values: Sequence[int]) -> dict[str, int]:
         """Values by place and op; ops that occur there several times are numbered in program order."""
         all_of_op: defaultdict[str, list[int]] = defaultdict(list)
-        for v in self._at(place):
+        for v in here:
             all_of_op[self._places[v].op].append(v)
         found = {}
         for v in values:

@@ -180,6 +180,10 @@ class MeshPlan:
             kept=self.search.kept,
         )
 
+    def with_annotations(self, result: Annotated) -> MeshPlan:
+        """The program as annotations make it, which may be otherwise than wanted."""
+        return dataclasses.replace(self, assignment=result.assignment, costs=result.costs)
+
     def polish(self) -> Polish:
         """The last changes to these annotations."""
         options, choice = self.search.options, self.solution.choice
@@ -246,7 +250,7 @@ class MeshPlan:
         result = annotations.without_idle(annotations.extended(same, goal, fits))
         if not (fits(result.costs) and is_close(result.costs, goal)):
             result = found.annotated()
-        return found.plan(result, {}, ())
+        return found.with_annotations(result).that_fits(changes).plan(result, {}, ())
 
     def decides_alike(self, other: MeshPlan, values: Mapping[str, int]) -> bool:
         """Whether another plan wants the same of some values."""

@@ -15,8 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from .. import paths
 from ..explain.program_costs import Costs
-from ..graph import Annotation, Graph, Places, line
-from ..graph.places import op_name
+from ..graph import Annotation, Graph, Places
 from ..propagation import Assignment
 from ..propagation.added_annotation import named_annotations
 from ..spec import Spec, to_partition_spec
@@ -142,9 +141,9 @@ class AnnotationSearch:
             differ = {v for v in values if v in self.ends}
             if differ:
                 found.update(self.arguments(lambda v, _, differ=differ: v in differ))
-            inside = [v for v in values if v not in self.ends and self.place(v)]
+            inside = [v for v in values if v not in self.ends and self.places.of(v)]
             if inside:
-                found.update(self.inside([v for v in inside if self.place(v) == self.place(inside[0])]))
+                found.update(self.inside([v for v in inside if self.places.of(v) == self.places.of(inside[0])]))
         return found
 
     def in_order(self) -> Iterator[int]:
@@ -152,15 +151,9 @@ class AnnotationSearch:
         for op in self.graph.ops:
             yield from (v for v in op.results if v not in self.ends and not self.graph.manual.get(v))
 
-    def place(self, v: int) -> str:
-        """The line and op that compute a value; empty if unknown."""
-        op = self.graph.makers.get(v)
-        source = "" if op is None else line(op.site).partition(" ")[0]
-        return f"{source}/{op_name(op)}" if op is not None and source else ""
-
     def inside(self, values: Sequence[int]) -> dict[str, P]:
         """Annotations of values that one line computes."""
-        place = self.place(values[0])
+        place = self.places.of(values[0])
         if not place:
             return {}
         names = self.places.find(place)

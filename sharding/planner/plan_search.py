@@ -134,7 +134,7 @@ def _best(search: _Search, items: Sequence[Item]) -> Plan | None:
             if not found:
                 continue
             plan = search.plan(found)
-            if best is None or score(plan.costs) < score(best.costs):
+            if plan is not None and (best is None or score(plan.costs) < score(best.costs)):
                 best = plan
             if search.is_interrupted or math.isinf(found[0].limit):  # nothing has to be given up for memory
                 break
@@ -236,19 +236,26 @@ class _Search:
                 self.on_progress(f"{k + 1}/{len(items)} {version.name(axes)}: {best.costs}")
                 if self.options.fits(best.costs):
                     found.append(best)
-                elif self.smallest is None or best.costs.peak_bytes < self.smallest.costs.peak_bytes:
-                    self.smallest = best
+                else:
+                    self.too_large(best)
         except KeyboardInterrupt:
             self.is_interrupted = True
             if not found:
                 raise
         return found
 
-    def plan(self, found: Sequence[MeshPlan]) -> Plan:
-        """The cheapest plan of the best meshes."""
+    def too_large(self, one: MeshPlan) -> None:
+        """Remembers a plan that does not fit if none has a smaller peak."""
+        if self.smallest is None or one.costs.peak_bytes < self.smallest.costs.peak_bytes:
+            self.smallest = one
+
+    def plan(self, found: Sequence[MeshPlan]) -> Plan | None:
+        """The cheapest plan of the best meshes; None if none fits with annotations."""
         annotated: list[tuple[MeshPlan, Annotated]] = []
         try:
-            for one in found[:ANNOTATED]:
+            for one in found:
+                if len(annotated) >= ANNOTATED and any(self.options.fits(now.costs) for _, now in annotated):
+                    break
                 annotated.append((one, one.annotated()))
                 name = one.search.version.name(one.search.axes)
                 self.on_progress(f"{name} with annotations: {annotated[-1][1].costs}")
@@ -259,6 +266,9 @@ class _Search:
             if not annotated:
                 raise
         best, result = min(annotated, key=lambda pair: rank(pair[1].costs, self.options.fits))
+        if not self.options.fits(result.costs):
+            self.too_large(best.with_annotations(result))
+            return None
         result, next_best = best.polish().run(result)
         rest = [
             Candidate(

@@ -76,6 +76,30 @@ def test_an_op_of_a_line(c):
     assert not c._places.find(f"{hidden()}/dot_general#2") and not c._places.find(f"{hidden()}/sin")
 
 
+def test_the_backward_pass_of_a_place():
+    """What is recomputed and derived there, which the forward ops of the place hide."""
+    forward, c = complete(), complete(jax.grad(lambda params, x: jax.checkpoint(loss)(params, x)))
+    products = c._places.find(f"{hidden()}/backward/dot_general")
+    assert len(products) == 5  # two recomputed, two for the gradients of `up`, one for that of the second layer's `x`
+    assert products.keys().isdisjoint(c._places.find(f"{hidden()}/dot_general"))
+    (place,) = {c._places.of(v) for v in products.values()}
+    assert place.endswith(f"{hidden()}/backward/dot_general")
+    assert set(c._places.find(place).values()) == set(products.values())
+    assert not forward._places.find(f"{hidden()}/backward")
+    assert c.spec(f"{hidden()}/backward/tanh") == P("data", "tensor")
+
+
+def test_a_module_named_backward_is_that_module():
+    def twice(x):
+        with jax.named_scope("backward"):
+            x = jnp.sin(x)
+        return jnp.cos(x)
+
+    with sharding.mesh(devices=8, data=8):
+        c = sharding.jit(jax.named_scope("rnn")(twice)).complete(floats(16, 8))
+    assert [*c._places.find("rnn/backward")] == ["rnn/backward/sin"]
+
+
 @pytest.mark.parametrize("name", ["decoder/layer_0/mlp", "layer_1/mlp", "layer_*/mlp", "mlp", "mlp/down", "decoder"])
 def test_a_module_is_what_it_computes_for_others(c, name):
     assert c.spec(name) == P("data")

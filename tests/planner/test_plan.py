@@ -13,6 +13,7 @@ from support.train_steps import hand_written, small_models
 
 import sharding
 from sharding import P, planner, remat
+from sharding.planner import plan_annotations
 from sharding.planner.plan_polish import alternatives
 from sharding.spec import to_partition_spec
 
@@ -212,6 +213,34 @@ def test_less_memory_than_with_nothing_kept_is_an_error_with_that_peak():
     least = int(str(caught.value).partition("memory_bytes=")[2].partition("memory_bytes=")[2].split()[0].strip(",;"))
     plan = sharding.plan(step, *args, devices=DEVICES, mesh=FLAT, memory_bytes=least)
     assert plan.costs.peak_bytes <= least
+
+
+def committed():
+    """A step whose input is split over its features, which a plan within less memory has to move at once."""
+    step, params, x = recomputed()
+    with sharding.mesh(devices=DEVICES, **FLAT) as mesh:
+        sharded = jax.NamedSharding(mesh, P(None, "x"))
+        return step, params, jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharded)
+
+
+def test_values_of_the_backward_pass_are_annotated():
+    """The recomputed ones, which propagation would shard as the input is."""
+    step, *args = committed()
+    free = sharding.plan(step, *args, devices=DEVICES, mesh=FLAT)
+    limit = 0.6 * free.costs.peak_bytes
+    plan = sharding.plan(step, *args, devices=DEVICES, mesh=FLAT, memory_bytes=limit)
+    assert plan.costs.peak_bytes <= limit
+    assert any("/backward/" in name for name in plan.annotations)
+    with plan.mesh(DEVICES):
+        assert sharding.jit(step, plan=plan).complete(*args).memory().peak_bytes == plan.costs.peak_bytes
+
+
+def test_a_plan_that_annotations_do_not_reach_is_refused(monkeypatch):
+    step, *args = committed()
+    free = sharding.plan(step, *args, devices=DEVICES, mesh=FLAT)
+    monkeypatch.setattr(plan_annotations, "MAX_ROUNDS", 0)
+    with pytest.raises(sharding.ShardingError, match="at the least"):
+        sharding.plan(step, *args, devices=DEVICES, mesh=FLAT, memory_bytes=0.6 * free.costs.peak_bytes)
 
 
 def test_groups_that_json_lacks_are_refused(tmp_path):
