@@ -78,14 +78,14 @@ class Spec:
 
     dims: tuple[Dim, ...]
     unreduced: tuple[Axis, ...] = ()
+    axes: tuple[tuple[Axis, ...], ...] = field(init=False, repr=False, compare=False)
+    """The axes of each dim."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "axes", tuple([d.axes for d in self.dims]))
 
     def __str__(self) -> str:
         return "[" + ", ".join(str(d) for d in self.dims) + "]"
-
-    @property
-    def axes(self) -> tuple[tuple[Axis, ...], ...]:
-        """The axes of each dim."""
-        return tuple(d.axes for d in self.dims)
 
     @property
     def is_open(self) -> bool:

@@ -26,6 +26,6 @@ def broadcast_results(op: Op, graph: Graph, sizes: Mapping[str, int]) -> Iterato
         if not graph.manual.get(v):
             yield v, Collective(
                 kind="all-reduce", axes=axes, num_devices=math.prod(sizes.values()), count=op.times, op=op.name,
-                result_bytes=graph.num_bytes(v), dtype=str(graph.dtypes[v]), source=op.source, is_move=True,
+                result_bytes=graph.num_bytes(v), dtype=graph.dtype_names[v], source=op.source, is_move=True,
                 cause=f"{op.name} runs on one device", advise=functools.partial(unknown_op_fix, op),
             )  # fmt: skip

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Sequence
 
 from ..graph import Op
 from ..propagation import Assignment
-from ..rewrite.op_strategy import REDUCE_SCATTERED, OpStrategy
+from ..rewrite.op_kind import REDUCE_SCATTERED
+from ..rewrite.op_strategy import OpStrategy
 from ..rules import Kind
 from ..spec import Axis, Spec, axis_name
 

@@ -48,7 +48,7 @@ def _is_read_in_part(graph: Graph, v: int) -> bool:
 
 def _part(graph: Graph, use: Op) -> str | None:
     """The only part of a complex value that an op reads, if it reads one; a conversion to real reads the real part."""
-    if use.name == "convert_element_type" and str(graph.dtypes[use.results[0]]) != COMPLEX:
+    if use.name == "convert_element_type" and graph.dtype_names[use.results[0]] != COMPLEX:
         return "real"
     return use.name if use.name in ("imag", "real") else None
 

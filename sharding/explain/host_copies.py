@@ -60,7 +60,7 @@ def host_copies_of(op: Op, assignment: Assignment) -> Iterator[HostCopy]:
     num = math.prod(local_shape(assignment.specs[v].axes, graph.shapes[v], assignment.sizes))
     yield HostCopy(
         direction="to host" if v in graph.memory_kinds else "from host",
-        dtype=str(graph.dtypes[v]),
+        dtype=graph.dtype_names[v],
         array_bytes=num * graph.itemsize(v),
         count=op.times,
         source=op.source,

@@ -23,7 +23,7 @@ from ..rewrite.op_strategy import OpStrategies, OpStrategy
 from ..rewrite.reshard import Step, chain, local_bytes
 from ..rewrite.rotation import rotation_parts
 from ..rewrite.unread_gathers import without_unread_gathers
-from ..spec import Axis, Spec, local_shape, num_parts
+from ..spec import Axis, Spec, num_parts
 from ..xla.collective_lowering import is_gathered_by_all_reduce
 from .callback_results import broadcast_results
 from .collective_dtypes import CollectiveDtypes
@@ -234,12 +234,13 @@ class ProgramCollectives:
         strategy = self.strategies.of(op)
         operand_specs, result_specs = self.with_workarounds(op, strategy)
         for k, (v, steps) in enumerate(zip(op.operands, strategy.operand_steps, strict=True)):
-            times, what = times_moved(self.graph, op, v), f"operand {k} of {op.name}, {self.graph.label(v)}"
-            advise = functools.partial(self.hints.operand, op, v, operand_specs[k])
             if v in self.times and operand_specs[k].axes != strategy.operand_specs[k].axes:
                 steps = self.chain(op, v, self.specs[v], operand_specs[k])
-            for c in self.reshards(op, v, self.specs[v], steps, times, what, advise):
-                yield Transfer(c, v, True)
+            if steps:
+                times, what = times_moved(self.graph, op, v), f"operand {k} of {op.name}, {self.graph.label(v)}"
+                advise = functools.partial(self.hints.operand, op, v, operand_specs[k])
+                for c in self.reshards(op, v, self.specs[v], steps, times, what, advise):
+                    yield Transfer(c, v, True)
         for permute in self.exchanges.halos(op, (*operand_specs, *result_specs)):
             yield Transfer(permute, op.operands[0], True)
         results = zip(op.results, strategy.result_specs, result_specs, strategy.result_steps, strict=True)
@@ -257,6 +258,8 @@ class ProgramCollectives:
                 rest = self.chain(op, v, spec, self.specs[v])
             for c in self.sums(op, v, sums, strategy):
                 yield Transfer(self.dtypes.of_value(c, v), v, False)
+            if not rest:
+                continue
             what, advise = f"result of {op.name}, {self.graph.label(v)}", functools.partial(self.hints.result, v, spec)
             for c in self.reshards(op, v, spec, rest, op.times, what, advise):
                 yield Transfer(c, v, False)
@@ -308,7 +311,7 @@ class ProgramCollectives:
     def manual_collectives(self, op: Op) -> Iterator[Collective]:
         """The explicit collectives in the body of a `shard_map`."""
         for v in op.results:
-            dtype = str(self.graph.dtypes[v])
+            dtype = self.graph.dtype_names[v]
             for c in explicit(op.site[0], self.shard_bytes(v), dtype, op.times, op.source, self.sizes):
                 yield c.in_loops(op.loops)
 
@@ -332,7 +335,7 @@ class ProgramCollectives:
             value_bytes = step.num_bytes * self.graph.itemsize(x) // self.graph.itemsize(v)
             for of, num_bytes in ((x, value_bytes), (v, step.num_bytes)):
                 found = self.collective("all-gather", step.axes, parts * num_bytes, op, v, op.times, cause)
-                yield dataclasses.replace(found, dtype=str(self.graph.dtypes[of]))
+                yield dataclasses.replace(found, dtype=self.graph.dtype_names[of])
 
     def reshards(
         self, op: Op, v: int, have: Spec, steps: Sequence[Step], times: int, what: str, advise: Callable[[], str]
@@ -368,11 +371,8 @@ class ProgramCollectives:
 
     def is_gathered_by_all_reduce(self, v: int, have: Spec, step: Step) -> bool:
         """Whether the compiler makes an all-reduce of padded shards of an all-gather."""
-        before = local_shape(have.axes, self.graph.shapes[v], self.sizes)
-        grown = (
-            num_parts(a, self.sizes) // num_parts(b, self.sizes) for a, b in zip(have.axes, step.spec.axes, strict=True)
-        )
-        shape = [n * factor for n, factor in zip(before, grown, strict=True)]
+        parts = [[num_parts(axes, self.sizes) for axes in spec.axes] for spec in (have, step.spec)]
+        shape = [-(-n // own) * (own // left) for n, own, left in zip(self.graph.shapes[v], *parts, strict=True)]
         return is_gathered_by_all_reduce(self.platform, shape, num_parts(step.axes, self.sizes))
 
     def collective(
@@ -392,7 +392,7 @@ class ProgramCollectives:
             num_devices=num_parts(axes, self.sizes),
             count=times,
             result_bytes=result_bytes,
-            dtype=str(self.graph.dtypes[v]),
+            dtype=self.graph.dtype_names[v],
             op=op.name,
             source=op.source or self.graph.source(v),
             cause=cause,

@@ -100,7 +100,7 @@ def _in_body(
         for v in op.results if op.name in MANUAL else ():
             if v in live:
                 found = explicit(
-                    op.site[0], graph.num_bytes(v), str(graph.dtypes[v]), times * op.times, op.source, sizes
+                    op.site[0], graph.num_bytes(v), graph.dtype_names[v], times * op.times, op.source, sizes
                 )
                 for c in found:
                     is_narrow = v in rounded and c.kind != "reduce-scatter"

@@ -36,6 +36,7 @@ from ..display.units import seconds_text
 from ..graph import Graph, Op
 from ..hardware import Platform
 from ..propagation import Assignment
+from ..rewrite.op_kind import op_kinds
 from ..rules.rule_table import ELEMENTWISE
 from ..spec import Spec, axis_name, local_shape, num_parts
 from .collective_ledger import Collective
@@ -46,6 +47,8 @@ FUSED = ELEMENTWISE | {"broadcast_in_dim", "iota", "reshape", "squeeze"}
 """Ops that XLA fuses into their consumers."""
 NO_WORK = frozenset({"annotate", "barrier", "edge", "same", "scan xs", "scan ys", "shard_map"})
 """Ops that only constrain shardings; a slice of a scan's stacked input is read where it is used."""
+EQUAL_WORK = FUSED | {"dot_general"}
+"""Ops whose work follows from their rule and their arrays."""
 DEVICE, LINKS = "device", "links"
 ASYNCHRONOUS: Mapping[Platform, Collection[Kind]] = {
     "cpu": (),
@@ -255,6 +258,7 @@ class _Tasks:
         self.assignment, self.graph, self.on = assignment.as_run, assignment.graph, on
         self.program = ProgramCollectives(assignment, platform=on.chip.platform)
         self.fused = never_stored(self.graph)
+        self.kinds, self.works = op_kinds(self.graph), dict[tuple, Work]()
         self.asynchronous = ASYNCHRONOUS[on.chip.platform] if on.chip.sends_while_computing else ()
         self.ready: dict[int, tuple[str, ...]] = {}  # value -> the tasks that it depends on
         self.number = 0
@@ -338,6 +342,12 @@ class _Tasks:
             specs = (*strategy.operand_specs, *strategy.result_specs)
         else:
             specs = tuple(self.assignment.specs[v] for v in values)
+        key = None
+        if op.rule is not None and op.name in EQUAL_WORK:
+            number, _ = self.kinds[id(op)]
+            key = number, op.name, *(spec.axes for spec in specs), *(v in self.fused for v in values)
+            if key in self.works:
+                return self.works[key]
         arrays = [self.local(v, spec) for v, spec in zip(values, specs, strict=True)]
         n = len(op.operands)
         done = work(op.name, arrays[:n], arrays[n:], op.site[0].params)
@@ -347,7 +357,10 @@ class _Tasks:
         stored = sum(
             math.prod(a.shape) * self.graph.itemsize(v) for v, a in zip(values, arrays, strict=True) if v in self.fused
         )
-        return dataclasses.replace(done, read_bytes=max(0.0, done.num_bytes - stored), written_bytes=0)
+        done = dataclasses.replace(done, read_bytes=max(0.0, done.num_bytes - stored), written_bytes=0)
+        if key is not None:
+            self.works[key] = done
+        return done
 
     def seconds(self, op: Op, done: Work) -> float:
         """Time of an op on one device, over all of its runs."""

@@ -270,7 +270,7 @@ def _narrowed(graph: Graph, op: Op, left: Mapping[int, Sequence[Reduction]], mov
     narrowed = ("float32",) if is_looped else ("float32", "int32")
     is_sum = {kind for kind, _ in left.get(v, ())} == {"all-reduce"}
     is_only_use = is_sum and graph.num_uses[v] == 1
-    is_narrowed = str(graph.dtypes[v]) in narrowed and str(graph.dtypes[result]) == "bfloat16"
+    is_narrowed = graph.dtype_names[v] in narrowed and graph.dtype_names[result] == "bfloat16"
     return v if is_only_use and is_narrowed else None
 
 

@@ -75,7 +75,7 @@ def _dtype(graph: Graph, platform: Platform, source: int, result: int, *, is_sta
     of = source
     if platform == "tpu":
         of = min(source, result, key=graph.itemsize) if is_stacked else result
-    return str(graph.dtypes[of])
+    return graph.dtype_names[of]
 
 
 def _summed_itemsize(graph: Graph, source: int) -> int:

@@ -60,7 +60,7 @@ def notes(assignment: Assignment, conflicts: Conflicts, platform: Platform) -> I
 
 def first_of_layers(graph: Graph) -> dict[str, int]:
     """Name -> value of all named arrays, of equal layers only the first."""
-    found = [(name, graph.shapes[v], str(graph.dtypes[v])) for v, name in graph.first_names.items() if graph.shapes[v]]
+    found = [(name, graph.shapes[v], graph.dtype_names[v]) for v, name in graph.first_names.items() if graph.shapes[v]]
     firsts = (found[members[0]][0] for _, members in graph.layers.merged(found))
     return {name: graph.names[name] for name in firsts}
 
@@ -72,5 +72,5 @@ def drawing(assignment: Assignment, values: Mapping[str, int]) -> Drawing:
     arrays = []
     for name, v in values.items():
         spec = assignment.boundary_spec(v) if v in ends else assignment.specs[v]
-        arrays.append(ArrayPicture(name=name, dtype=str(graph.dtypes[v]), shape=graph.shapes[v], spec=spec))
+        arrays.append(ArrayPicture(name=name, dtype=graph.dtype_names[v], shape=graph.shapes[v], spec=spec))
     return Drawing(arrays=tuple(arrays), sizes=sizes)

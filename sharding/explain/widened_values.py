@@ -56,7 +56,7 @@ def narrow_maxima(graph: Graph) -> set[int]:
     found: set[int] = set()
     for op in graph.ops:
         if op.name == "convert_element_type":
-            dtypes = tuple(str(graph.dtypes[v]) for v in (*op.operands, *op.results))
+            dtypes = tuple(graph.dtype_names[v] for v in (*op.operands, *op.results))
             widened.update(op.results if dtypes == ("bfloat16", "float32") else ())
         elif op.name in FORMATTING and op.operands[0] in widened:
             widened.update(op.results)

@@ -15,7 +15,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 from .. import compat
@@ -276,6 +276,11 @@ class Graph:
     def label(self, value: int) -> str:
         """Returns the first name of a value, or its type, such as `float32[8, 16]`, if it has none."""
         return self.first_names.get(value) or f"{self.dtypes[value]}{list(self.shapes[value])}"
+
+    @cached_property
+    def dtype_names(self) -> list[str]:
+        """The dtype of each value, as text."""
+        return list(map(cache(str), self.dtypes))
 
     @cached_property
     def makers(self) -> dict[int, Op]:

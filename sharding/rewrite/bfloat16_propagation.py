@@ -36,7 +36,7 @@ Bisected with the compiler."""
 def rounded_values(graph: Graph) -> set[int]:
     """The float32 values that are only read in bfloat16."""
     kept = {*graph.outputs, *graph.inputs}.union(*graph.dependencies.values())
-    found = {v for v in graph.makers if v not in kept and str(graph.dtypes[v]) == "float32"}
+    found = {v for v in graph.makers if v not in kept and graph.dtype_names[v] == "float32"}
     changed = True
     while changed:
         wide = {
@@ -80,7 +80,7 @@ def _rounds(graph: Graph, op: Op, k: int, rounded: Collection[int]) -> bool:
     if op.name in PRODUCTS:
         return _is_default(op.site[0].params.get("precision")) and not _is_of_vectors(graph, op)
     if op.name == "convert_element_type":
-        return str(graph.dtypes[op.results[0]]) == "bfloat16" or op.results[0] in rounded
+        return graph.dtype_names[op.results[0]] == "bfloat16" or op.results[0] in rounded
     first, end = FIRST_OPERANDS.get(op.name, (0, None))
     commutes = op.name in FORMATTING or op.name in FIRST_OPERANDS
     return commutes and k in range(len(op.operands))[first:end] and all(v in rounded for v in op.results)

@@ -23,6 +23,15 @@ from ..propagation.interned_shardings import ValueSharding
 from ..propagation.propagation_graph import OpForm
 from ..rules import ON_SHARDS, Kind, Rule
 from ..spec import Dim, Spec, byte_cost, num_parts, occupied
+from .op_kind import (
+    LONG_RANGE,
+    PADDED_FIRST,
+    PER_ITERATION,
+    REDUCE_SCATTERED,
+    REGROUPING,
+    OpKind,
+    op_kinds,
+)
 from .reshard import Step, chain, chain_cost, local_bytes
 from .sliding_windows import WINDOWS
 
@@ -32,26 +41,6 @@ BYTES_PER_ELEMENT = 2**-4
 """Bytes that a link sends while the device processes one element of any other op, which is memory-bound."""
 MAX_CANDIDATES, MAX_MOVED_TO = 256, 3
 """Most choices of factor shardings compared, and most factors tried for axes that an op cannot keep in place."""
-
-REDUCE_SCATTERED = "dot_general"
-"""The op whose sum is reduce-scattered if its result is sharded over axes of the sum; others are all-reduced, then
-sliced."""
-
-LONG_RANGE = frozenset({"cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum", "split"})
-"""Ops that send data beyond the next device along a permuted dim, which is therefore replicated while they run."""
-
-PER_ITERATION = frozenset({"scan xs", "scan ys"})
-"""Reads and writes of one row: what the stack is resharded to saves nothing that an iteration must undo."""
-
-PADDED_FIRST = WINDOWS.keys() - {"conv_general_dilated"}
-"""Ops with windows that XLA runs on replicated operands as their result is sharded."""
-
-REGROUPING = frozenset({"reshape"})
-"""Ops that keep every element: factors that only their operands or only their results have are replicated while they
-run."""
-
-SPECIAL = LONG_RANGE | PER_ITERATION | ON_SHARDS | REGROUPING | {REDUCE_SCATTERED}
-"""Ops whose strategy depends on more than their rule."""
 
 HALO_KINDS = frozenset({Kind.PERMUTE, Kind.REPLICATE})
 """The kinds of factors along which XLA exchanges halos between neighbours, by collective-permutes."""
@@ -98,57 +87,29 @@ class OpStrategy:
 
 
 class OpStrategies:
-    """The strategies of a program's ops, each computed once for all ops with equal rules, shapes and specs."""
+    """The strategies of a program's ops, each computed once for all ops of one kind with equal specs."""
 
     def __init__(self, assignment: Assignment):
         self.graph, self.sizes = assignment.graph, assignment.sizes
         self.specs: Sequence[Spec] = assignment.specs
         self.table = AtomTable.of(assignment.sizes)
-        self._values = {*self.graph.inputs, *self.graph.makers}
-        self._regions = self.graph.regions
-        products = (op for op in self.graph.ops if op.name == REDUCE_SCATTERED and op.rule is not None)
-        self._readers = Counter(reader for op in products for reader in self._reads(op))
+        self._kinds = op_kinds(self.graph)
         self._forms: dict[Rule, OpForm] = {}
         self._cache, self._searches = dict[tuple, OpStrategy](), assignment.searches
 
     def of(self, op: Op) -> OpStrategy:
         """Returns the strategy of an op that has a rule."""
         assert op.rule is not None
+        number, kind = self._kinds[id(op)]
         specs = [self.specs[v] for v in (*op.operands, *op.results)]
-        shapes = [self.graph.shapes[v] for v in (*op.operands, *op.results)]
-        itemsizes = [self.graph.itemsize(v) for v in (*op.operands, *op.results)]
-        free = [v not in self._values for v in op.operands]
-        # By identity: the graph keeps its rules, and hashing one is slow.
-        kind = op.name if op.name in SPECIAL else ""
-        if op.name == "rev":
-            kind = op.site[0].params["dimensions"]
-        elif op.name in PADDED_FIRST:
-            kind = tuple(WINDOWS[op.name](op.site[0].params, shapes))
-        permutes, arrays = not self.graph.diverges(op), op.results or op.operands
-        manual = self.graph.manual.get(arrays[0], frozenset())
-        alike = tuple(self._readers[reader] for reader in self._reads(op)) if op.name == REDUCE_SCATTERED else ()
-        if self.graph.changes_memory(op):
-            kind = "to host" if op.results[0] in self.graph.memory_kinds else "from host"
         axes = tuple(s.axes for s in specs)
-        key = (id(op.rule), kind, alike, permutes, tuple(sorted(manual)), axes, *shapes, *itemsizes, *free)
-        found = self._cache.get(key)
+        found = self._cache.get((number, axes))
         if found is None:
-            text = f"{op.rule!r} {key[1:]}"
+            text = f"{op.rule!r} {kind} {axes}"
             if text not in self._searches:
-                args = (self._form(op.rule), op, specs, shapes, itemsizes, free, alike, permutes, manual)
-                self._searches[text] = _StrategySearch(self, *args).cheapest()
-            found = self._cache[key] = self._searches[text]
+                self._searches[text] = _StrategySearch(self, self._form(op.rule), op, specs, kind).cheapest()
+            found = self._cache[number, axes] = self._searches[text]
         return found
-
-    def _reads(self, op: Op) -> Iterator[tuple]:
-        """For each operand of a product, what the products that can share its reshard have in common.
-
-        The products for q, k and v read their input alike: the same array, of which they sum the same dims.
-        """
-        assert op.rule is not None
-        region = self._regions.get(id(op.site[0])) if op.site else None
-        for v, dims in zip(op.operands, op.rule.operands, strict=True):
-            yield v, region, tuple(op.rule.kinds[f] is Kind.REDUCE for factors in dims for f in factors)
 
     def _form(self, rule: Rule) -> OpForm:
         return self._forms.setdefault(rule, OpForm.of(0, rule, single_use=False, firsts=None))
@@ -179,16 +140,7 @@ class _StrategySearch:
     form: OpForm
     op: Op
     specs: Sequence[Spec]
-    shapes: Sequence[tuple[int, ...]]
-    itemsizes: Sequence[int]
-    free: Sequence[bool]
-    """Whether each operand is a constant expression, generated as needed without resharding."""
-    alike: Sequence[int]
-    """For each operand of a product, the number of products that read it alike and can share its reshard."""
-    permutes: bool
-    """Whether collective-permutes are allowed: not if only some devices run the op."""
-    manual: frozenset[str]
-    """Manual axes of enclosing `shard_map`s."""
+    kind: OpKind
     is_cut_short: bool = False
     """Whether there were more candidates than are compared."""
 
@@ -218,7 +170,7 @@ class _StrategySearch:
     def options(self) -> list[list[Atoms]]:
         """Returns the candidate shardings of each factor."""
         rule, n = self.form.rule, self.form.num_operands
-        order = [*range(n, len(self.specs)), *(i for i in range(n) if not self.free[i])]
+        order = [*range(n, len(self.specs)), *(i for i in range(n) if not self.kind.free[i])]
         if self.strategies.graph.changes_memory(self.op):  # it is resharded on the device
             order = order[:1] if self.op.results[0] in self.strategies.graph.memory_kinds else order[1:]
         table = self.strategies.table
@@ -232,7 +184,7 @@ class _StrategySearch:
         options: list[list[Atoms]] = []
         for f in range(len(rule.sizes)):
             seen = dict.fromkeys(one.factors[f] for one in projected.values() if f in one.factors)
-            long_range = rule.kinds[f] is Kind.PERMUTE and (self.op.name in LONG_RANGE or not self.permutes)
+            long_range = rule.kinds[f] is Kind.PERMUTE and (self.op.name in LONG_RANGE or not self.kind.permutes)
             if self.op.name in ON_SHARDS:
                 seen = dict.fromkeys(atoms for atoms in seen if self.is_shardable(rule.sizes[f], atoms))
             if long_range or rule.kinds[f] is Kind.REPLICATE or f in rule.blocked or f in dropped:
@@ -273,12 +225,12 @@ class _StrategySearch:
         if None in found:
             return None
         n, specs = self.form.num_operands, [s for s in found if s is not None]
-        moved = (i for i in range(n) if not self.free[i] and specs[i].axes != self.specs[i].axes)
-        if any(occupied(specs[i], self.shapes[i], self.strategies.sizes) is not specs[i] for i in moved):
+        moved = (i for i in range(n) if not self.kind.free[i] and specs[i].axes != self.specs[i].axes)
+        if any(occupied(specs[i], self.kind.shapes[i], self.strategies.sizes) is not specs[i] for i in moved):
             return None
         results = [self.result(i, specs[i], factors) for i in range(n, len(specs))]
         needed = tuple(specs[:n])
-        steps = [() if self.free[i] else self.chain(i, self.specs[i], specs[i]) for i in range(n)]
+        steps = [() if self.kind.free[i] else self.chain(i, self.specs[i], specs[i]) for i in range(n)]
         if n and steps[0] and all(step.kind == "slice" for step in steps[0]) and self.is_replicated_along_windows():
             steps[0], specs[0] = (), self.specs[0]
         found = OpStrategy(
@@ -300,7 +252,7 @@ class _StrategySearch:
             return not any(self.specs[0].dims[d].axes for d in self.op.site[0].params["dimensions"])
         if self.op.name not in PADDED_FIRST:
             return False
-        sliding = (w for w in WINDOWS[self.op.name](self.op.site[0].params, self.shapes) if not w.is_trivial)
+        sliding = (w for w in WINDOWS[self.op.name](self.op.site[0].params, self.kind.shapes) if not w.is_trivial)
         return not any(self.specs[0].dims[w.dim].axes for w in sliding)
 
     def result(self, i: int, spec: Spec, factors: Factors) -> tuple[tuple[Step, ...], bool]:
@@ -324,7 +276,7 @@ class _StrategySearch:
         slices_only = bool(after) and all(step.kind == "slice" for step in after)
         if not (self.op.name == REDUCE_SCATTERED and slices_only and set(summed).issuperset(sliced)):
             steps = [self.step("all-reduce", atoms, spec, self.shard_bytes(i, spec)) for atoms in reversed(sums)]
-            no_halo = not self.permutes and not HALO_KINDS.isdisjoint(rule.kinds)
+            no_halo = not self.kind.permutes and not HALO_KINDS.isdisjoint(rule.kinds)
             regroups = self.op.name in REGROUPING and bool(after)
             shifts = regroups or any(
                 old != new and any(rule.kinds[f] in HALO_KINDS for f in factors_of)
@@ -335,10 +287,10 @@ class _StrategySearch:
         rest = tuple(a for a in summed if a not in sliced)
         if not rest:
             return (self.step("reduce-scatter", sliced, last.spec, num_bytes),), True
-        taken = {a for axis in self.manual for a in table.atoms_of((axis,))}.union(*factors.values())
+        taken = {a for axis in self.kind.manual for a in table.atoms_of((axis,))}.union(*factors.values())
         idle = tuple(a for a in range(len(table.sizes)) if a not in taken)
         changed = [bool(old) for old, new in zip(spec.axes, self.specs[i].axes, strict=True) if old != new]
-        if (idle and not self.permutes) or changed != [False]:
+        if (idle and not self.kind.permutes) or changed != [False]:
             return (self.step("all-reduce", summed, spec, num_bytes), *after), True
         if idle and self.num_devices(idle) % self.num_devices(sliced) == 0:
             sum_ = self.step("all-reduce", summed, last.spec, last.num_bytes)
@@ -350,7 +302,7 @@ class _StrategySearch:
         return math.prod(self.strategies.table.sizes[a] for a in atoms)
 
     def shard_bytes(self, i: int, spec: Spec) -> int:
-        return local_bytes(spec.axes, self.shapes[i], self.itemsizes[i], self.strategies.sizes)
+        return local_bytes(spec.axes, self.kind.shapes[i], self.kind.itemsizes[i], self.strategies.sizes)
 
     def step(self, kind: cost.Kind, atoms: Atoms, spec: Spec, num_bytes: int) -> Step:
         axes = self.strategies.table.axes_of(atoms)
@@ -362,11 +314,13 @@ class _StrategySearch:
     def chain(self, i: int, have: Spec, want: Spec) -> tuple[Step, ...]:
         if have.axes == want.axes:
             return ()
-        return chain(have, want, self.shapes[i], self.itemsizes[i], self.strategies.sizes, permutes=self.permutes)
+        return chain(
+            have, want, self.kind.shapes[i], self.kind.itemsizes[i], self.strategies.sizes, permutes=self.kind.permutes
+        )
 
     def cost(self, factors: Factors, strategy: OpStrategy) -> float:
         """Returns the bytes that a device sends, plus its computation in bytes that it could send meanwhile."""
-        shares = self.alike or itertools.repeat(1)
+        shares = self.kind.alike or itertools.repeat(1)
         moved = sum(chain_cost(steps) / n for steps, n in zip(strategy.operand_steps, shares, strict=False))
         return moved + sum(map(chain_cost, strategy.result_steps)) + self.work(factors)
 

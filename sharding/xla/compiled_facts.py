@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -131,10 +131,13 @@ def read_hlo(text: str, *, mesh: Sizes | None = None) -> CompiledFacts:
     sizes = None if mesh is None else dict(mesh if isinstance(mesh, Mapping) else mesh.shape)
     if sizes and module.num_devices not in (1, math.prod(sizes.values())):
         raise wrong_mesh_error(sizes, found=f"a program for {module.num_devices} devices")
+    counts = execution_counts(module)
+    started = {chain for name in counts for chain in _starts(module.computations[name])}
     found = [
         collective
-        for name, executions in execution_counts(module).items()
+        for name, executions in counts.items()
         for line in module.computations[name].values()
+        if not _is_continued(module.computations[name], line, started)
         for collective in _collectives(module, name, line, executions, sizes)
     ]
     return CompiledFacts(collectives=tuple(found), memory=None)
@@ -174,6 +177,25 @@ def _collectives(
             op_name=line.op_name,
             source=module.source(line),
         )
+
+
+_CHAIN = r'chain_id="(\w+)"'
+_START = "AsyncCollectiveStart"
+"""XLA:TPU fuses steps of a collective into the products beside it. Each of these fusions has the instruction again, all
+with one chain number: the first one with a call that starts it, the last one with a call that ends it."""
+
+
+def _starts(lines: Computation) -> Iterator[str]:
+    """The chains that are started in a computation."""
+    if any(_START in line.attributes for line in lines.values() if line.opcode == "custom-call"):
+        yield from (line.attribute(_CHAIN) for line in lines.values() if kind_of(line) is not None)
+
+
+def _is_continued(lines: Computation, line: Instruction, started: Set[str]) -> bool:
+    """Whether an instruction is a later part of a collective that is started elsewhere."""
+    if kind_of(line) is None or line.attribute(_CHAIN) not in started - {""}:
+        return False
+    return line.attribute(_CHAIN) not in _starts(lines)
 
 
 _REDUCE_SCATTER = "all-reduce-scatter"

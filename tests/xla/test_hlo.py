@@ -277,6 +277,39 @@ def test_an_asynchronous_call_counts_once():
     assert moved(wrapped + entry(*lines)) == [("reduce-scatter", ("tensor",), "float32", (8, 4), 1)]
 
 
+def fused_steps(*targets):
+    """A gather in three fusions, as XLA:TPU (v5e) puts its steps into the products beside it."""
+    call = '  ROOT %c.{0} = f32[32,4]{{1,0}} custom-call(%g.{0}), custom_call_target="{1}"'
+    for k, target in enumerate(targets):
+        gather = f"%g.{k} = f32[32,4]{{1,0}} all-gather(%q.{k}), {GROUPS}, dimensions={{0}}"
+        last = call.format(k, target) if target else f"  ROOT %m.{k} = f32[32,4]{{1,0}} negate(%g.{k})"
+        yield "\n".join(
+            [
+                f"%step.{k} (q.{k}: f32[8,4]) -> f32[32,4] {{",
+                f"  %q.{k} = f32[8,4]{{1,0}} parameter(0)",
+                f'  {gather}, frontend_attributes={{chain_id="3"}}',
+                last,
+                "}",
+                "",
+            ]
+        )
+
+
+@pytest.mark.parametrize(
+    ("targets", "count"),
+    [
+        (("AsyncCollectiveStart", "", "AsyncCollectiveDone"), 1),
+        (("AsyncCollectiveStart", "AsyncCollectiveDone"), 1),
+        (("",), 1),
+        (("AsyncCollectiveStart", "", "AsyncCollectiveStart", ""), 2),
+    ],
+)
+def test_the_steps_of_a_gather_in_several_fusions_count_once(targets, count):
+    lines = [f"  %f.{k} = f32[32,4]{{1,0}} fusion(%p), kind=kCustom, calls=%step.{k}" for k in range(len(targets))]
+    text = "\n".join(fused_steps(*targets)) + entry(*lines, "  ROOT %r = f32[8,4]{1,0} negate(%p)")
+    assert moved(text) == [("all-gather", ("tensor",), "float32", (32, 4), 1)] * count
+
+
 def test_a_computation_that_is_called_twice_counts_twice():
     inner = f"""
 %inner (q: f32[8,4]) -> f32[8,4] {{

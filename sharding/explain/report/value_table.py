@@ -46,7 +46,7 @@ def values(assignment: Assignment, strings: Interned) -> dict[str, Any]:
     makers = {v: op for v, op in graph.makers.items() if v not in inputs}
     columns: dict[str, list[int]] = {"type": [], "spec": [], "origin": []}
     for v, (shape, spec) in enumerate(zip(graph.shapes, assignment.specs, strict=True)):
-        columns["type"].append(types((str(graph.dtypes[v]), graph.itemsize(v), shape)))
+        columns["type"].append(types((graph.dtype_names[v], graph.itemsize(v), shape)))
         columns["spec"].append(specs(tuple(tuple(axes(a) for a in dim) for dim in spec.axes)))
         maker = makers.get(v)
         name, phase = scope(graph.sites[v])
