@@ -184,6 +184,13 @@ def test_groups_are_what_has_to_be_together():
     assert groups_of(lambda a, b, c: [a * stacked(a, b), b, c], x, x, x) == [[1, 1], [1, 1, 1]]
 
 
+def test_arrays_that_come_together_one_after_the_other_are_one_group():
+    def update(a, b, c, d):
+        return [a + b, c + a, d + c]
+
+    assert groups_of(update, *[jnp.ones((8, 8))] * 4) == [[4]]
+
+
 def test_small_groups_are_read_together():
     x, small = jnp.ones((8, 8)), jnp.ones(8)
     program = trace_program(lambda *arrays: [a + 1 for a in arrays], x, small, small, x)
