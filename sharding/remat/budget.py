@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,6 +12,7 @@ from ..display import Column, Table, Tabular
 from ..display.units import bytes_text, seconds_text
 from ..errors import ShardingError
 from ..explain.largest_batch import larger_axis_hint
+from ..explain.peak_error import PEAK_ERRORS
 from ..hardware import Chip, Devices
 from .auto_policy import Choice, Group, chosen
 from .budget_program import AutoProgram, Value, recorded
@@ -76,6 +77,12 @@ class Fitted(Tabular):
         return self.cost.peak_bytes
 
     @property
+    def range_bytes(self) -> tuple[int, int]:
+        """Where the compiled peak lies for nine of ten programs with this predicted peak."""
+        error = PEAK_ERRORS[self._program.platform]
+        return int(self.peak_bytes * error.low), int(self.peak_bytes * error.high)
+
+    @property
     def step(self) -> Fixed:
         """The step with this choice, whatever the context that it is called in."""
         return Fixed(self._program.step, Choice(tuple(self.policies.items())))
@@ -113,7 +120,12 @@ class Fitted(Tabular):
 
     def __str__(self) -> str:
         values, others = self.tables()
-        return "\n".join([str(values), "", str(others)])
+        return "\n".join([str(values), *self._doubts(), "", str(others)])
+
+    def _doubts(self) -> Iterator[str]:
+        if self.compiled_bytes is None:
+            low, high = map(bytes_text, self.range_bytes)
+            yield f"compiled, nine of ten such programs take {low} to {high}"
 
     __repr__ = __str__
 
@@ -170,8 +182,8 @@ def fit(
         names: decides on these named values only; the others run again.
         host_memory_bytes: limit of the host's memory per device for what is offloaded; 0 offloads nothing. Default: a
             device's share of what hosts of the mesh's chips have, where that is known, and else 0.
-        peak: what is within the limit: the prediction, or what XLA allocates. To find that, the fastest programs
-            compile, one after the other, until one is within.
+        peak: what is within the limit: the prediction, which the compiled program may exceed (`.range_bytes`), or what
+            XLA allocates. To find that, the fastest programs compile, one after the other, until one is within.
         hardware: as for `Completion.estimate`. Without known devices times are those of a v5p, an H100 or a CPU.
 
     Raises:

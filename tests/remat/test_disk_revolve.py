@@ -99,7 +99,7 @@ def test_invalid_costs(both):
 
 @pytest.mark.parametrize(("snapshots", "write", "read"), [(1, 0, 0), (1, 2, 2), (2, 1, 1)])
 def test_snapshots_on_the_host_run(snapshots, write, read):
-    """Each state is offloaded, of which integers and scalars are a part, and steps run as often as the schedule says."""
+    """Offloaded, with scalars and integers in the state; steps run as often as the schedule says."""
     steps, runs = 9, []
     schedule = remat.disk_revolve(steps, snapshots, write_cost=write, read_cost=read, place="host")
     ws = jax.random.normal(jax.random.key(0), (steps, 8, 8)) / 3
