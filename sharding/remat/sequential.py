@@ -83,6 +83,13 @@ def _policy() -> Callable[..., Any]:
 
 def check_executable(asked: str, schedule: Schedule, steps: int) -> None:
     """Raises unless a schedule is for this number of steps, with no snapshots on disk."""
+    if not isinstance(schedule, Schedule):
+        raise ShardingError(
+            asked,
+            found=repr(schedule),
+            required="a remat.Schedule",
+            fix=[f"remat.sqrt({steps})", "remat.auto, in a scan"],
+        )
     if schedule.steps != steps:
         raise ShardingError(
             asked,

@@ -319,6 +319,21 @@ def test_a_budget_is_a_number_of_bytes(memory_bytes):
         fitted(mlp, PROGRAMS[mlp], memory_bytes)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"peak": "compield"}, "'predicted' or 'compiled'"),
+        ({"names": "sin"}, r"names=\['sin'\]"),
+        ({"host_memory_bytes": -1}, "at least 0, or None"),
+        ({"host_memory_bytes": float("nan")}, "at least 0, or None"),
+    ],
+    ids=str,
+)
+def test_options_that_are_none(options, message):
+    with pytest.raises(ShardingError, match=message):
+        fitted(mlp, PROGRAMS[mlp], 1e12, **options)
+
+
 def test_a_budget_that_nothing_meets():
     with pytest.raises(ShardingError, match=r"(?s)at least .*largest: .*test_budget.py.*fix: +memory_bytes=\d+"):
         fitted(scanned, PROGRAMS[scanned], 1000)

@@ -228,8 +228,9 @@ def test_errors():
         zero.shard(optax.adamw(1e-2), offload="hots")
     with pytest.raises(ShardingError, match="zero.DiskOptimizer"):
         zero.shard(optax.adamw(1e-2), offload="disk")
-    with pytest.raises(ShardingError, match="at least 0, or None"):
-        zero.shard(optax.adamw(1e-2), delay_after=-1)
+    for delay_after in (-1, 1.5, True):
+        with pytest.raises(ShardingError, match="at least 0, or None"):
+            zero.shard(optax.adamw(1e-2), delay_after=delay_after)
 
 
 def test_host_bytes_are_reported_before_the_run():
