@@ -68,8 +68,8 @@ class DiskOptimizer:
             axis: mesh axis that shards what is read, where a mesh is in context and the axis divides it.
 
         Raises:
-            ShardingError: several processes; an optimizer that is not elementwise; a record that is corrupted; a state of
-                another optimizer.
+            ShardingError: several processes; an optimizer that is not elementwise; a corrupted record; a state that
+                another optimizer has written.
         """
         asked = f"zero.DiskOptimizer({str(directory)!r})"
         if jax.process_count() > 1:
