@@ -4,14 +4,19 @@ A JSON document is stored with a CRC-32 of its content, an array with a checksum
 is corrupted if one of its parts is unreadable or has another checksum.
 """
 
+import functools
+import itertools
 import json
+import math
 import os
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from .. import compat
 from ..errors import ShardingError
@@ -117,12 +122,23 @@ def corruption_error(directory: Directory, step: int, reason: str, is_good: Call
 
 
 def checksums(arrays: Mapping[str, jax.Array]) -> dict[str, int]:
-    """The checksum of every array, computed on its own devices."""
+    """The checksum of every array, computed on its own devices; of a replicated one on one device of each process."""
     # One at a time: XLA:CPU of JAX 0.10.2 may hang when several programs with collectives are in flight at once on
     # fewer cores than devices. Remove block_until_ready when that release is no longer supported.
     jax.block_until_ready(arrays)
     with without_mesh():  # the arrays may be on other devices
-        return {name: int(jax.block_until_ready(checksum(array))) for name, array in arrays.items()}
+        return {name: int(jax.block_until_ready(_computed(array))) for name, array in arrays.items()}
+
+
+def _computed(array: jax.Array) -> jax.Array:
+    if array.is_fully_replicated:
+        array = array.addressable_data(0)
+    shard_shape = array.sharding.shard_shape(array.shape)
+    if math.prod(shard_shape) >= 2**31:  # JAX's indices have 31 bits
+        return checksum(array)
+    if len(array.sharding.device_set) == 1:
+        return _of_one_device(array)
+    return _of_shards(array.sharding)(array) if isinstance(array.sharding, NamedSharding) else checksum(array)
 
 
 @jax.jit
@@ -130,19 +146,89 @@ def checksum(array: jax.Array) -> jax.Array:
     """The sum modulo 2^32 of every element's bits times an odd number derived from its position.
 
     A sum does not depend on the order, hence not on the mesh. Since the factor is odd, every change of one element
-    changes the sum.
+    changes the sum. XLA:CPU keeps the products, of four bytes each, for which `checksums` computes them in parts.
     """
-    if compat.is_on_host(jax.typeof(array)):
-        array = jax.device_put(array, jax.memory.Space.Device)
+    words = _words(_on_device(array))
+    places = [jax.lax.broadcasted_iota(jnp.uint32, words.shape, dim) for dim in range(words.ndim)]
+    return _sum(words, _position(places, words.shape))
+
+
+@jax.jit
+def _of_one_device(array: jax.Array) -> jax.Array:
+    return _in_parts(_on_device(array), array.shape, (0,) * array.ndim)
+
+
+@functools.lru_cache(maxsize=256)
+def _of_shards(sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
+    """The checksum of an array with this sharding, each shard in parts."""
+    mesh, spec = sharding.mesh, sharding.spec
+
+    @jax.jit
+    def total(array: jax.Array) -> jax.Array:
+        names = [() if entry is None else entry if isinstance(entry, tuple) else (entry,) for entry in spec]
+        names += [()] * (array.ndim - len(names))
+
+        def of_shard(shard: jax.Array) -> jax.Array:
+            first = [jax.lax.axis_index(own) * n if own else 0 for own, n in zip(names, shard.shape, strict=True)]
+            return jax.lax.psum(_in_parts(shard, array.shape, first), tuple(itertools.chain(*names)))
+
+        return jax.shard_map(of_shard, mesh=mesh, in_specs=spec, out_specs=P(), check_vma=False)(_on_device(array))
+
+    return total
+
+
+def _in_parts(shard: jax.Array, shape: Sequence[int], first: Sequence[Any]) -> jax.Array:
+    """The part of a checksum that a shard adds, which begins at `first` of an array of this shape.
+
+    Takes memory for one part of it.
+    """
+    flat = shard.reshape(-1)
+    each = min(PART, flat.size)
+
+    def of_part(start: Any, length: int) -> jax.Array:
+        words = _words(jax.lax.dynamic_slice_in_dim(flat, start, length)).reshape(length, -1)
+        wide = words.shape[1]
+        local, places = start + jnp.arange(length), []
+        for dim in reversed(range(shard.ndim)):
+            places.append((first[dim] + local % shard.shape[dim]).astype(jnp.uint32)[:, None])
+            local = local // shard.shape[dim]
+        word = jax.lax.broadcasted_iota(jnp.uint32, (length, wide), 1)
+        return _sum(words, _position([*reversed(places), word], (*shape, wide)))
+
+    if not each:
+        return jnp.uint32(0)
+    parts, rest = divmod(flat.size, each)
+    total = jax.lax.fori_loop(0, parts, lambda k, total: total + of_part(k * each, each), jnp.uint32(0))
+    return total + of_part(parts * each, rest) if rest else total
+
+
+PART = 2**18
+"""Elements of a part."""
+
+
+def _on_device(array: jax.Array) -> jax.Array:
+    return jax.device_put(array, jax.memory.Space.Device) if compat.is_on_host(jax.typeof(array)) else array
+
+
+def _words(array: jax.Array) -> jax.Array:
+    """The bits of every element as 32-bit numbers; elements of more bits have a dim of several."""
     if array.dtype == jnp.bool_:
         array = array.astype(jnp.uint8)
     if jnp.issubdtype(array.dtype, jnp.complexfloating):
         array = jnp.stack([array.real, array.imag], axis=-1)
     info = jnp.iinfo(array.dtype) if jnp.issubdtype(array.dtype, jnp.integer) else jnp.finfo(array.dtype)
     unsigned = jnp.dtype(f"uint{min(info.bits, 32)}")
-    bits = jax.lax.bitcast_convert_type(array, unsigned).astype(jnp.uint32)
-    position = jnp.zeros(bits.shape, jnp.uint32)
-    for dim, length in enumerate(bits.shape):
-        position = position * jnp.uint32(length) + jax.lax.broadcasted_iota(jnp.uint32, bits.shape, dim)
+    return jax.lax.bitcast_convert_type(array, unsigned).astype(jnp.uint32)
+
+
+def _position(places: Sequence[jax.Array], shape: Sequence[int]) -> jax.Array:
+    """Positions in row-major order, modulo 2^32, of elements at these places in each dim."""
+    position = jnp.uint32(0)
+    for place, length in zip(places, shape, strict=True):
+        position = position * jnp.uint32(length % 2**32) + place
+    return position
+
+
+def _sum(words: jax.Array, position: jax.Array) -> jax.Array:
     factor = position * jnp.uint32(2654435761) ^ (position >> 15)
-    return jnp.sum(bits * (factor | 1), dtype=jnp.uint32)
+    return jnp.sum(words * (factor | 1), dtype=jnp.uint32)

@@ -14,7 +14,7 @@ import jax
 from ..errors import ShardingError
 from .array_names import Tree, is_key, named_leaves, stored
 from .corruption import checksums, with_checksum
-from .directory import FIGURE, Directory, Json, first_line, steps
+from .directory import ARRAYS, EXTRA, FACTS, FIGURE, Directory, Json, first_line, steps
 from .orbax_logging import silence_orbax
 from .retention import Retention
 from .summary import figures
@@ -52,7 +52,7 @@ class Saver:
             async_options=ocp.options.AsyncOptions(create_directories_asynchronously=False),
         )
         with _writing(self.directory, "open"):
-            self._manager = ocp.CheckpointManager(self.directory, options=options)
+            self._manager = ocp.CheckpointManager(self.directory, options=options, handler_registry=_handlers())
         self._writing_step: int | None = None
         self._clear()
 
@@ -81,7 +81,7 @@ class Saver:
         bits = {name: stored(array) for name, array in arrays.items()}
         sums = checksums(bits)
         items = ocp.args.Composite(
-            arrays=ocp.args.StandardSave(bits),
+            arrays=ocp.args.PyTreeSave(bits),
             facts=ocp.args.JsonSave(with_checksum({name: _facts(array, sums[name]) for name, array in arrays.items()})),
             extra=ocp.args.JsonSave(with_checksum({"extra": extra, FIGURE: figure})),
         )
@@ -148,6 +148,25 @@ def save(
     saver = Saver(directory, keep=keep, keep_best=keep_best)
     saver.save(step, state, extra, figure=figure)
     return Saving(step=step, saver=saver)
+
+
+def _handlers() -> Any:
+    """Orbax's handlers of the parts of a checkpoint.
+
+    Arrays of CPU devices are in the host's memory already: where they are replicated, one process writes the shard of
+    one device. By default, each device would write a part of its own, for which Orbax copies all arrays.
+    """
+    import orbax.checkpoint as ocp
+
+    handler = ocp.type_handlers.ArrayHandler(use_replica_parallel=False if jax.default_backend() == "cpu" else None)
+    arrays = ocp.PyTreeCheckpointHandler(
+        type_handler_registry=ocp.type_handlers.create_type_handler_registry((jax.Array, handler))
+    )
+    found = ocp.handlers.DefaultCheckpointHandlerRegistry()
+    found.add(ARRAYS, ocp.args.PyTreeSave, arrays)
+    for part in (FACTS, EXTRA):
+        found.add(part, ocp.args.JsonSave, ocp.JsonCheckpointHandler())
+    return found
 
 
 def _facts(array: jax.Array, checksum: int) -> dict[str, Json]:

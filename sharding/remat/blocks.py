@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ..errors import ShardingError
-from .actions import Action, Advance, Backward, Free, Record, Restore, Snapshot
+from .actions import Action, Advance, Backward, Free, Place, Record, Restore, Snapshot
 from .replay import Memory, replay
 
 
@@ -20,6 +20,8 @@ class Block:
     start: int
     stop: int
     parts: list[int | Block]
+    place: Place = "device"
+    """Where the state before it waits."""
 
 
 def segments(starts: Sequence[int], steps: int) -> Block:
@@ -101,10 +103,11 @@ class _Reader:
                     self._append(number, action, Block(start, stop, []))
             case Record(step):
                 self._append(number, action, step)
-            case Restore(state):
+            case Restore(state, place):
                 last = block.parts[self.left[-1] - 1] if self.left[-1] else None
                 if not (isinstance(last, Block) and last.start == state):
                     raise self._error(number, action)
+                last.place = place
                 self.blocks.append(last)
                 self.left.append(0)
             case Backward(step):

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from numbers import Real
+from typing import Any, Literal, get_args
 
 from ..display import Column, Table, Tabular
 from ..display.units import bytes_text, seconds_text
 from ..errors import ShardingError
 from ..explain.largest_batch import larger_axis_hint
+from ..explain.peak_error import PEAK_ERRORS
 from ..hardware import Chip, Devices
 from .auto_policy import Choice, Group, chosen
 from .budget_program import AutoProgram, Value, recorded
@@ -51,6 +53,7 @@ class Fitted(Tabular):
             ShardingError: a limit below what any choice takes, as for `fit`.
         """
         _check_limit("Fitted.within", memory_bytes)
+        _check_peak("Fitted.within", peak)
         return _chosen(self._program, self._found, memory_bytes, peak)
 
     @property
@@ -74,6 +77,12 @@ class Fitted(Tabular):
     def peak_bytes(self) -> int:
         """Predicted peak memory per device."""
         return self.cost.peak_bytes
+
+    @property
+    def range_bytes(self) -> tuple[int, int]:
+        """Where the compiled peak lies for nine of ten programs with this predicted peak."""
+        error = PEAK_ERRORS[self._program.platform]
+        return int(self.peak_bytes * error.low), int(self.peak_bytes * error.high)
 
     @property
     def step(self) -> Fixed:
@@ -113,7 +122,12 @@ class Fitted(Tabular):
 
     def __str__(self) -> str:
         values, others = self.tables()
-        return "\n".join([str(values), "", str(others)])
+        return "\n".join([str(values), *self._doubts(), "", str(others)])
+
+    def _doubts(self) -> Iterator[str]:
+        if self.compiled_bytes is None:
+            low, high = map(bytes_text, self.range_bytes)
+            yield f"compiled, nine of ten such programs take {low} to {high}"
 
     __repr__ = __str__
 
@@ -170,8 +184,8 @@ def fit(
         names: decides on these named values only; the others run again.
         host_memory_bytes: limit of the host's memory per device for what is offloaded; 0 offloads nothing. Default: a
             device's share of what hosts of the mesh's chips have, where that is known, and else 0.
-        peak: what is within the limit: the prediction, or what XLA allocates. To find that, the fastest programs
-            compile, one after the other, until one is within.
+        peak: what is within the limit: the prediction, which the compiled program may exceed (`.range_bytes`), or what
+            XLA allocates. To find that, the fastest programs compile, one after the other, until one is within.
         hardware: as for `Completion.estimate`. Without known devices times are those of a v5p, an H100 or a CPU.
 
     Raises:
@@ -194,7 +208,8 @@ def fit(
         >>> fitted.peak_bytes <= 12e6
         True
     """
-    _check(step, memory_bytes)
+    _check(step, memory_bytes, peak)
+    _check_options(names, host_memory_bytes)
     program = AutoProgram.of(step, args, names=names, host_memory_bytes=host_memory_bytes, hardware=hardware)
     return _chosen(program, program.tradeoffs(), memory_bytes, peak)
 
@@ -256,7 +271,7 @@ def _first_within(program: AutoProgram, found: Sequence[tuple[Options, Cost]], m
     raise _too_little(program, found[0][0], memory_bytes, min(peaks))
 
 
-def _check(step: Any, memory_bytes: float) -> None:
+def _check(step: Any, memory_bytes: float, peak: str) -> None:
     if not callable(getattr(step, "with_empty_cache", None)):
         raise ShardingError(
             "remat.fit(step)",
@@ -265,11 +280,31 @@ def _check(step: Any, memory_bytes: float) -> None:
             fix="remat.fit(sharding.jit(step), ...)",
         )
     _check_limit("remat.fit", memory_bytes)
+    _check_peak("remat.fit", peak)
+
+
+def _check_options(names: Sequence[str] | None, host_memory_bytes: float | None) -> None:
+    if isinstance(names, str):
+        raise ShardingError(f"remat.fit(names={names!r})", required="a sequence of names", fix=f"names=[{names!r}]")
+    if host_memory_bytes is not None and not (_is_number(host_memory_bytes) and host_memory_bytes >= 0):
+        raise ShardingError(
+            f"remat.fit(host_memory_bytes={host_memory_bytes!r})",
+            required="bytes per device, at least 0, or None",
+            fix="host_memory_bytes=0",
+        )
+
+
+def _check_peak(asked: str, peak: str) -> None:
+    if peak not in get_args(Peak):
+        raise ShardingError(f"{asked}(peak={peak!r})", required=" or ".join(map(repr, get_args(Peak))))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and not math.isnan(value)
 
 
 def _check_limit(asked: str, memory_bytes: float) -> None:
-    is_number = isinstance(memory_bytes, int | float) and not isinstance(memory_bytes, bool)
-    if not is_number or not (math.isfinite(memory_bytes) and memory_bytes > 0):
+    if not (_is_number(memory_bytes) and 0 < memory_bytes < math.inf):
         raise ShardingError(
             f"{asked}(memory_bytes={memory_bytes!r})", required="bytes per device, above 0", fix="memory_bytes=16e9"
         )

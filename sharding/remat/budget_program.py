@@ -15,7 +15,7 @@ from ..cost.flops import MATMULS
 from ..errors import ShardingError
 from ..explain import Estimate
 from ..graph import Graph, Op
-from ..hardware import Chip, Devices
+from ..hardware import Chip, Devices, Platform
 from .auto_policy import Choice, Group, Recorder, chosen
 from .budget_search import Cost, Options, Search
 from .linearized_program import Key, key_of
@@ -59,6 +59,8 @@ class AutoProgram:
     groups: list[Group]
     chip: str
     """The chip, or devices, of the predicted times."""
+    platform: Platform
+    """Whose memory is predicted."""
     host_memory_bytes: float
     """Limit of the host's memory per device, for what is offloaded."""
     own_host_bytes: int
@@ -111,6 +113,7 @@ class AutoProgram:
             keys=keys if names is None else _named(names, keys),
             groups=list(recorder.asked),
             chip=time.chip,
+            platform=completion.memory().platform,
             host_memory_bytes=host_limit,
             own_host_bytes=completion.memory().host.total_bytes,
         )

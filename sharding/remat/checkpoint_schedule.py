@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+
 from ..display import Column, Table, Tabular
 from ..display.chart import Chart
 from ..display.units import bytes_text
@@ -144,7 +146,7 @@ def check_count(asked: str, value: int, least: int = 1) -> None:
     Raises:
         ShardingError: it is not.
     """
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+    if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < least:
         raise ShardingError(asked, found=repr(value), required=f"an integer of at least {least}", fix=str(least))
 
 

@@ -29,7 +29,8 @@ def scan(
 
     One loop over the groups of steps that run backward together, whatever the number of steps and snapshots: it
     restores a snapshot, runs forward, writes snapshots on the way, then runs the group backward. The last group keeps
-    its residuals from the forward pass. ``body`` may close over arrays, which have gradients as with `jax.lax.scan`.
+    its residuals from the forward pass. A schedule with snapshots on the host is unrolled, as `remat.sequence` runs it.
+    ``body`` may close over arrays, which have gradients as with `jax.lax.scan`.
     Gradients are bit-equal to those of `jax.lax.scan` where compilers round a step alike with and without residuals.
     Forward-mode derivatives of the gradient (``jax.hessian``) work, reverse-mode ones of it don't.
 

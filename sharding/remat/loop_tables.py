@@ -51,7 +51,7 @@ class LoopTables:
 
 
 def loop_tables(schedule: Schedule) -> LoopTables | None:
-    """The turns of a schedule; None if other steps run while a group's records are held."""
+    """The turns of a schedule; None if other steps run while a group's records are held, or with other places."""
     reader = _Reader()
     fits = all(reader.read(action) for action in schedule.actions)
     return LoopTables(tuple(reader.turns), reader.most) if fits else None
@@ -70,6 +70,8 @@ class _Reader:
     def read(self, action: Action) -> bool:
         """Whether the action fits a turn."""
         match action:
+            case Snapshot(_, place) if place != "device":
+                return False
             case Snapshot(0) if not self.slots:
                 self._store(0)
             case Snapshot(state):

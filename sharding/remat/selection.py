@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import jax
@@ -102,6 +103,7 @@ def select(
         Jain et al., Checkmate: breaking the memory wall with optimal tensor rematerialization, MLSys 2020
         (1910.02653): the program for one stage.
     """
+    _check(memory_bytes, algorithm)
     program = linearized(fun, *args)
     keys = list(dict.fromkeys(op.key for op in program.ops if op.is_saveable))
     if names is not None:
@@ -115,6 +117,13 @@ def select(
         most_flops=nothing.flops,
         values=tuple(_values(program, keys, best)),
     )
+
+
+def _check(memory_bytes: float, algorithm: str) -> None:
+    if not isinstance(memory_bytes, Real) or isinstance(memory_bytes, bool):
+        raise ShardingError(f"remat.select(memory_bytes={memory_bytes!r})", required="a number of bytes", fix="1e6")
+    if algorithm not in SOLVERS:
+        raise ShardingError(f"remat.select(algorithm={algorithm!r})", required=" or ".join(map(repr, SOLVERS)))
 
 
 def _fitting(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import itertools
 import math
 import os
@@ -67,7 +68,8 @@ class DiskOptimizer:
             axis: mesh axis that shards what is read, where a mesh is in context and the axis divides it.
 
         Raises:
-            ShardingError: several processes; an optimizer that is not elementwise; a record that is corrupted.
+            ShardingError: several processes; an optimizer that is not elementwise; a corrupted record; a state that
+                another optimizer has written.
         """
         asked = f"zero.DiskOptimizer({str(directory)!r})"
         if jax.process_count() > 1:
@@ -77,6 +79,7 @@ class DiskOptimizer:
         _check_elementwise(asked, tx)
         self.tx, self.tile_bytes, self.window, self.axis = tx, tile_bytes, window, axis
         self.files = StateFiles(directory)
+        self._check_state(asked)
         self._written: deque[Future[None]] = deque()
         self._update = jax.jit(self._updated)
 
@@ -118,7 +121,18 @@ class DiskOptimizer:
         self.files.commit()
 
     def read(self, name: str) -> np.ndarray:
-        """A parameter."""
+        """A parameter.
+
+        Raises:
+            ShardingError: no such parameter, or a corrupted file.
+        """
+        if name not in self.files.entries:
+            raise ShardingError(
+                f"read {name!r} from {str(self.files.directory)!r}",
+                found=f"parameters {', '.join(self.names[:8]) or 'none'}{', ...' if len(self.names) > 8 else ''}",
+                required="one of .names",
+                fix=difflib.get_close_matches(name, self.names, n=1),
+            )
         entry = self.files.entries[name]
         tiles = [self.files.read(name, k, slice(1))[0] for k in range(len(entry.tiles))]
         return np.concatenate(tiles).reshape(entry.shape) if entry.shape else tiles[0]
@@ -167,9 +181,25 @@ class DiskOptimizer:
         row_bytes = array.itemsize * math.prod(array.shape[1:])
         tiles = []
         for rows in tile_rows(num_rows, row_bytes, self.tile_bytes):
-            part = jax.ShapeDtypeStruct((rows, *array.shape[1:]) if array.ndim else (), array.dtype)
-            tiles.append(tuple(map(_part, (part, *jax.tree.leaves(jax.eval_shape(self.tx.init, part))))))
+            tiles.append(self._parts(((rows, *array.shape[1:]) if array.ndim else (), str(array.dtype))))
         return Entry(shape=array.shape, tiles=tuple(tiles))
+
+    def _parts(self, param: Part) -> tuple[Part, ...]:
+        """A tile of a parameter, and of what the optimizer keeps of it."""
+        part = jax.ShapeDtypeStruct(*param)
+        return tuple(map(_part, (part, *jax.tree.leaves(jax.eval_shape(self.tx.init, part)))))
+
+    def _check_state(self, asked: str) -> None:
+        """Raises for files that another optimizer has written."""
+        for name, entry in self.files.entries.items():
+            found, required = entry.tiles[0], self._parts(entry.tiles[0][0])
+            if found != required:
+                found, required = (
+                    f"for {name}: {', '.join(f'{dtype}{list(shape)}' for shape, dtype in parts)}"
+                    for parts in (found, required)
+                )
+                fix = ["the optimizer that it was made with", "another directory"]
+                raise ShardingError(asked, found=f"a state {found}", required=f"the optimizer's, {required}", fix=fix)
 
     def _check(self, gradients: dict[str, Any]) -> None:
         entries = self.files.entries

@@ -101,7 +101,8 @@ def scan(
 
 def _checked_units(asked: str, leaves: Sequence[Any], prefetch: int, unit: int) -> int:
     layers = jnp.shape(leaves[0])[0] if leaves else 0
-    if unit >= 1 and layers and layers % unit == 0 and 0 <= prefetch <= layers // unit:
+    are_counts = all(isinstance(count, int) for count in (prefetch, unit))
+    if are_counts and unit >= 1 and layers and layers % unit == 0 and 0 <= prefetch <= layers // unit:
         return layers // unit
     raise ShardingError(
         asked,

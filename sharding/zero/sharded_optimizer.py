@@ -104,8 +104,11 @@ def shard(
     if offload not in (None, "host"):
         outside = "zero.DiskOptimizer, which runs outside jit" if offload == "disk" else ()
         raise ShardingError("zero.shard(offload)", found=repr(offload), required="'host' or None", fix=outside)
-    if delay_after is not None and delay_after < 0:
-        raise ShardingError("zero.shard(delay_after)", found=str(delay_after), required="at least 0, or None")
+    is_count = isinstance(delay_after, int) and not isinstance(delay_after, bool) and delay_after >= 0
+    if delay_after is not None and not is_count:
+        raise ShardingError(
+            "zero.shard(delay_after)", found=repr(delay_after), required="a number of steps, at least 0, or None"
+        )
     options = _ShardedTransform(
         tx=tx,
         axis=axis,

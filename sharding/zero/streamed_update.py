@@ -141,7 +141,7 @@ class _Dependence:
     def _root(self, v: Any) -> Any:
         v = self.origin[v]
         while self.parent[v] is not v:
-            v = self.parent[v] = self.parent[self.parent[v]]
+            self.parent[v] = v = self.parent[self.parent[v]]  # in this order: the parent of the old v
         return v
 
 

@@ -19,6 +19,7 @@ from types import ModuleType
 from . import (
     axes,
     command_line,
+    host_memory,
     iopddl,
     memory_budgets,
     pipeline,
@@ -55,6 +56,7 @@ BENCHMARKS: dict[str, ModuleType] = {
     "pipeline": pipeline,
     "axes": axes,
     "saving": saving,
+    "host_memory": host_memory,
     "planning": planning,
     "iopddl": iopddl,
     "fuzz": fuzz.results,

@@ -107,11 +107,11 @@ def compiled_peak(model: Any) -> int:
 def main(options: Options) -> None:
     """Prints a table and writes the figures."""
     jax.config.update("jax_platforms", "cpu")
-    found = []
-    for one, model in rows(options.budgets).items():
-        if options.aot and one.name in (FULL, *(f"{budget:g} GB" for budget in COMPILED)):
-            one = dataclasses.replace(one, compiled_peak_bytes=compiled_peak(model))
-        found.append(one)
+    models = rows(options.budgets)
+    names = (FULL, *(f"{budget:g} GB" for budget in COMPILED)) if options.aot else ()
+    compiled = {one.policy: compiled_peak(model) for one, model in models.items() if one.name in names}
+    # Budgets with the same choice have the same program.
+    found = [dataclasses.replace(one, compiled_peak_bytes=compiled.get(one.policy)) for one in models]
     result = measured("memory_budgets", options, found, num_devices=NUM_DEVICES, platform_name="v5p")
     print(*table(result), result.where, sep="\n")
     if options.json is not None:

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from support.peak_memory import newest_jax_only
 
 from sharding import checkpoint
-from sharding.checkpoint import array_names
+from sharding.checkpoint import array_names, corruption
 from sharding.checkpoint.corruption import checksums
 
 
@@ -45,6 +46,13 @@ def test_checksums_are_those_of_checkpoints_on_disk(dtype: str):
     for shape in SHAPES:
         array = np.asarray(jnp.asarray(100 * random.standard_normal(shape)).astype(dtype))
         assert checksum(array) == reference(array), shape
+
+
+@pytest.mark.parametrize("dtype", ["bool", "bfloat16", "float32", "complex64"])
+def test_parts_of_a_large_array(dtype: str):
+    size = 2 * corruption.PART + 5
+    array = np.asarray(jnp.asarray(np.random.default_rng(0).integers(0, 256, (5, size // 5 + 1))).astype(dtype))
+    assert checksum(array) == reference(array)
 
 
 def test_positions_beyond_two_bytes():
@@ -91,6 +99,26 @@ def test_checksums_do_not_depend_on_the_mesh():
     specs = [P(), P("data"), P(None, "tensor"), P(("tensor", "data")), P("data", "tensor")]
     sharded = {str(spec): jax.device_put(array, NamedSharding(mesh, spec)) for spec in specs}
     assert set(checksums(sharded).values()) == {reference(array)}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "uint8", "bfloat16", "complex64"])
+def test_shards_of_several_parts(dtype: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(corruption, "PART", 7)
+    array = np.asarray(jnp.asarray(np.random.default_rng(0).integers(0, 256, (8, 4, 12))).astype(dtype))
+    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    specs = [P("a"), P(None, "b"), P(("b", "a")), P("a", None, "b"), P(None, None, "a")]
+    sharded = {str(spec): jax.device_put(array, NamedSharding(mesh, spec)) for spec in specs}
+    assert set(checksums(sharded | {"one": jnp.asarray(array)}).values()) == {reference(array)}
+
+
+@newest_jax_only
+def test_memory_of_one_part():
+    """Replicas and narrow elements, too."""
+    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    sharding = NamedSharding(mesh, P("b"))
+    array = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16, sharding=sharding)
+    compiled = corruption._of_shards(sharding).lower(array).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes <= 16 * corruption.PART
 
 
 DTYPES = (

@@ -16,7 +16,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 from jax.sharding import NamedSharding
 from sharding import P, checkpoint
 
-folder, arrays, array_bytes, saves = sys.argv[1], *map(int, sys.argv[2:])
+folder, axis, arrays, array_bytes, saves = *sys.argv[1:3], *map(int, sys.argv[3:])
 
 def kilobytes(name):
     return int(Path("/proc/self/status").read_text().partition(name + ":")[2].split()[0])
@@ -27,7 +27,8 @@ def peak_beyond_now(f):
     result = f()
     return 1024 * (kilobytes("VmHWM") - before), result
 
-sharding = NamedSharding(jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,)), P("data"))
+mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+sharding = NamedSharding(mesh, {"both": P(("data", "tensor")), "tensor": P("tensor"), "none": P()}[axis])
 state = {str(k): jax.device_put(np.full((8, array_bytes // 32), k, np.float32), sharding) for k in range(arrays)}
 resident, extra = [], []
 with checkpoint.Saver(folder, keep=2) as saver:
@@ -47,14 +48,21 @@ RETURNED = {"MALLOC_ARENA_MAX": "2", "MALLOC_MMAP_THRESHOLD_": str(2**17)}
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize(
-    "array_bytes", [2**21, pytest.param(2**27, marks=pytest.mark.slow)], ids=["16 MB", "1 GB of state"]
+    ("axis", "copies", "array_bytes"),
+    [
+        ("both", 1, 2**21),
+        ("none", 8, 2**24),
+        pytest.param("tensor", 2, 2**24, marks=pytest.mark.slow),
+        pytest.param("both", 1, 2**27, marks=pytest.mark.slow),
+    ],
+    ids=["16 MB", "replicated", "partially replicated", "1 GB of state"],
 )
-def test_memory_of_saves_and_restores_is_bounded(tmp_path, array_bytes):
-    arrays, saves = 8, 50
-    command = [sys.executable, "-c", PROGRAM, str(tmp_path), *map(str, (arrays, array_bytes, saves))]
+def test_memory_of_saves_and_restores_is_bounded(tmp_path, axis, copies, array_bytes):
+    arrays, saves = 8, 50 if copies == 1 else 12
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path), axis, *map(str, (arrays, array_bytes, saves))]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | RETURNED)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert max(found["extra"][5:]) <= array_bytes + SLACK
     assert found["resident"][-1] - found["resident"][9] <= SLACK
-    assert found["restoring"] <= arrays * array_bytes + 3 * array_bytes + SLACK
+    assert found["restoring"] <= (copies * arrays + 3) * array_bytes + SLACK

@@ -12,6 +12,7 @@ from support.peak_memory import compiled_bytes, floats, newest_jax_only
 
 import sharding
 from sharding import P, ShardingError, kernels, remat
+from sharding.display.units import bytes_text
 from sharding.remat.budget_search import Cost, Search
 
 auto = functools.partial(jax.checkpoint, policy=remat.auto)
@@ -196,6 +197,14 @@ def test_the_compiled_peak_is_within_the_budget():
     found = fitted(mlp, PROGRAMS[mlp], budget, peak="compiled")
     with two_devices():
         assert compiled_bytes(found.step.lower(*PROGRAMS[mlp])) == found.compiled_bytes <= budget
+    assert "nine of ten" not in str(found)
+
+
+def test_a_prediction_says_how_far_the_compiled_peak_may_be():
+    found = fitted(mlp, PROGRAMS[mlp], 1e12)
+    low, high = found.range_bytes
+    assert low < found.peak_bytes < high
+    assert f"compiled, nine of ten such programs take {bytes_text(low)} to {bytes_text(high)}" in str(found)
 
 
 def test_trials_leave_no_programs_behind():
@@ -308,6 +317,21 @@ def test_only_the_given_names():
 def test_a_budget_is_a_number_of_bytes(memory_bytes):
     with pytest.raises(ShardingError, match="bytes per device, above 0"):
         fitted(mlp, PROGRAMS[mlp], memory_bytes)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"peak": "compield"}, "'predicted' or 'compiled'"),
+        ({"names": "sin"}, r"names=\['sin'\]"),
+        ({"host_memory_bytes": -1}, "at least 0, or None"),
+        ({"host_memory_bytes": float("nan")}, "at least 0, or None"),
+    ],
+    ids=str,
+)
+def test_options_that_are_none(options, message):
+    with pytest.raises(ShardingError, match=message):
+        fitted(mlp, PROGRAMS[mlp], 1e12, **options)
 
 
 def test_a_budget_that_nothing_meets():

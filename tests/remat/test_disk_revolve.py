@@ -1,13 +1,18 @@
-"""Disk-Revolve: as cheap as a search over all ways to use both places, and as another implementation."""
+"""Disk-Revolve: as cheap as a search over all ways to use both places; its host snapshots run, offloaded."""
 
 import functools
+import importlib.util
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.peak_memory import newest_jax_only
 
 import sharding
+from sharding import cost as costs
 from sharding import remat
 from sharding.remat import Restore, Snapshot
 
@@ -86,13 +91,69 @@ def test_thousands_of_steps():
     s.check()
 
 
-@pytest.mark.parametrize("costs", [(-1, 0), (0, float("nan")), (float("inf"), 0)])
-def test_invalid_costs(costs):
+@pytest.mark.parametrize("both", [(-1, 0), (0, float("nan")), (float("inf"), 0)])
+def test_invalid_costs(both):
     with pytest.raises(sharding.ShardingError, match=r"remat\.disk_revolve\((write|read)_cost\)"):
-        remat.disk_revolve(5, 2, write_cost=costs[0], read_cost=costs[1])
+        remat.disk_revolve(5, 2, write_cost=both[0], read_cost=both[1])
 
 
-def test_other_places_do_not_run():
-    s = remat.disk_revolve(9, 1, write_cost=0, read_cost=0, place="host")
-    with pytest.raises(sharding.ShardingError, match=r"snapshot 0 on host[\s\S]*all snapshots on the device"):
+@pytest.mark.parametrize(("snapshots", "write", "read"), [(1, 0, 0), (1, 2, 2), (2, 1, 1)])
+def test_snapshots_on_the_host_run(snapshots, write, read):
+    """Offloaded, with scalars and integers in the state; steps run as often as the schedule says."""
+    steps, runs = 9, []
+    schedule = remat.disk_revolve(steps, snapshots, write_cost=write, read_cost=read, place="host")
+    ws = jax.random.normal(jax.random.key(0), (steps, 8, 8)) / 3
+
+    def step(number, state):
+        jax.debug.callback(lambda: runs.append(number))
+        return {"x": state["x"] + jnp.tanh(state["x"] @ ws[number]), "count": state["count"] + 1}
+
+    def loss(x, schedule=schedule):
+        functions = [functools.partial(step, number) for number in range(steps)]
+        out = remat.sequence(functions, schedule=schedule)({"x": x, "count": jnp.int32(0)})
+        return jnp.sum(out["x"] ** 2) * out["count"]
+
+    x = jnp.linspace(-1, 1, 32).reshape(4, 8)
+    found = jax.block_until_ready(jax.jit(jax.value_and_grad(loss))(x))
+    jax.effects_barrier()
+    assert len(runs) == schedule.evaluations
+    plain = functools.partial(loss, schedule=remat.revolve(steps, steps))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), found, jax.jit(jax.value_and_grad(plain))(x))
+    moved = str(jax.make_jaxpr(jax.grad(loss))(x)).count("<host>")
+    assert moved >= sum(isinstance(action, remat.Snapshot) and action.place == "host" for action in schedule.actions)
+
+
+def test_a_scan_with_snapshots_on_the_host():
+    schedule = remat.disk_revolve(6, 1, write_cost=1, read_cost=1, place="host")
+    ws, x = jax.random.normal(jax.random.key(0), (6, 8, 8)) / 3, jnp.linspace(-1, 1, 32).reshape(4, 8)
+
+    def gradient(scan):
+        return jax.jit(jax.grad(lambda ws, x: jnp.sum(scan(lambda x, w: (jnp.tanh(x @ w), x[0]), x, ws)[0] ** 2)))(
+            ws, x
+        )
+
+    found = gradient(functools.partial(remat.scan, schedule=schedule))
+    np.testing.assert_allclose(found, gradient(jax.lax.scan), rtol=1e-4, atol=1e-6)
+
+
+@newest_jax_only
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="no libtpu")
+def test_a_tpu_holds_them_on_the_host():
+    steps, rows, size = 12, 16384, 128
+    schedule = remat.disk_revolve(steps, 2, write_cost=1, read_cost=1, place="host")
+    device = jax.sharding.SingleDeviceSharding(costs.compile_only("v5p:2x2x1")[0])
+    args = [jax.ShapeDtypeStruct(s, "float32", sharding=device) for s in ((steps, size, size), (rows, size))]
+
+    def loss(ws, x):
+        layers = [lambda x, w=ws[i]: x + jnp.tanh(x @ w) for i in range(steps)]
+        return (remat.sequence(layers, schedule=schedule)(x) ** 2).sum()
+
+    memory = jax.jit(jax.grad(loss)).lower(*args).compile().memory_analysis()
+    states = {a.state for a in schedule.actions if isinstance(a, remat.Snapshot) and a.place == "host"}
+    assert len(states) - 1 <= memory.host_temp_size_in_bytes / (4 * rows * size) <= len(states)  # one may be the input
+
+
+def test_snapshots_on_disk_do_not_run():
+    s = remat.disk_revolve(9, 1, write_cost=0, read_cost=0)
+    with pytest.raises(sharding.ShardingError, match=r"snapshot 0 on disk[\s\S]*does not reach the disk"):
         remat.sequence([jnp.sin] * 9, schedule=s)

@@ -270,3 +270,8 @@ def test_schedule_that_can_not_run():
     wrong = remat.Schedule(name="wrong", steps=STEPS, actions=[Snapshot(0), Backward(3)])
     with pytest.raises(sharding.ShardingError, match=r"wrong: action 1, backward 3"):
         remat.scan(layer, X, weights(), schedule=wrong)
+
+
+def test_what_is_no_schedule():
+    with pytest.raises(sharding.ShardingError, match=r"found: *'revolve'\s+required: a remat\.Schedule"):
+        remat.scan(layer, X, weights(), schedule="revolve")

@@ -3,6 +3,7 @@
 import functools
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -116,3 +117,7 @@ def test_as_pyrevolve(steps, snapshots):
 def test_invalid_counts(steps, snapshots):
     with pytest.raises(sharding.ShardingError, match=r"remat\.revolve\((steps|snapshots)\)[\s\S]*at least 1"):
         remat.revolve(steps, snapshots)
+
+
+def test_counts_of_numpy():
+    assert remat.revolve(np.int64(7), np.int32(2)) == remat.revolve(7, 2)

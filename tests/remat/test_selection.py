@@ -212,6 +212,12 @@ def test_unknown_names():
         remat.select(layer, *shapes(), memory_bytes=1, names=["atention"])
 
 
+@pytest.mark.parametrize("options", [{"memory_bytes": "1GB"}, {"memory_bytes": 1e6, "algorithm": "best"}], ids=str)
+def test_invalid_options(options):
+    with pytest.raises(sharding.ShardingError, match=r"(a number of bytes|'exact' or 'greedy')"):
+        remat.select(jnp.sin, jnp.ones(3), **options)
+
+
 def test_negative_limit():
     with pytest.raises(sharding.ShardingError, match=r"at least 0 bytes[\s\S]*memory_bytes=0"):
         remat.select(layer, *shapes(), memory_bytes=-1)

@@ -184,6 +184,13 @@ def test_groups_are_what_has_to_be_together():
     assert groups_of(lambda a, b, c: [a * stacked(a, b), b, c], x, x, x) == [[1, 1], [1, 1, 1]]
 
 
+def test_arrays_that_come_together_one_after_the_other_are_one_group():
+    def update(a, b, c, d):
+        return [a + b, c + a, d + c]
+
+    assert groups_of(update, *[jnp.ones((8, 8))] * 4) == [[4]]
+
+
 def test_small_groups_are_read_together():
     x, small = jnp.ones((8, 8)), jnp.ones(8)
     program = trace_program(lambda *arrays: [a + 1 for a in arrays], x, small, small, x)
@@ -221,8 +228,9 @@ def test_errors():
         zero.shard(optax.adamw(1e-2), offload="hots")
     with pytest.raises(ShardingError, match="zero.DiskOptimizer"):
         zero.shard(optax.adamw(1e-2), offload="disk")
-    with pytest.raises(ShardingError, match="at least 0, or None"):
-        zero.shard(optax.adamw(1e-2), delay_after=-1)
+    for delay_after in (-1, 1.5, True):
+        with pytest.raises(ShardingError, match="at least 0, or None"):
+            zero.shard(optax.adamw(1e-2), delay_after=delay_after)
 
 
 def test_host_bytes_are_reported_before_the_run():

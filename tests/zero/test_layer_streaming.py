@@ -152,6 +152,16 @@ def test_optimizers_that_mix_elements_are_refused(tmp_path):
         zero.DiskOptimizer(OPTIMIZERS["adamw"], tmp_path, window=0)
 
 
+def test_a_state_of_another_optimizer_is_refused(tmp_path):
+    zero.DiskOptimizer(optax.adam(1e-2), tmp_path).init({"w": jnp.ones((4, 2))})
+    with pytest.raises(
+        ShardingError, match=r"w: float32\[4, 2\], int32\[\], [\s\S]*the optimizer's, for w: float32\[4, 2\]\n"
+    ):
+        zero.DiskOptimizer(optax.sgd(1e-2), tmp_path)
+    with pytest.raises(ShardingError, match=r"parameters w\s+required: one of \.names"):
+        zero.DiskOptimizer(optax.adam(1e-3), tmp_path).read("v")
+
+
 KILLED = """
 import os, signal, sys, zlib
 sys.path[:0] = {path!r}

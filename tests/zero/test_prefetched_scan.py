@@ -174,7 +174,9 @@ def test_training_with_a_sharded_optimizer_equals_one_device():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), found[1], expected[1])
 
 
-@pytest.mark.parametrize("options", [{"unit": 5}, {"unit": 0}, {"prefetch": -1}, {"prefetch": 7, "unit": 2}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"unit": 5}, {"unit": 0}, {"prefetch": -1}, {"prefetch": 1.5}, {"prefetch": 7, "unit": 2}], ids=str
+)
 def test_windows_that_there_are_not(options):
     with sharding.mesh(data=8), pytest.raises(ShardingError, match=r"(?s)zero\.scan.*12 layers"):
         zero.scan(layer, jnp.ones((16, FEATURES)), weights(), **options)
