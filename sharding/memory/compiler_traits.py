@@ -41,9 +41,6 @@ class CompilerTraits:
     """Whether the kernels of products and convolutions compute their operands."""
     merges_products: bool = False
     """Whether products that share an operand are slices of one."""
-    counts_gaps_twice: bool = False
-    """Whether `memory_analysis()` adds to the heap what exceeds the buffers live at once, of which stacks count only
-    until a loop fills them: libtpu 0.0.51, by the buffer assignments that it dumps."""
 
 
 TRAITS: Mapping[Platform, CompilerTraits] = {
@@ -56,6 +53,6 @@ TRAITS: Mapping[Platform, CompilerTraits] = {
         counts_bytes=False,
         schedule="breadth first",
     ),
-    "tpu": CompilerTraits(rounds_early=True, fuses_into_products=True, counts_gaps_twice=True),
+    "tpu": CompilerTraits(rounds_early=True, fuses_into_products=True),
     "gpu": CompilerTraits(schedule="latency hiding", merges_products=True),
 }
