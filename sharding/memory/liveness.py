@@ -79,16 +79,28 @@ class Lifetimes:
 
 
 def lifetimes(
-    body: Body, carried: Sequence[tuple[Instruction, int]], not_temporary: set[Instruction], order: Order
+    body: Body, carried: Sequence[tuple[Instruction, int]], not_temporary: set[Instruction], orders: Sequence[Order]
 ) -> Lifetimes:
     """The buffers of one body.
 
     Args:
         carried: (argument, result) pairs that share a buffer: a result that can't is a temporary, copied in the end.
         not_temporary: results whose buffers are counted elsewhere.
+        orders: of which the one with the lowest peak is taken.
     """
-    steps = order(fuse(body.live_instructions(), body.results, counts_bytes=body.counts_bytes), body.results)
-    return _BufferAssignment(steps, body, carried, not_temporary, order).lifetimes()
+    kernels = fuse(body.live_instructions(), body.results, counts_bytes=body.counts_bytes)
+    roots = [kernel.root for kernel in kernels if kernel.root.bodies]
+    nested = {root: [_nested(root, inner, orders) for inner in root.bodies] for root in roots}
+    found = (_BufferAssignment(order(kernels, body.results), body, carried, not_temporary, nested) for order in orders)
+    return min((one.lifetimes() for one in found), key=Lifetimes.peak_bytes)
+
+
+def _nested(source: Instruction, body: Body, orders: Sequence[Order]) -> Lifetimes:
+    """The buffers of a loop body or branch."""
+    if source.name == "cond":
+        return lifetimes(body, [], set(body.results), orders)
+    shift = len(source.operands) - len(body.arguments)
+    return lifetimes(body, [(body.arguments[at - shift], k) for at, k in source.in_place], set(), orders)
 
 
 class _BufferAssignment:
@@ -98,9 +110,10 @@ class _BufferAssignment:
         body: Body,
         carried: Sequence[tuple[Instruction, int]],
         not_temporary: set[Instruction],
-        order: Order,
+        nested: dict[Instruction, list[Lifetimes]],
     ):
-        self.steps, self.body, self.carried, self.not_temporary, self.order = steps, body, carried, not_temporary, order
+        self.steps, self.body, self.carried, self.not_temporary = steps, body, carried, not_temporary
+        self.nested = nested
         self.step_of: dict[Instruction, int] = {}
         self.last_read: dict[Instruction, int] = {}
         self.readers: dict[Instruction, list[Kernel]] = {}
@@ -124,17 +137,10 @@ class _BufferAssignment:
         for k, step in enumerate(self.steps):
             for kernel in step.kernels:
                 self.assign(kernel)
-                for body in kernel.root.bodies:
-                    nested.setdefault(k, []).append(self.nested(kernel.root, body))
+                if kernel.root.bodies:
+                    nested.setdefault(k, []).extend(self.nested[kernel.root])
         self.alias()
         return Lifetimes(self.steps, self.buffers, nested)
-
-    def nested(self, source: Instruction, body: Body) -> Lifetimes:
-        """The buffers of a loop body or branch."""
-        if source.name == "cond":
-            return lifetimes(body, [], set(body.results), self.order)
-        shift = len(source.operands) - len(body.arguments)
-        return lifetimes(body, [(body.arguments[at - shift], k) for at, k in source.in_place], set(), self.order)
 
     def assign(self, kernel: Kernel) -> None:
         """Assign a buffer to a kernel's result: an operand's or a new one."""

@@ -58,8 +58,8 @@ def usage(assignment: Assignment, donated: Collection[int] = (), *, platform: Pl
     program = lower(assignment, traits)
     aliases = donations(assignment, program, donated)
     pairs = [(program.inputs[a], k) for k, a in aliases.items()]
-    order, outputs = ORDERS[traits.schedule], {*program.outputs}
-    found = lifetimes(program.body, pairs, outputs, order)
+    orders, outputs = ORDERS[traits.schedule], {*program.outputs}
+    found = lifetimes(program.body, pairs, outputs, orders)
     return Usage(program, found, aliases)
 
 
