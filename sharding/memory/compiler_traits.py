@@ -10,7 +10,7 @@ from .. import compat
 from ..hardware import Platform
 from ..rules.rule_table import TRANSCENDENTAL
 
-Schedule = Literal["program order", "breadth first", "latency hiding"]
+Schedule = Literal["breadth first", "latency hiding", "least memory"]
 """See `kernel_order`."""
 
 
@@ -33,17 +33,15 @@ class CompilerTraits:
     """Primitives that are stored rather than computed in each of several consumers."""
     counts_bytes: bool = True
     """Whether bytes decide what several consumers compute again, or else elements."""
-    schedule: Schedule = "program order"
+    schedule: Schedule = "least memory"
     """The order of the kernels."""
     rounds_early: bool = False
-    """Whether float32 values that are only read in bfloat16 are stored so."""
+    """Whether float32 values that are only read in bfloat16 are stored so, and products that are only read in float32
+    are stored before they are rounded."""
     fuses_into_products: bool = False
-    """Whether the kernels of products and convolutions compute their operands."""
+    """Whether the kernels of products and convolutions compute their operands, and what follows them."""
     merges_products: bool = False
     """Whether products that share an operand are slices of one."""
-    counts_gaps_twice: bool = False
-    """Whether `memory_analysis()` adds to the heap what exceeds the buffers live at once, of which stacks count only
-    until a loop fills them: libtpu 0.0.51, by the buffer assignments that it dumps."""
 
 
 TRAITS: Mapping[Platform, CompilerTraits] = {
@@ -56,6 +54,6 @@ TRAITS: Mapping[Platform, CompilerTraits] = {
         counts_bytes=False,
         schedule="breadth first",
     ),
-    "tpu": CompilerTraits(rounds_early=True, fuses_into_products=True, counts_gaps_twice=True),
+    "tpu": CompilerTraits(rounds_early=True, fuses_into_products=True),
     "gpu": CompilerTraits(schedule="latency hiding", merges_products=True),
 }

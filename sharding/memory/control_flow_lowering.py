@@ -8,6 +8,7 @@ from typing import Any
 from .. import compat
 from ..graph import Scope
 from ..spec import Spec
+from . import library_calls
 from .emitter import Emitter
 from .equation_lowering import Env, Lowering
 from .instruction import Body, Instruction
@@ -25,13 +26,15 @@ def loop_operands(
 def stored(
     lowering: Lowering, atom: Any, env: Env, scope: Scope | None, need: int | Spec | None, emitter: Emitter
 ) -> Instruction:
-    """An operand or result of a body, in memory, resharded to a spec or to that of a value."""
+    """An operand or result of a body, in memory, resharded to a spec or to that of a value, and rounded as that is."""
     shape, itemsize = atom.aval.shape, lowering.itemsize(atom.aval)
     x, have = lowering.read(atom, env), lowering.spec_of(atom, scope)
+    value = need if isinstance(need, int) else None
     spec = lowering.specs[need] if isinstance(need, int) else need or have
     if x is None:
-        return emitter.constant(emitter.local_shape(shape, spec), itemsize)
-    return emitter.reshard(x, shape, itemsize, have, spec)
+        return emitter.constant(emitter.local_shape(shape, spec), emitter.stored_itemsize(itemsize, value))
+    x = emitter.reshard(x, shape, itemsize, have, spec)
+    return library_calls.rounded(x, emitter) if emitter.stored_itemsize(x.itemsize, value) < x.itemsize else x
 
 
 Rows = Mapping[int, Spec]
@@ -56,7 +59,7 @@ def lower_body(
     env: Env = dict.fromkeys(jaxpr.constvars)
     for k, (var, x) in enumerate(zip(jaxpr.invars, inputs, strict=True)):
         itemsize = lowering.itemsize(var.aval)
-        element = inner.argument(x.shape, itemsize, x.value)
+        element = inner.argument(x.shape, x.itemsize, x.value)
         if k in rows:
             value = lowering.graph_value(var, child)
             element = inner.emit("dynamic_slice", "fusible", [element], x.shape[1:], itemsize, value=value, eqn=eqn)
@@ -116,7 +119,7 @@ def scan(lowering: Lowering, i: int, eqn: Any, scope: Scope | None, env: Env, em
             continue
         want, itemsize = lowering.spec_of(var, scope), lowering.itemsize(atom.aval)
         shape, value = emitter.local_shape(var.aval.shape, want), lowering.graph_value(var, scope)
-        stacks.append(emitter.constant(shape, itemsize))
+        stacks.append(emitter.constant(shape, emitter.stored_itemsize(itemsize, value)))
         x = lowering.read(atom, inner_env)
         outputs.append((k, x.eqn if x is not None and x.eqn is not None else eqn))
         row = [] if x is None else [stored(lowering, atom, inner_env, child, want.row, inner)]
@@ -124,13 +127,8 @@ def scan(lowering: Lowering, i: int, eqn: Any, scope: Scope | None, env: Env, em
         facts: dict[str, Any] = {"value": value, "eqn": eqn, "in_place": ((0, 0),)}
         results.append(inner.emit("dynamic_update_slice", "fusible", [carry, *row], shape, itemsize, **facts))
     inner.body.results = results
-    read = {x for one in inner.body.live_instructions() for x in (one, *one.operands)}
-    arguments = inner.body.arguments
-    alive = [k for k in range(len(inputs)) if n_consts <= k < first_stacked or arguments[k] in read]
-    inner.body.arguments = [arguments[k] for k in alive] + arguments[len(inputs) :]
-    carried = [at for at, k in enumerate(alive) if n_consts <= k < first_stacked]
-    operands = [*(inputs[k] for k in alive), *stacks]
-    carried += range(len(alive), len(operands))
+    operands = [*inputs, *stacks]
+    carried = [*range(n_consts, first_stacked), *range(len(inputs), len(operands))]
     lowering.bind(*emit_loop(lowering, eqn, operands, carried, outputs, scope, inner.body, emitter), env)
 
 

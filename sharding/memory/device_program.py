@@ -8,9 +8,10 @@ from ..propagation import Assignment
 from ..rewrite.unread_gathers import without_unread_gathers
 from . import control_flow_lowering
 from .compiler_traits import CompilerTraits
+from .dead_results import drop_dead_results
 from .emitter import Emitter
 from .equation_lowering import Env, Handler, Lowering
-from .instruction import Body, Instruction
+from .instruction import Body, Instruction, users
 from .product_merging import merge_products
 
 HANDLERS: dict[str, Handler] = {
@@ -62,7 +63,24 @@ def lower(assignment: Assignment, traits: CompilerTraits) -> DeviceProgram:
             x = emitter.emit("copy", "unfusible", [x], x.shape, itemsize, value=v)
         outputs.append(x)
     emitter.body.results = outputs
+    drop_dead_results(emitter.body)
     if traits.merges_products:
         merge_products(emitter.body)
+    if traits.rounds_early:
+        keep_unrounded(emitter.body)
     kept = frozenset(x for x, is_used in zip(inputs, g.inputs_used, strict=True) if is_used)
     return DeviceProgram(emitter.body, tuple(inputs), kept, tuple(outputs))
+
+
+def keep_unrounded(body: Body) -> None:
+    """Stores 16-bit floats that are only read in float32 as they were before rounding."""
+    readers = users(body.instructions)
+    for one in body.instructions:
+        for inner in one.bodies:
+            keep_unrounded(inner)
+        wide = readers[one]
+        is_computed = one.itemsize == 2 and one.fuses_operands and one not in body.results
+        if is_computed and wide and all(x.name == "convert_element_type" and x.itemsize == 4 for x in wide):
+            one.num_bytes *= 2
+            for x in wide:
+                x.role = "bitcast"

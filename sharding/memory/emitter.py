@@ -56,7 +56,7 @@ class Emitter:
             facts: further fields of the instruction.
         """
         shape = tuple(shape)
-        itemsize = min(itemsize, 2) if facts.get("value") in self.cursor.rounded else itemsize
+        itemsize = self.stored_itemsize(itemsize, facts.get("value"))
         full = (name, tuple(operands), shape, itemsize, key)
         if key is not None and full in self._made:
             return self._made[full]
@@ -67,6 +67,10 @@ class Emitter:
         if key is not None:
             self._made[full] = made
         return made
+
+    def stored_itemsize(self, itemsize: int, value: int | None) -> int:
+        """Bytes per element of an array with a value."""
+        return min(itemsize, 2) if value in self.cursor.rounded else itemsize
 
     def argument(self, shape: Sequence[int], itemsize: int, value: int | None) -> Instruction:
         """Append an argument of the body."""

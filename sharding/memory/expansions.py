@@ -36,11 +36,16 @@ Expansion = Callable[[LocalOp], Instruction | None]
 
 
 def product(op: LocalOp) -> Instruction | None:
-    """On CPUs a library's; elsewhere the product of a matrix and a vector, or one per batch, is a reduction."""
+    """On CPUs a library's; elsewhere the product of a matrix and a vector, or one per batch, is a reduction, and one
+    that sums nothing is elementwise."""
     if op.emitter.traits.uses_library:
         return library_call(op.eqn, op.operands, op.shape, op.itemsize, op.emitter, op.facts)
     if op.eqn.primitive.name != "dot_general" or len(op.operands) != 2:
         return None
+    summed, _ = op.eqn.params["dimension_numbers"]
+    if math.prod(op.operands[0].shape[d] for d in summed[0]) == 1:
+        factors = [op.emitter.emit("broadcast_in_dim", "fusible", [x], op.shape, x.itemsize) for x in op.operands]
+        return op.emit("mul", factors, elementwise=True)
     sizes = zip(op.operands, *op.eqn.params["dimension_numbers"], strict=True)
     if any(x.num_elements == math.prod(x.shape[d] for d in (*summed, *batch)) for x, summed, batch in sizes):
         return op.emit("reduce_sum", op.operands, expensive=True)
@@ -74,9 +79,26 @@ def selected_and_scattered(op: LocalOp) -> Instruction | None:
     return op.emit("scatter_add", [zeros, indices, source], role="unfusible", in_place=((0, 0),))
 
 
+def scattered(op: LocalOp) -> Instruction | None:
+    """On TPUs a scatter of one element to each row, as of a gradient of `take_along_axis`, compares an iota with the
+    indices."""
+    numbers = op.eqn.params["dimension_numbers"]
+    indexed = numbers.scatter_dims_to_operand_dims
+    is_in_rows = len(indexed) == 1 and len(numbers.operand_batching_dims) == len(op.shape) - 1
+    if not (op.emitter.traits.fuses_into_products and is_in_rows):
+        return None
+    x, *rows = op.operands
+    if any(one.num_elements * op.shape[indexed[0]] != x.num_elements for one in rows):
+        return None
+    rows = [op.emitter.emit("broadcast_in_dim", "fusible", [one], op.shape, one.itemsize) for one in rows]
+    return op.emit("select_n", [x, *rows], elementwise=True)
+
+
 EXPANSIONS: Mapping[str, Expansion] = {
     "conv_general_dilated": product,
     "dot_general": product,
+    "scatter": scattered,
+    "scatter-add": scattered,
     "select_and_scatter_add": selected_and_scattered,
     "threefry2x32": random_words,
 }

@@ -5,6 +5,7 @@ priority_fusion.cc`)
 
 - unless it has several, and is expensive, or storing it once moves fewer bytes (on XLA:CPU: elements)
   than reading what each must read;
+- also a matrix product, on TPUs, if only they read it: a kernel has at most one;
 - unless a library runs one of them (`backends/cpu/transforms/library_rewriter.cc`): a large reduction with the
   elementwise ops that only it uses, and its only user. What they share with others is stored.
 """
@@ -19,6 +20,8 @@ from .instruction import Instruction, users
 from .primitive_traits import REDUCTIONS
 
 SLICES = frozenset({"slice", "dynamic_slice"})
+AFTER_PRODUCTS = REDUCTIONS | {"transpose", "dynamic_update_slice"}
+"""What a product's kernel computes of its result besides elementwise ops."""
 
 
 @dataclass(slots=True, eq=False)
@@ -55,19 +58,18 @@ class _Fusion:
         for one in reversed(instructions):
             if one.is_library_reduction:
                 self.stored.update(self.stored_around(one))
-        self.scaled = self.scaled_by_reductions()
+        self.stored.update(self.ends_of_products())
         self.once = self.costly({one: one.num_bytes if counts_bytes else one.num_elements for one in instructions})
 
-    def scaled_by_reductions(self) -> set[Instruction]:
-        """What is computed from reduced values that are broadcast again, as a softmax is."""
-        reduced, found = set[Instruction](), set[Instruction]()
+    def ends_of_products(self) -> Iterator[Instruction]:
+        """The last of the elementwise ops after a product, if several or a product read it: its kernel stores that."""
+        found: set[Instruction] = set()
         for one in self.instructions:
-            sources = [x for x in one.operands if x.num_elements > 1]
-            if one.name in REDUCTIONS or (sources and reduced.issuperset(sources)):
-                reduced.add(one)
-            elif not reduced.isdisjoint(sources) or (_is_fusible(one) and not found.isdisjoint(sources)):
+            own = [x for x in one.operands if len(self.users[x]) == 1 and x not in self.stored]
+            if one.elementwise and any(x.fuses_operands or x in found for x in own):
                 found.add(one)
-        return found
+                if len(self.users[one]) > 1 or any(x.fuses_operands for x in self.users[one]):
+                    yield one
 
     def costly(self, sizes: Mapping[Instruction, int]) -> set[Instruction]:
         """What is read faster from memory than computed again by each of several users."""
@@ -128,7 +130,7 @@ class _Fusion:
         """Producer -> kernels (by root) that read it so far."""
         found = []
         for one in reversed(self.instructions):
-            if not _is_fusible(one) or one in self.stored or readers[one]:
+            if one in self.stored or readers[one] or not (_is_fusible(one) or one.fuses_operands):
                 found.append(self.kernel_of(one, readers))
         return found[::-1]
 
@@ -138,13 +140,16 @@ class _Fusion:
         seen = set(root.operands) if _is_fusible(root) or root.fuses_operands else set()
         waiting = [(-self.place[x], x) for x in seen]
         heapq.heapify(waiting)
+        has_product = root.fuses_operands
         while waiting:
             _, producer = heapq.heappop(waiting)
             others = len(readers[producer]) - (root in readers[producer])
-            if root.fuses_operands and producer.phase == "backward" and producer in self.scaled:
+            is_last = not (others or has_product) and self.ends_product(producer, inside)
+            if not (_is_fusible(producer) or (producer.fuses_operands and is_last)):
                 continue
-            if not _is_fusible(producer) or producer in self.stored or (producer in self.once and others):
+            if producer in self.stored or (producer in self.once and others):
                 continue
+            has_product = has_product or producer.fuses_operands
             members.append(producer)
             inside.add(producer)
             readers[producer].discard(root)
@@ -158,6 +163,18 @@ class _Fusion:
         members.sort(key=self.place.__getitem__)
         operands = dict.fromkeys(p for m in members for p in m.operands if p not in inside)
         return Kernel(root, members, list(operands))
+
+    def ends_product(self, product: Instruction, inside: Collection[Instruction]) -> bool:
+        """Whether a kernel's instructions that depend on a product can run on its tiles, in the product's kernel."""
+        found, waiting = {product}, [product]
+        while waiting:
+            for user in self.users[waiting.pop()]:
+                if user in inside and user not in found:
+                    if not (user.elementwise or user.role == "bitcast" or user.name in AFTER_PRODUCTS):
+                        return False
+                    found.add(user)
+                    waiting.append(user)
+        return True
 
 
 def _is_fusible(one: Instruction) -> bool:

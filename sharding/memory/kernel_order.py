@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from graphlib import TopologicalSorter
 
 from ..cost import gpu_latencies
-from ..cost.collective_combining import combined_collectives
+from ..cost.collective_combining import combined_collectives, postorder
 from ..cost.latency_hiding import Part, Work, latency_hiding_order
 from .compiler_traits import Schedule
 from .fusion import Kernel
@@ -38,10 +38,23 @@ Order = Callable[[Sequence[Kernel], Sequence[Instruction]], list[Step]]
 """Kernels in program order, and results -> steps in execution order."""
 
 
-def program_order(kernels: Sequence[Kernel], results: Sequence[Instruction]) -> list[Step]:
-    """The kernels as in the program, nothing combined."""
+def as_written(kernels: Sequence[Kernel], results: Sequence[Instruction]) -> list[Step]:
+    """As in the program, siblings fused."""
     del results
-    return [Step([kernel]) for kernel in kernels]
+    return [Step(unit) for unit in fuse_siblings(kernels)]
+
+
+def result_by_result(kernels: Sequence[Kernel], results: Sequence[Instruction]) -> list[Step]:
+    """All that the first result needs, then what else the second needs: each weight's gradient right before its update
+    (openxla/xla, `service/hlo_memory_scheduler.cc`, `PostOrderScheduler`)."""
+    found: dict[Instruction, list[Kernel]] = {}
+    for unit in fuse_siblings(kernels):
+        root = unit[0].root
+        found.setdefault(root.operands[0] if root.role == "tuple-element" else root, []).extend(unit)
+    units = [*found.values()]
+    place = {kernel.root: k for k, unit in enumerate(units) for kernel in unit}
+    order = postorder([*(place[x] for x in results), *range(len(units))], _dependencies(units))
+    return [Step(units[k]) for k in order]
 
 
 def xla_cpu_order(kernels: Sequence[Kernel], results: Sequence[Instruction]) -> list[Step]:
@@ -59,11 +72,12 @@ def xla_gpu_order(kernels: Sequence[Kernel], results: Sequence[Instruction]) -> 
     return _overlapped_steps(units, latency_hiding_order(works))
 
 
-ORDERS: Mapping[Schedule, Order] = {
-    "program order": program_order,
-    "breadth first": xla_cpu_order,
-    "latency hiding": xla_gpu_order,
+ORDERS: Mapping[Schedule, Sequence[Order]] = {
+    "breadth first": [xla_cpu_order],
+    "latency hiding": [xla_gpu_order],
+    "least memory": [as_written, result_by_result],
 }
+"""Those of which the compiler takes the one that needs least memory."""
 
 
 def _combined(kernels: Sequence[Kernel], results: Sequence[Instruction]) -> list[list[Kernel]]:

@@ -14,7 +14,7 @@ from .fusion import Kernel, fuse
 from .heap_simulator import Interval, aligned
 from .instruction import Body, Instruction
 from .kernel_order import Order, Step
-from .primitive_traits import BARRIER, updates
+from .primitive_traits import BARRIER
 
 
 @dataclass(slots=True, eq=False)
@@ -28,8 +28,6 @@ class Buffer:
     """The instructions that write it, each with its step, in order."""
     is_temporary: bool = True
     """Whether it is a temporary of this body: neither an argument nor in a result's buffer."""
-    filled: int | None = None
-    """The first step of a loop that fills it row by row, as one does a stack."""
 
 
 @dataclass(slots=True, eq=False)
@@ -40,32 +38,27 @@ class Lifetimes:
     buffers: list[Buffer]
     nested: dict[int, list[Lifetimes]]
     """Step -> the lifetimes in the bodies of its loops and branches."""
-    peaks: dict[bool, int] = field(default_factory=dict)
-    """The peaks so far, by `has_stacks`: those of nested bodies are needed at every level around them."""
+    peak: int | None = None
+    """What `peak_bytes` found: each level around asks for it."""
 
-    def timeline(self, *, has_stacks: bool = True) -> list[int]:
-        """Live temporary bytes at each step, those of nested bodies included.
-
-        Args:
-            has_stacks: whether a stack is live from the loop on that fills it.
-        """
+    def timeline(self) -> list[int]:
+        """Live temporary bytes at each step, those of nested bodies included."""
         change = [0] * (len(self.steps) + 1)
         for b in self.buffers:
             if b.is_temporary:
                 change[b.born] += b.num_bytes
-                change[b.dies + 1 if has_stacks or b.filled is None else max(b.filled, b.born)] -= b.num_bytes
+                change[b.dies + 1] -= b.num_bytes
         found, now = [], 0
         for k in range(len(self.steps)):
             now += change[k]
-            inner = (body.peak_bytes(has_stacks=has_stacks) for body in self.nested.get(k, ()))
-            found.append(now + max(inner, default=0))
+            found.append(now + max((body.peak_bytes() for body in self.nested.get(k, ())), default=0))
         return found
 
-    def peak_bytes(self, *, has_stacks: bool = True) -> int:
+    def peak_bytes(self) -> int:
         """The maximum of the timeline, computed once."""
-        if has_stacks not in self.peaks:
-            self.peaks[has_stacks] = max(self.timeline(has_stacks=has_stacks), default=0)
-        return self.peaks[has_stacks]
+        if self.peak is None:
+            self.peak = max(self.timeline(), default=0)
+        return self.peak
 
     def intervals(self) -> list[Interval]:
         """Bytes of every temporary buffer, and its first and last instant; a step follows those of its bodies."""
@@ -86,16 +79,28 @@ class Lifetimes:
 
 
 def lifetimes(
-    body: Body, carried: Sequence[tuple[Instruction, int]], not_temporary: set[Instruction], order: Order
+    body: Body, carried: Sequence[tuple[Instruction, int]], not_temporary: set[Instruction], orders: Sequence[Order]
 ) -> Lifetimes:
     """The buffers of one body.
 
     Args:
         carried: (argument, result) pairs that share a buffer: a result that can't is a temporary, copied in the end.
         not_temporary: results whose buffers are counted elsewhere.
+        orders: of which the one with the lowest peak is taken.
     """
-    steps = order(fuse(body.live_instructions(), body.results, counts_bytes=body.counts_bytes), body.results)
-    return _BufferAssignment(steps, body, carried, not_temporary, order).lifetimes()
+    kernels = fuse(body.live_instructions(), body.results, counts_bytes=body.counts_bytes)
+    roots = [kernel.root for kernel in kernels if kernel.root.bodies]
+    nested = {root: [_nested(root, inner, orders) for inner in root.bodies] for root in roots}
+    found = (_BufferAssignment(order(kernels, body.results), body, carried, not_temporary, nested) for order in orders)
+    return min((one.lifetimes() for one in found), key=Lifetimes.peak_bytes)
+
+
+def _nested(source: Instruction, body: Body, orders: Sequence[Order]) -> Lifetimes:
+    """The buffers of a loop body or branch."""
+    if source.name == "cond":
+        return lifetimes(body, [], set(body.results), orders)
+    shift = len(source.operands) - len(body.arguments)
+    return lifetimes(body, [(body.arguments[at - shift], k) for at, k in source.in_place], set(), orders)
 
 
 class _BufferAssignment:
@@ -105,9 +110,10 @@ class _BufferAssignment:
         body: Body,
         carried: Sequence[tuple[Instruction, int]],
         not_temporary: set[Instruction],
-        order: Order,
+        nested: dict[Instruction, list[Lifetimes]],
     ):
-        self.steps, self.body, self.carried, self.not_temporary, self.order = steps, body, carried, not_temporary, order
+        self.steps, self.body, self.carried, self.not_temporary = steps, body, carried, not_temporary
+        self.nested = nested
         self.step_of: dict[Instruction, int] = {}
         self.last_read: dict[Instruction, int] = {}
         self.readers: dict[Instruction, list[Kernel]] = {}
@@ -131,17 +137,10 @@ class _BufferAssignment:
         for k, step in enumerate(self.steps):
             for kernel in step.kernels:
                 self.assign(kernel)
-                for body in kernel.root.bodies:
-                    nested.setdefault(k, []).append(self.nested(kernel.root, body))
+                if kernel.root.bodies:
+                    nested.setdefault(k, []).extend(self.nested[kernel.root])
         self.alias()
         return Lifetimes(self.steps, self.buffers, nested)
-
-    def nested(self, source: Instruction, body: Body) -> Lifetimes:
-        """The buffers of a loop body or branch."""
-        if source.name == "cond":
-            return lifetimes(body, [], set(body.results), self.order)
-        shift = len(source.operands) - len(body.arguments)
-        return lifetimes(body, [(body.arguments[at - shift], k) for at, k in source.in_place], set(), self.order)
 
     def assign(self, kernel: Kernel) -> None:
         """Assign a buffer to a kernel's result: an operand's or a new one."""
@@ -155,9 +154,6 @@ class _BufferAssignment:
             reused.dies = max(reused.dies, dies)
             reused.makers.append((born, root))
             reused.is_temporary = reused.is_temporary and root not in self.not_temporary
-            bodies = root.operands[0].bodies if root.role == "tuple-element" else ()
-            if reused.filled is None and len(bodies) == 1 and updates(bodies[0].results[root.element].name):
-                reused.filled = born
             self.buffer_of[root] = reused
             return
         is_argument = root.role == "argument"

@@ -66,5 +66,5 @@ def is_expensive(name: str, eqn: Any, traits: CompilerTraits) -> bool:
     """Whether a compiler does not duplicate it into several consumers."""
     if name == "convert_element_type":
         rounds = str(eqn.outvars[0].aval.dtype) == "bfloat16" and str(eqn.invars[0].aval.dtype) == "float32"
-        return traits.widens_16_bits and rounds
+        return (traits.widens_16_bits or traits.rounds_early) and rounds
     return name in traits.stored_once or name in REDUCTIONS

@@ -28,8 +28,6 @@ class Usage:
     lifetimes: Lifetimes
     aliases: Mapping[int, int]
     """Result -> the donated argument whose buffer it reuses."""
-    counts_gaps_twice: bool = False
-    """See `CompilerTraits`."""
 
     @cached_property
     def argument_bytes(self) -> int:
@@ -45,8 +43,7 @@ class Usage:
     @cached_property
     def temporary_bytes(self) -> int:
         """The heap of temporaries, without those placed in the buffers of results."""
-        heap = block_bytes(self.lifetimes.intervals())
-        return 2 * heap - self.lifetimes.peak_bytes(has_stacks=False) if self.counts_gaps_twice else heap
+        return block_bytes(self.lifetimes.intervals())
 
     @property
     def peak_bytes(self) -> int:
@@ -61,9 +58,9 @@ def usage(assignment: Assignment, donated: Collection[int] = (), *, platform: Pl
     program = lower(assignment, traits)
     aliases = donations(assignment, program, donated)
     pairs = [(program.inputs[a], k) for k, a in aliases.items()]
-    order, outputs = ORDERS[traits.schedule], {*program.outputs}
-    found = lifetimes(program.body, pairs, outputs, order)
-    return Usage(program, found, aliases, traits.counts_gaps_twice)
+    orders, outputs = ORDERS[traits.schedule], {*program.outputs}
+    found = lifetimes(program.body, pairs, outputs, orders)
+    return Usage(program, found, aliases)
 
 
 def donations(assignment: Assignment, program: DeviceProgram, donated: Collection[int]) -> dict[int, int]:

@@ -56,7 +56,7 @@ def test_a_reduce_scatter_stores_its_shard(platform, share):
 
 
 def test_what_only_products_read_takes_half_on_tpu():
-    """A carry, and its next value."""
+    """A carry, its next value and the matrix; the product is added to the other carry in place."""
 
     def rolled(x, w):
         def body(carry, _):
@@ -65,8 +65,73 @@ def test_what_only_products_read_takes_half_on_tpu():
 
         return jax.lax.scan(body, (jnp.sin(x), x), None, length=4)[0][1]
 
-    found = temporaries(rolled, FULL, FULL, platform="tpu")
-    assert found == temporaries(rolled, FULL, FULL, platform="gpu") - 2 * N * N * 2
+    assert temporaries(rolled, FULL, FULL, platform="tpu") == 3 * N * N * 2
+    assert temporaries(rolled, FULL, FULL, platform="gpu") == 3 * N * N * 4
+
+
+def test_a_tpu_stores_a_stack_of_what_it_rounds_in_half_the_bytes():
+    """The carries of a loop, which only products read."""
+
+    def stacked(x, w):
+        def body(c, _):
+            c = jnp.tanh(c @ w)
+            return c, c
+
+        return jax.lax.scan(body, x, None, length=16)[1] @ w
+
+    full, half = (temporaries(stacked, FULL, FULL, platform=platform) for platform in ("gpu", "tpu"))
+    assert 16 * N * N * 2 <= half < 16 * N * N * 4 <= full
+
+
+def test_a_tpu_rounds_weights_once_for_all_steps_of_a_loop():
+    def looped(x, w):
+        return jax.lax.scan(lambda c, _: (jnp.tanh(c @ w), None), x, None, length=16)[0]
+
+    x, w = jax.ShapeDtypeStruct((8, 1024), "float32"), jax.ShapeDtypeStruct((1024, 1024), "float32")
+    rounded = 1024 * 1024 * 2
+    assert temporaries(looped, x, w, platform="gpu") < rounded <= temporaries(looped, x, w, platform="tpu")
+
+
+def softmax_of_rows(x, w):
+    """Products in 16 bits whose softmax is computed in 32."""
+    return jax.nn.softmax((x @ w).astype("float32")).astype("bfloat16") @ w
+
+
+@pytest.mark.parametrize(("platform", "itemsize"), [("gpu", 2), ("tpu", 4)])
+def test_a_tpu_does_not_round_a_product_that_is_only_read_unrounded(platform, itemsize):
+    with sharding.mesh(data=1, devices=jax.devices()[:1]):
+        found = usage(sharding.jit(softmax_of_rows).complete(HALF, HALF).assignment, platform=platform)
+    roots = [kernel.root for step in found.lifetimes.steps for kernel in step.kernels]
+    assert max(one.itemsize for one in roots if one.shape == (N, N)) == itemsize
+
+
+def activated(x, w):
+    return jnp.tanh(x @ w).astype("bfloat16") @ jnp.ones((N, N), "bfloat16")
+
+
+def test_a_tpu_computes_in_the_kernel_of_a_product_what_follows_it():
+    """A product in 32 bits is never stored, only what it becomes."""
+    gpu, tpu = (temporaries(activated, FULL, FULL, platform=platform) for platform in ("gpu", "tpu"))
+    assert tpu == N * N * 2 < N * N * 4 <= gpu
+
+
+def test_a_tpu_runs_each_update_right_after_its_gradient():
+    """Two layers more take the activations of two layers more, not their gradients."""
+
+    def step(weights, x):
+        def loss(weights):
+            y = x
+            for w in weights:
+                y = jnp.tanh(y @ w)
+            return y.sum()
+
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, jax.grad(loss)(weights))
+
+    def taken(layers, platform):
+        x = jax.ShapeDtypeStruct((8, N), "float32")
+        return temporaries(step, [FULL] * layers, x, platform=platform, donate_argnums=0)
+
+    assert taken(8, "tpu") - taken(4, "tpu") < N * N * 4
 
 
 @pytest.mark.parametrize("platform", TRAITS)

@@ -28,6 +28,30 @@ def test_a_matrix_times_a_vector_is_a_reduction_on_accelerators(platform, count)
     assert num_stored(found, "dot_general") == count
 
 
+def test_a_product_that_sums_nothing_is_elementwise_on_accelerators():
+    """The sum over a batch of outer products stores none of them."""
+
+    def summed(x, y):
+        return jnp.einsum("bi,bj->bij", x, y).sum(0)
+
+    args = floats(64, 128), floats(64, 128)
+    for platform in ("gpu", "tpu"):
+        assert memory_of(summed, *args, platform=platform).temporary_bytes < 128 * 128 * 4
+
+
+def test_the_gradient_of_a_picked_logit_is_not_scattered_on_a_tpu():
+    """An iota is compared with the labels, in the kernel of the gradient of the logits."""
+
+    def loss(x, w, labels):
+        logits = x @ w
+        picked = jnp.take_along_axis(logits, labels[:, None], axis=1)
+        return (jax.nn.logsumexp(logits, axis=1) - picked[:, 0]).mean()
+
+    args = floats(256, 64), floats(64, 512), jax.ShapeDtypeStruct((256,), "int32")
+    found = {p: memory_of(jax.grad(loss), *args, platform=p) for p in ("gpu", "tpu")}
+    assert [num_stored(one, "scatter-add") for one in found.values()] == [1, 0]
+
+
 def test_a_loop_over_random_bits_stores_two_words_for_each():
     def dropout(x):
         return jnp.where(jax.random.bernoulli(jax.random.key(0), 0.5, x.shape), x, 0.0) @ x

@@ -126,29 +126,6 @@ def test_a_tpu_computes_an_activation_in_the_products_that_read_it():
     assert computed["tpu"] >= 2  # the next product and the gradient of its weights
 
 
-@pytest.mark.parametrize(
-    ("name", "is_computed_inside"),
-    [("itself", True), ("times_sums", False), ("times_sums_again", False), ("times_a_scalar", True), ("sums", True)],
-)
-def test_what_is_scaled_by_broadcast_sums_is_stored_for_a_backward_product(name, is_computed_inside):
-    """As a softmax is: TPUs don't compute it inside of the product that reads it; a loss's scalar is no such scale."""
-    x = argument()
-    sums, scalar = make("reduce_sum", x, shape=(64, 1)), make("reduce_max", x, shape=(1, 1))
-    inverse = make("inverse", sums, shape=(64, 1), elementwise=True)
-    scaled = make("scaled", x, inverse, elementwise=True)
-    read = {
-        "itself": make("itself", x, elementwise=True),
-        "times_sums": scaled,
-        "times_sums_again": make("again", scaled, elementwise=True),
-        "times_a_scalar": make("by_scalar", x, scalar, elementwise=True),
-        "sums": make("of_sums", inverse, sums, shape=(64, 1), elementwise=True),
-    }[name]
-    read.phase = "backward"
-    dot = make("dot", read, x, role="unfusible", fuses_operands=True)
-    found = stored(x, sums, scalar, inverse, scaled, *([] if read is scaled else [read]), dot)
-    assert (read.name in found["dot"]) == is_computed_inside
-
-
 @pytest.mark.parametrize("seed", range(40))
 def test_kernels_of_a_random_program_compute_everything_that_they_need(seed):
     """Members read members or stored arrays, all that kernels read is stored, and nothing is computed for no one."""
@@ -169,3 +146,24 @@ def test_kernels_of_a_random_program_compute_everything_that_they_need(seed):
         read = {x for m in k.members for x in m.operands}
         assert read.issuperset(k.members[:-1]) and read.issuperset(k.operands)
     assert {m for k in kernels for m in k.members} == {*alive}
+
+
+def test_a_product_is_computed_with_the_elementwise_ops_after_it():
+    """Up to what several read; of two products in a row, the first's kernel computes what is between them."""
+    x = argument()
+    first = make("first", x, x, role="unfusible", fuses_operands=True)
+    then, last = make("then", first, elementwise=True), None
+    last = make("last", then, elementwise=True)
+    second = make("second", last, x, role="unfusible", fuses_operands=True)
+    moved = make("moved", second, elementwise=True)
+    assert stored(x, first, then, last, second, moved) == {
+        "last": ["first", "then"],
+        "moved": ["second"],
+    }
+
+
+def test_a_product_is_stored_for_several_readers():
+    x = argument()
+    dot = make("dot", x, x, role="unfusible", fuses_operands=True)
+    readers = [make(f"reader{k}", dot, elementwise=True) for k in range(2)]
+    assert stored(x, dot, *readers, make("end", *readers, role="unfusible"))["dot"] == []

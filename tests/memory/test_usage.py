@@ -11,7 +11,6 @@ import sharding
 from sharding import P
 from sharding.memory import usage
 from sharding.memory.compiler_traits import TRAITS
-from sharding.memory.heap_simulator import block_bytes
 
 STEPS = small_models.STEPS | hand_written.STEPS
 HALF = {
@@ -118,15 +117,6 @@ def test_sharding_the_weights_takes_less_than_replicating_them(platform):
     assert sharded.peak_bytes < replicated.peak_bytes
 
 
-def test_a_tpu_counts_the_gaps_of_its_heap_twice():
-    args = layers(4), peak_memory.floats(4096, 256)
-    cpu, tpu = (memory_of(step, *args, platform=platform, **BATCH) for platform in ("cpu", "tpu"))
-    for found, times in ((cpu, 1), (tpu, 2)):
-        heap = block_bytes(found.lifetimes.intervals())
-        live = found.lifetimes.peak_bytes(has_stacks=False)
-        assert found.temporary_bytes == live + times * (heap - live)
-
-
 @pytest.mark.parametrize(("platform", "arrays"), [("cpu", 2), ("gpu", 2), ("tpu", 1)])
 def test_an_all_reduce_is_in_place_where_others_do_not_overlap_it(platform, arrays):
     def summed(x, w):
@@ -136,18 +126,6 @@ def test_an_all_reduce_is_in_place_where_others_do_not_overlap_it(platform, arra
     specs = (P(None, "model"), P("model"))
     peak = memory_of(summed, x, w, platform=platform, sizes={"model": 8}, in_shardings=specs).lifetimes.peak_bytes()
     assert arrays * 8 * 16384 * 4 <= peak < (arrays + 1) * 8 * 16384 * 4
-
-
-def test_a_tpu_counts_stacks_until_a_loop_fills_them():
-    def stacked(x, w):
-        return jnp.mean(jax.lax.scan(lambda c, _: ((c := jnp.tanh(c @ w)), c), x, None, length=8)[1])
-
-    def plain(x, w):
-        return jnp.mean(jax.lax.scan(lambda c, _: (jnp.tanh(c @ w), None), x, None, length=8)[0])
-
-    for f in (stacked, plain):
-        found = memory_of(f, peak_memory.floats(2048, 256), peak_memory.floats(256, 256), platform="tpu").lifetimes
-        assert (found.peak_bytes(has_stacks=False) < found.peak_bytes()) == (f is stacked)
 
 
 @pytest.mark.parametrize("platform", TRAITS)

@@ -1,0 +1,96 @@
+"""Loops without the results that nothing reads take as much as loops that never had them."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from support import peak_memory
+
+import sharding
+from sharding.memory import usage
+from sharding.memory.compiler_traits import TRAITS
+
+X = peak_memory.floats(256, 256)
+
+
+def taken(f, *args, platform):
+    with sharding.mesh(data=1, devices=jax.devices()[:1]):
+        return usage(sharding.jit(f).complete(*args).assignment, platform=platform).temporary_bytes
+
+
+def stacked(x):
+    """The stack of carries is not read, and in the second stack's shape nothing else is."""
+    return lax.scan(lambda c, _: (jnp.sort(c @ c), (c, jnp.sort(c) @ c)), x, None, length=8)[0]
+
+
+def unstacked(x):
+    return lax.scan(lambda c, _: (jnp.sort(c @ c), None), x, None, length=8)[0]
+
+
+def carried(x, *, depth, has_more):
+    """Loops in loops that hand an array on and write into it, which nothing reads in the end."""
+
+    def loop(depth, state):
+        def body(state):
+            k, c, more = state
+            if depth:
+                _, c, more = loop(depth - 1, (0, c, more))
+            more = more.at[k].set(c) if has_more else more
+            return k + 1, jnp.sort(c @ c) + c, more
+
+        return lax.while_loop(lambda state: state[0] < 8, body, state)
+
+    more = jnp.zeros((8, *x.shape) if has_more else ())
+    return loop(depth, (0, x, more))[1]
+
+
+@pytest.mark.parametrize("platform", TRAITS)
+def test_a_stack_that_nothing_reads_is_not_stored(platform):
+    assert taken(stacked, X, platform=platform) == taken(unstacked, X, platform=platform)
+
+
+@pytest.mark.parametrize("platform", TRAITS)
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_a_carry_that_nothing_reads_is_not_stored(depth, platform):
+    found = [
+        taken(lambda x, has_more=has_more: carried(x, depth=depth, has_more=has_more), X, platform=platform)
+        for has_more in (False, True)
+    ]
+    assert found[1] == pytest.approx(found[0], abs=1024)
+
+
+@pytest.mark.parametrize("platform", TRAITS)
+def test_what_the_condition_reads_is_stored(platform):
+    def until_small(x, y):
+        def body(state):
+            c, other = state
+            return jnp.sort(c @ c), jnp.sort(other @ other)
+
+        return lax.while_loop(lambda state: state[1].sum() > 0, body, (x, y))[0]
+
+    def ten_times(x, y):
+        return lax.fori_loop(0, 10, lambda _, c: jnp.sort(c @ c), x) if y is not None else x
+
+    both, one = (taken(f, X, X, platform=platform) for f in (until_small, ten_times))
+    assert both >= one + 256 * 256 * 4
+
+
+@pytest.mark.parametrize("platform", TRAITS)
+def test_what_another_carry_needs_is_stored(platform):
+    def delayed(x):
+        return lax.scan(lambda c, _: ((jnp.sort(c[0] @ c[0]), c[0], c[1]), None), (x, x + 1, x + 2), None, length=8)[0][
+            2
+        ]
+
+    assert taken(delayed, X, platform=platform) >= 2 * 256 * 256 * 4
+
+
+@peak_memory.newest_jax_only
+@pytest.mark.parametrize(
+    "pair", [(stacked, unstacked), tuple(partial(carried, depth=1, has_more=k) for k in (True, False))]
+)
+def test_xla_drops_them_too(pair):
+    with_them, without = (peak_memory.peak_of(one, X, sizes={"data": 8}).compiled for one in pair)
+    assert with_them == pytest.approx(without, abs=1024)
