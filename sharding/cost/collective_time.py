@@ -58,6 +58,20 @@ def collective_seconds(kind: Kind, num_bytes: float, axes: Sequence[Axis] | str,
     return sum(_level_seconds(*phase, chip) for phase in phases)
 
 
+def collective_wire_bytes(kind: Kind, num_bytes: float, axes: Sequence[Axis], on: Topology) -> int:
+    """The bytes that each device sends in a collective, by `wire_bytes` of the kind that the compiler makes of it.
+
+    Args:
+        kind: of collective.
+        num_bytes: as for `collective_seconds`.
+        axes: likewise.
+        on: likewise.
+    """
+    levels = on.levels(axes)
+    compiled = _compiled_kind(kind, num_bytes, levels, on) if levels else kind
+    return wire_bytes(compiled, round(num_bytes), math.prod(map(_size, levels)))
+
+
 def _compiled_kind(kind: Kind, num_bytes: float, levels: Sequence[Level], on: Topology) -> Kind:
     """The kind that the compiler makes of a collective over all devices of a TPU slice."""
     size, everyone = math.prod(map(_size, levels)), on.devices.num_devices

@@ -28,6 +28,8 @@ class Costs:
     """Of that, the arguments, such as parameters and optimizer state."""
     lost_bytes: int
     """What conflicts cost beyond what the annotations ask for."""
+    wire_bytes: int = 0
+    """Bytes that each device sends, by the collectives that the platform's compiler makes of these."""
 
     def __str__(self) -> str:
         time = f"{seconds_text(self.seconds)} per step, " if self.seconds else ""
@@ -52,9 +54,11 @@ def costs(
         report: its memory, if it is known.
     """
     held = memory(assignment, donated=donated, platform=platform) if report is None else report
+    collectives = communication(assignment)
     return Costs(
         seconds=0.0 if on is None else estimate(assignment, on).seconds,
-        sent_bytes=communication(assignment).total_bytes,
+        sent_bytes=collectives.total_bytes,
+        wire_bytes=collectives.lowered(platform if on is None else on.chip).total_wire_bytes,
         peak_bytes=held.peak_bytes,
         argument_bytes=held.argument_bytes,
         lost_bytes=lost_bytes(assignment),

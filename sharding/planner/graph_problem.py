@@ -118,6 +118,7 @@ def of_graph(
     *,
     annotations: Mapping[int, Annotation] | None = None,
     hidden: float = 0.0,
+    price: float = 0.0,
     name: str = "",
 ) -> GraphProblem:
     """The problem of a program.
@@ -128,6 +129,7 @@ def of_graph(
         annotations: to keep: other shardings of these values are forbidden.
         hidden: the part of the collectives of arguments, such as parameters with their gradients, that computation
             hides.
+        price: seconds that each byte on the wire counts beyond its time.
         name: for tables and files.
 
     Example:
@@ -142,7 +144,7 @@ def of_graph(
     References:
         Zheng et al., "Alpa", OSDI 2022, section 4; Alabed et al., "TOAST", arXiv 2508.15010.
     """
-    return _Builder(graph, on, ValueGroups(graph), annotations or {}, hidden).problem(name)
+    return _Builder(graph, on, ValueGroups(graph), annotations or {}, hidden, price).problem(name)
 
 
 @dataclass(slots=True)
@@ -162,6 +164,7 @@ class _Builder:
     groups: ValueGroups
     annotations: Mapping[int, Annotation]
     hidden: float
+    price: float
     nodes: list[_Node] = field(default_factory=list)
     node_of: dict[int, int] = field(default_factory=dict)
     edges: dict[tuple[int, int], np.ndarray] = field(default_factory=dict)
@@ -176,7 +179,7 @@ class _Builder:
 
     def __post_init__(self) -> None:
         self.chip = self.on.chip.without_overheads()
-        self.times = ReshardTimes(self.on)
+        self.times = ReshardTimes(self.on, self.price)
         self.positions = {id(op): k for k, op in enumerate(self.graph.ops)}
         self.inputs = set(self.graph.inputs)
         self.stored_nowhere = never_stored(self.graph)

@@ -10,10 +10,11 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 
+import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from ..completion import Completion
@@ -38,6 +39,8 @@ from .solution import Solution
 HIDDEN: Mapping[Platform, tuple[float, ...]] = {"cpu": (0.0,), "tpu": (0.0,), "gpu": (0.0, 0.75)}
 """Parts of the collectives of parameters, gradients and other arguments that are taken to be hidden behind computation,
 each of which gives a problem: XLA:GPU starts them early, but how early depends on the plan."""
+WIRE_SHARE = 0.2
+"""Of the time of a plan, as the price of its bytes on the wire: for a second plan, which sends less."""
 MAX_LIMITS = 4
 """Limits of the problem that are tried until the completed program fits."""
 LEAST_SECONDS = 2.0
@@ -83,12 +86,23 @@ class MeshSearch:
 
     def best(self, seconds: float) -> MeshPlan:
         """The best plan; what exceeds the limit least if nothing fits."""
-        graph = self.completion.assignment.graph
         shares = HIDDEN[self.options.devices.chip.platform]
-        annotations = {**graph.annotations, **self.pinned()}
-        problems = (of_graph(graph, self.on, annotations=annotations, hidden=hidden) for hidden in shares)
-        found = [self.solved(of, seconds / len(shares)) for of in problems]
+        found = [one for hidden in shares for one in self.weighed(hidden, seconds / len(shares))]
         return min(found, key=lambda one: rank(one.costs, self.options.fits))
+
+    def weighed(self, hidden: float, seconds: float) -> Iterator[MeshPlan]:
+        """The fastest plan, and one that sends less, if it is another."""
+        graph = self.completion.assignment.graph
+        made = partial(of_graph, graph, self.on, annotations={**graph.annotations, **self.pinned()}, hidden=hidden)
+        fastest = self.solved(made(), seconds / 2)
+        yield fastest
+        if fastest.costs.wire_bytes:
+            price = WIRE_SHARE * fastest.costs.seconds / fastest.costs.wire_bytes
+            other = self.solved(made(price=price), seconds / 2)
+            if not np.array_equal(other.solution.choice, fastest.solution.choice):
+                bound = fastest.solution.bound
+                solution = dataclasses.replace(other.solution, problem=fastest.of.problem, bound=bound)
+                yield dataclasses.replace(other, of=fastest.of, solution=solution)
 
     def pinned(self) -> dict[int, Annotation]:
         """The annotations that the plan must have, by value."""

@@ -22,8 +22,8 @@ from ..spec import Spec, to_partition_spec
 
 MAX_ROUNDS = 5
 """How often arrays are annotated that propagation still shards otherwise."""
-BYTES_EXPONENT = 0.05
-"""Of the bytes sent and held, together, in a plan's score: twice as many count as 3.5 % more time."""
+BYTES_EXPONENT = 0.1
+"""Of the bytes on the wire and in memory, together, in a plan's score: twice as many count as 7 % more time."""
 CLOSE = 1.005
 """The time, relative to the plan's or to that with more annotations, at which no more are added."""
 
@@ -210,4 +210,4 @@ def rank(costs: Costs, fits: Callable[[Costs], bool]) -> tuple[int, float]:
 
 def score(costs: Costs) -> float:
     """Seconds of a step, and a little of what it sends and holds: of plans about as fast the smaller one is better."""
-    return costs.seconds * (1 + costs.sent_bytes + costs.peak_bytes) ** BYTES_EXPONENT
+    return costs.seconds * (1 + costs.wire_bytes + costs.peak_bytes) ** BYTES_EXPONENT

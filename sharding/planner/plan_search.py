@@ -19,9 +19,11 @@ from jax.sharding import PartitionSpec as P
 
 from ..cost.topology import topology_of_sizes
 from ..errors import ShardingError
+from ..graph import Places
 from ..hardware import Devices, parse
 from ..jit.jit import jit
 from ..mesh import mesh as mesh_of
+from ..paths import find_all
 from ..spec import sizes_text
 from . import plan_remat
 from .algorithms import check_algorithm
@@ -287,20 +289,43 @@ class _Search:
         version, options = search.version, self.options
         if not plan.remat or plan.keeps_everything or version.kwargs or self.is_interrupted or options.left <= 0:
             return plan
+        found = self.refitted(plan, search)
+        if found is None:  # where less is recomputed, what some annotations are of is missing
+            found = self.refitted(dataclasses.replace(plan, annotations=self.everywhere(plan, version)), search)
+        return plan if found is None or rank(found.costs, options.fits) >= rank(plan.costs, options.fits) else found
+
+    def refitted(self, plan: Plan, search: MeshSearch) -> Plan | None:
+        """The plan with what its blocks can keep within the limit; None if that is not found."""
+        version, options = search.version, self.options
         with mesh_of(dict(plan.axes), devices=options.devices):
             step = version.step.with_plan(dataclasses.replace(plan, remat={}))
             policies = plan_remat.fitted(step, version.args, options.limit)
         if policies is None:
-            return plan
+            return None
         chosen = dataclasses.replace(version, policies=policies)
         completion, _ = dataclasses.replace(chosen, step=step).completed(plan.axes, options.devices)
         now = dataclasses.replace(search, completion=completion).costs(completion.assignment)
         self.on_progress(f"{version.name(plan.axes)} with recomputation that fits: {now}")
-        if rank(now, options.fits) >= rank(plan.costs, options.fits):
-            return plan
 
         def replan(changes: Mapping[str, P], seconds: float) -> Plan:
             free, _ = chosen.completed(plan.axes, options.devices)  # without the plan
             return dataclasses.replace(search, version=chosen, completion=free).replanned(changes, seconds)
 
         return dataclasses.replace(plan, remat=policies, costs=now, replan=replan)
+
+    def everywhere(self, plan: Plan, version: Version) -> dict[str, P]:
+        """The annotations of a plan that mean the same in the program whose blocks keep everything.
+
+        Not those of one of several ops of a line, which others may be numbered as there.
+        """
+        most = dataclasses.replace(version, policies=dict.fromkeys(version.policies, plan_remat.EVERYTHING_KEPT))
+        graph = most.completed(plan.axes, self.options.devices)[0].assignment.graph
+        places = Places(graph)
+
+        def is_there(name: str) -> bool:
+            try:
+                return "#" not in name and bool(find_all(graph.names, name, places))
+            except ShardingError:
+                return False
+
+        return {name: spec for name, spec in plan.annotations.items() if is_there(name)}

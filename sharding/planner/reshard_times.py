@@ -15,6 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 
 from ..cost import Kind, Topology, collective_seconds
+from ..cost.collective_time import collective_wire_bytes
 
 REPLICATED, PARTIAL = -1, -2
 
@@ -22,13 +23,17 @@ REPLICATED, PARTIAL = -1, -2
 class ReshardTimes:
     """The collectives of one mesh, each timed once.
 
+    Args:
+        on: the mesh.
+        price: seconds that each byte on the wire counts beyond its time.
+
     Attributes:
         axes: the mesh axes of more than one device.
         sizes: their sizes, int64 [axes].
     """
 
-    def __init__(self, on: Topology):
-        self.on = on
+    def __init__(self, on: Topology, price: float = 0.0):
+        self.on, self.price = on, price
         self.axes = tuple(axis for axis, size in on.sizes if size > 1)
         self.sizes = np.array([dict(on.sizes)[axis] for axis in self.axes], np.int64)
         self._masks = 1 << np.arange(len(self.axes))
@@ -99,6 +104,8 @@ class ReshardTimes:
         if key not in self._seconds:
             axes = [axis for axis, bit in zip(self.axes, self._masks, strict=True) if mask & bit]
             self._seconds[key] = collective_seconds(kind, num_bytes, axes, self.on)
+            if self.price:
+                self._seconds[key] += self.price * collective_wire_bytes(kind, num_bytes, axes, self.on)
         return self._seconds[key]
 
 
