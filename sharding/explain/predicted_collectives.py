@@ -32,7 +32,7 @@ from .collective_ledger import Collective, Ledger
 from .cut_searches import cut_searches
 from .host_copies import host_copies
 from .reduce_scatter_creation import in_mesh_order, reduce_scattered, reduces_elementwise, stays_all_reduce
-from .runs_moved import is_moved_outside, loops_moved, times_moved
+from .runs_moved import before_loops, is_moved_outside, loops_moved, times_moved
 from .shard_exchanges import ShardExchanges, axis_names
 from .shard_map_collectives import MANUAL, explicit, in_bodies
 from .sum_reassociation import LOOKED_THROUGH, SPLITS, Reassociation, reassociate, split_all_reduce, sums_and_rest
@@ -205,7 +205,7 @@ class ProgramCollectives:
             what = f"annotation of {self.graph.label(target)}"
             advise = functools.partial(self.hints.result, target, have)
             steps = self.chain(op, v, have, want)
-            times = times_moved(self.graph, op, v)
+            times = times_moved(self.graph, op, v, self.platform)
             yield from (Transfer(c, v, True) for c in self.reshards(op, v, have, steps, times, what, advise))
 
     def rotated(self, op: Op) -> Iterator[Transfer]:
@@ -237,7 +237,7 @@ class ProgramCollectives:
             if v in self.times and operand_specs[k].axes != strategy.operand_specs[k].axes:
                 steps = self.chain(op, v, self.specs[v], operand_specs[k])
             if steps:
-                times, what = times_moved(self.graph, op, v), f"operand {k} of {op.name}, {self.graph.label(v)}"
+                times, what = times_moved(self.graph, op, v, self.platform), f"operand {k} of {op.name}, {self.graph.label(v)}"
                 advise = functools.partial(self.hints.operand, op, v, operand_specs[k])
                 for c in self.reshards(op, v, self.specs[v], steps, times, what, advise):
                     yield Transfer(c, v, True)
@@ -347,7 +347,7 @@ class ProgramCollectives:
         is_row = op.name in ("scan xs", "scan ys") and not is_stack  # a stack is resharded before its loop
         region = (self.loop_bodies if is_row else self.regions).get(id(op.site[0])) if op.site else None
         if is_moved_outside(self.graph, op, v):  # two loops that read one array share it
-            edge = self.graph.makers[v]
+            edge = self.graph.makers[before_loops(self.graph, op, v, self.platform)]
             region = self.regions.get(id(edge.site[0]))
             source = edge.operands[0] if self.specs[edge.operands[0]].axes == have.axes else source
         body = () if self.platform == "tpu" else tuple(map(id, op.site[1:]))  # its compiler inlines calls first
@@ -397,4 +397,4 @@ class ProgramCollectives:
             source=op.source or self.graph.source(v),
             cause=cause,
         )
-        return found.in_loops(loops_moved(self.graph, op, v))
+        return found.in_loops(loops_moved(self.graph, op, v, self.platform))
