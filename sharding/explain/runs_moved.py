@@ -35,7 +35,7 @@ def is_moved_outside(graph: Graph, op: Op, v: int) -> bool:
 
 
 def before_loops(graph: Graph, op: Op, v: int, platform: Platform | None) -> int:
-    """A loop invariant that an op reads, as it enters the outermost loop before which a platform's compiler moves it."""
+    """A loop invariant that an op reads, as it enters the outermost loop out of which a compiler moves its reshard."""
     edge = graph.makers[v]
     while (
         platform in LEAVES_ALL_LOOPS

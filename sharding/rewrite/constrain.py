@@ -10,6 +10,7 @@ are left out.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -76,21 +77,6 @@ class _Rewriter:
         if key not in self.done:  # a body called twice with equal shardings stays one body
             self.done[key] = _Body(self, jaxpr, scope).rewritten(inputs, is_remat)
         return self.done[key]
-
-    def is_resharded(self, v: Atom, seen: set[int] | None = None) -> bool:
-        """Whether an op reshards a value, also in the loops and branches that it enters."""
-        seen = set() if seen is None else seen
-        if v is None or v in seen:
-            return False
-        seen.add(v)
-        specs = self.program.specs
-        for op in self.users[v]:
-            if op.name == "edge":
-                if any(specs[r].axes != specs[v].axes or self.is_resharded(r, seen) for r in op.results):
-                    return True
-            elif any(steps for u, steps in zip(op.operands, self.strategies.of(op).operand_steps) if u == v):
-                return True
-        return False
 
     def sliced_spec(self, stacked: int) -> Spec:
         """Returns the spec of an array that a `scan` slices, in the loop: what its slices need."""
@@ -196,8 +182,8 @@ class _Body(ConstraintEmitter):
             if inputs or not self.program.arrives_as_inferred(self.atom(var)):
                 body_boundary.argument(self, var, first)
         if self.scope is not self.program.scope:
-            resharded = {v for v in source.invars if v in self.resharded or self.rewriter.is_resharded(self.atom(v))}
-            for var in body_boundary.kept_arguments(self.scope, resharded, self.rewriter.carried, is_remat=is_remat):
+            kept = partial(body_boundary.kept_arguments, self.scope, self.resharded, self.rewriter.strategies)
+            for var in kept(self.rewriter.users, self.rewriter.carried, is_remat=is_remat):
                 body_boundary.argument(self, var, first)
         for var in source.invars if self.scope.manual else ():
             body_boundary.shard_map_argument(self, var, first)

@@ -1,4 +1,4 @@
-"""What loops and recomputations reshard again: an invariant of nested loops once on CPUs, else once for the inner one."""
+"""What loops and recomputations reshard again: an invariant of nested loops once on CPUs."""
 
 import jax
 import jax.numpy as jnp
