@@ -86,6 +86,8 @@ class ProgramCollectives:
         self.platform: Platform = platform
         self.graph, self.specs, self.sizes = assignment.graph, assignment.specs, assignment.sizes
         self.boundary_spec = assignment.boundary_spec
+        self.arriving = {v for v in self.graph.inputs if self.boundary_spec(v).axes != self.specs[v].axes}
+        """Arguments that no op has read yet, which arrive with fewer axes than they are then sharded over."""
         self.strategies, self.hints = OpStrategies(assignment), Hints(assignment)
         self.live, self.times = self.graph.live_values(), self.graph.times
         self.regions = ReshardRegions(assignment, platform)
@@ -149,6 +151,10 @@ class ProgramCollectives:
             yield from in_bodies(self.graph.scope, self.sizes, self.platform, self.graph.trips)
 
     def transfers(self, op: Op) -> Iterator[Transfer]:
+        for v in self.arriving.intersection(op.operands):
+            self.arriving.remove(v)
+            have, what = self.boundary_spec(v), f"argument {self.graph.label(v)}"
+            yield from (Transfer(c, v, True) for c in self.exchanges.realigned(op, v, have, self.specs[v], 1, what))
         if op.rule is None:
             return
         if op.name == "edge":
