@@ -373,11 +373,8 @@ class _Body(ConstraintEmitter):
 
     def apply_steps(self, operand: Any, var: Any, steps: Sequence[Step], eqn: Any) -> Any:
         """Reshards an operand step by step; uses with a common prefix of steps share its variables."""
-        have = self.var_spec(var)
-        operand = operand if have is None else self.before_steps(operand, have, steps, eqn)
-        for step in steps:
-            operand = self.emit_once(operand, step.spec, eqn)
-        return operand
+        operand = self.before_last(operand, self.var_spec(var), steps, eqn)
+        return self.emit_once(operand, steps[-1].spec, eqn) if steps else operand
 
     def workaround_specs(self, eqn: Any, found: Sequence[Spec | None]) -> list[Spec | None]:
         """Returns the specs under which XLA partitions an equation correctly."""
