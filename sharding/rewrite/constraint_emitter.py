@@ -111,9 +111,9 @@ class ConstraintEmitter:
     def before_last(self, operand: Any, have: Spec | None, steps: Sequence[Step], eqn: Any) -> Any:
         """Emits all steps but the last; uses with a common prefix of steps share its variables.
 
-        Before a step that moves shards, the present sharding is emitted once more: XLA of JAX 0.12 rewrites that of a
-        dot's operand to an equal one in another form, from which it finds no all-to-all or permute and gathers the whole
-        array. A constraint of its own keeps the form.
+        Before a step that moves shards, the present sharding is emitted once more. XLA of JAX 0.12 rewrites that of a
+        dot's operand to an equal one in another form, from which it finds no all-to-all or permute and gathers the
+        whole array. A constraint of its own keeps the form.
         """
         for k, step in enumerate(steps):
             if have is not None and step.kind in MOVES_SHARDS:
