@@ -107,6 +107,8 @@ PROGRAMS = [
 @pytest.mark.parametrize("specs", SPECS, ids=str)
 @pytest.mark.parametrize("f", PROGRAMS)
 def test_as_predicted_and_as_on_one_device(f, specs):
+    if jax.__version_info__ < (0, 12) and f is in_a_loop and specs is SPECS[-1]:
+        pytest.skip("JAX stacks the weight in every iteration, and XLA gathers it in the branch, not before the loop")
     with sharding.mesh(a=1, b=1, devices=jax.devices()[:1]):
         expected = jax.tree.map(np.asarray, sharding.jit(f)(X, W))
     with sharding.mesh(SIZES):
