@@ -54,7 +54,7 @@ def scan_of_a_moved_stack(x):
 def products_of_an_array_gathered_and_moved(x, y, w):
     """One product reads what another one moves further."""
     by_rows = lax.dot_general(x, y, (((0,), (0,)), ((), ())))
-    return annotate(by_rows, P(None, "b")), annotate(x @ w, P("a", "b"))
+    return annotate(by_rows, P(None, "b")), annotate(x @ w, P(None, "b"))
 
 
 def ring_of_products(x, w):
