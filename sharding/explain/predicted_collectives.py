@@ -32,7 +32,8 @@ from .collective_ledger import Collective, Ledger
 from .cut_searches import cut_searches
 from .host_copies import host_copies
 from .reduce_scatter_creation import in_mesh_order, reduce_scattered, reduces_elementwise, stays_all_reduce
-from .runs_moved import is_moved_outside, loops_moved, times_moved
+from .reshard_regions import ReshardRegions
+from .runs_moved import loops_moved, times_moved
 from .shard_exchanges import ShardExchanges, axis_names
 from .shard_map_collectives import MANUAL, explicit, in_bodies
 from .sum_reassociation import LOOKED_THROUGH, SPLITS, Reassociation, reassociate, split_all_reduce, sums_and_rest
@@ -85,11 +86,11 @@ class ProgramCollectives:
         self.platform: Platform = platform
         self.graph, self.specs, self.sizes = assignment.graph, assignment.specs, assignment.sizes
         self.boundary_spec = assignment.boundary_spec
+        self.arriving = {v for v in self.graph.inputs if self.boundary_spec(v).axes != self.specs[v].axes}
+        """Arguments that no op has read yet, which arrive with fewer axes than they are then sharded over."""
         self.strategies, self.hints = OpStrategies(assignment), Hints(assignment)
         self.live, self.times = self.graph.live_values(), self.graph.times
-        self.regions = self.graph.regions
-        children = (pair for scope in self.graph.scopes() for pair in scope.children_of("scan"))
-        self.loop_bodies = {id(eqn): child for eqn, child in children}
+        self.regions = ReshardRegions(assignment, platform)
         self.resharded: set[tuple] = set()
         self.reduce_scattered = reduce_scattered(self.graph, self.specs, self.operand_steps, self.sizes)
         self.reassociation = self.reassociated(platform)
@@ -150,6 +151,10 @@ class ProgramCollectives:
             yield from in_bodies(self.graph.scope, self.sizes, self.platform, self.graph.trips)
 
     def transfers(self, op: Op) -> Iterator[Transfer]:
+        for v in self.arriving.intersection(op.operands):
+            self.arriving.remove(v)
+            have, what = self.boundary_spec(v), f"argument {self.graph.label(v)}"
+            yield from (Transfer(c, v, True) for c in self.exchanges.realigned(op, v, have, self.specs[v], 1, what))
         if op.rule is None:
             return
         if op.name == "edge":
@@ -205,7 +210,7 @@ class ProgramCollectives:
             what = f"annotation of {self.graph.label(target)}"
             advise = functools.partial(self.hints.result, target, have)
             steps = self.chain(op, v, have, want)
-            times = times_moved(self.graph, op, v)
+            times = times_moved(self.graph, op, v, self.platform)
             yield from (Transfer(c, v, True) for c in self.reshards(op, v, have, steps, times, what, advise))
 
     def rotated(self, op: Op) -> Iterator[Transfer]:
@@ -237,7 +242,8 @@ class ProgramCollectives:
             if v in self.times and operand_specs[k].axes != strategy.operand_specs[k].axes:
                 steps = self.chain(op, v, self.specs[v], operand_specs[k])
             if steps:
-                times, what = times_moved(self.graph, op, v), f"operand {k} of {op.name}, {self.graph.label(v)}"
+                times = times_moved(self.graph, op, v, self.platform)
+                what = f"operand {k} of {op.name}, {self.graph.label(v)}"
                 advise = functools.partial(self.hints.operand, op, v, operand_specs[k])
                 for c in self.reshards(op, v, self.specs[v], steps, times, what, advise):
                     yield Transfer(c, v, True)
@@ -341,15 +347,7 @@ class ProgramCollectives:
         self, op: Op, v: int, have: Spec, steps: Sequence[Step], times: int, what: str, advise: Callable[[], str]
     ) -> Iterator[Collective]:
         """The collectives of a reshard; what a branch, a recomputation or the rest reshards twice moves once."""
-        entered = self.graph.makers.get(v) if op.name == "scan xs" else None
-        is_stack = entered is not None and self.specs[entered.operands[0]].axes == have.axes
-        source = entered.operands[0] if entered is not None and is_stack else v
-        is_row = op.name in ("scan xs", "scan ys") and not is_stack  # a stack is resharded before its loop
-        region = (self.loop_bodies if is_row else self.regions).get(id(op.site[0])) if op.site else None
-        if is_moved_outside(self.graph, op, v):  # two loops that read one array share it
-            edge = self.graph.makers[v]
-            region = self.regions.get(id(edge.site[0]))
-            source = edge.operands[0] if self.specs[edge.operands[0]].axes == have.axes else source
+        source, region = self.regions.of(op, v, have)
         body = () if self.platform == "tpu" else tuple(map(id, op.site[1:]))  # its compiler inlines calls first
         for i, step in enumerate(steps):
             own = body if i or step.kind in MOVES_SHARDS else None  # another body reshards a copy of its own
@@ -397,4 +395,4 @@ class ProgramCollectives:
             source=op.source or self.graph.source(v),
             cause=cause,
         )
-        return found.in_loops(loops_moved(self.graph, op, v))
+        return found.in_loops(loops_moved(self.graph, op, v, self.platform))

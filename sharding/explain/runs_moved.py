@@ -2,27 +2,46 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable
 
 from .. import compat
 from ..graph import Graph, Loop, Op
+from ..hardware import Platform
+
+LOOPS = frozenset({"scan", "while"})
+LEAVES_ALL_LOOPS: frozenset[Platform] = frozenset({"cpu"})
+"""Platforms whose compiler moves an invariant out of all of nested loops; the others do out of the innermost."""
 
 
-def times_moved(graph: Graph, op: Op, v: int) -> int:
+def times_moved(graph: Graph, op: Op, v: int, platform: Platform | None = None) -> int:
     """How often an operand is resharded: a loop invariant before its loop."""
-    return graph.loop_invariants[v] if is_moved_outside(graph, op, v) else op.times
+    return graph.loop_invariants[before_loops(graph, op, v, platform)] if is_moved_outside(graph, op, v) else op.times
 
 
-def loops_moved(graph: Graph, op: Op, v: int) -> Iterable[Loop]:
+def loops_moved(graph: Graph, op: Op, v: int, platform: Platform | None = None) -> Iterable[Loop]:
     """The loops of unknown length in which an array of an op is resharded."""
     maker = graph.makers.get(v)
-    if maker is not None and (op.name == "edge" or is_moved_outside(graph, op, v)):
-        return maker.loops
-    return op.loops
+    if maker is None or op.name == "edge":
+        return op.loops if maker is None else maker.loops
+    return graph.makers[before_loops(graph, op, v, platform)].loops if is_moved_outside(graph, op, v) else op.loops
 
 
 def is_moved_outside(graph: Graph, op: Op, v: int) -> bool:
     """Whether an operand is a loop invariant, and not behind the barrier of a recomputation in the loop."""
-    inner = itertools.takewhile(lambda eqn: eqn.primitive.name not in ("scan", "while"), op.site[1:])
-    return v in graph.loop_invariants and not any(map(compat.is_recomputed, inner))
+    if v not in graph.loop_invariants:
+        return False
+    around_loop = graph.makers[v].site[1:]
+    return not any(map(compat.is_recomputed, op.site[1 : len(op.site) - len(around_loop)]))
+
+
+def before_loops(graph: Graph, op: Op, v: int, platform: Platform | None) -> int:
+    """A loop invariant that an op reads, as it enters the outermost loop out of which a compiler moves its reshard."""
+    edge = graph.makers[v]
+    while (
+        platform in LEAVES_ALL_LOOPS
+        and edge.site[0].primitive.name in LOOPS
+        and is_moved_outside(graph, edge, edge.operands[0])
+    ):
+        v = edge.operands[0]
+        edge = graph.makers[v]
+    return v

@@ -21,6 +21,9 @@ from ..rules import CONSTANT_PRESERVING, ELEMENTWISE
 from .constant_folding import GIVEN_OPERANDS
 from .equations import inlined
 
+LOOPS = {"scan": "jaxpr", "while": "body_jaxpr"}
+"""Loop -> the parameter with its body."""
+
 STAY = frozenset({"checkpoint", "optimization_barrier", "remat", "remat2"})
 """Primitives that say when something is computed."""
 
@@ -34,10 +37,9 @@ PRODUCTS = frozenset({"conv_general_dilated", "dot_general", "ragged_dot_general
 
 def hoist(eqn: Any) -> list[Any]:
     """A `scan` or `while` with the equations to run before it; any other equation as it is."""
-    if eqn.primitive.name not in ("scan", "while"):
+    if eqn.primitive.name not in LOOPS:
         return [eqn]
-    key = "jaxpr" if eqn.primitive.name == "scan" else "body_jaxpr"
-    body = compat.open_jaxpr(eqn.params[key])
+    key, body = LOOPS[eqn.primitive.name], _body(eqn)
     first, end = _constants(eqn)
     outside = dict(zip(body.invars, eqn.invars[first:end], strict=False))
     eqns = _with_inlined_calls(body.eqns, outside)
@@ -54,6 +56,10 @@ def hoist(eqn: Any) -> list[Any]:
     params = eqn.params | {key: compat.rebuild(eqn.params[key], invars=invars, eqns=kept, outvars=body.outvars)}
     operands = [*eqn.invars[:end], *(outside[v] for v in new), *eqn.invars[end:]]
     return [*before, eqn.replace(invars=operands, params=compat.with_constants(eqn.primitive.name, params, len(new)))]
+
+
+def _body(loop: Any) -> Any:
+    return compat.open_jaxpr(loop.params[LOOPS[loop.primitive.name]])
 
 
 def _constants(eqn: Any) -> tuple[int, int]:
@@ -106,7 +112,7 @@ def _moved(eqns: Sequence[Any], outside: Collection[Any]) -> dict[int, Any]:
     makers: dict[Any, Any] = {}
     invariant = set(outside)
     moved: set[int] = set()
-    factors = {v for e in eqns if e.primitive.name in PRODUCTS for v in e.invars if not compat.is_literal(v)}
+    factors = _factors(eqns)
 
     def move(eqn: Any) -> None:
         waiting = [eqn]
@@ -125,6 +131,20 @@ def _moved(eqns: Sequence[Any], outside: Collection[Any]) -> dict[int, Any]:
         if (_works(eqn) or is_factor) and _size(eqn.outvars) <= _size(eqn.invars):
             move(eqn)
     return {id(eqn): eqn for eqn in eqns if id(eqn) in moved}
+
+
+def _factors(eqns: Sequence[Any]) -> set[Any]:
+    """The operands of products, also of those in nested loops that read them in every iteration."""
+    found: set[Any] = set()
+    for eqn in eqns:
+        if eqn.primitive.name in PRODUCTS:
+            found.update(v for v in eqn.invars if not compat.is_literal(v))
+        elif eqn.primitive.name in LOOPS:
+            body, (first, end) = _body(eqn), _constants(eqn)
+            inner = _factors(body.eqns)
+            pairs = zip(eqn.invars[first:end], body.invars, strict=False)
+            found.update(v for v, argument in pairs if argument in inner and not compat.is_literal(v))
+    return found
 
 
 def _is_movable(eqn: Any) -> bool:

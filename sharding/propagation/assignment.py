@@ -27,7 +27,7 @@ class Reason:
     """The value that the axis came from; None for an annotation."""
     dim: int | None = None
     array: str = ""
-    """The op's array that the axis came from, unless it is the only operand: `operand 1`, `its result`."""
+    """The op's array that the axis came from, unless it is the only operand: `operand 1`, `branch 0`, `its result`."""
 
     @staticmethod
     def of(op: Op, value: int, dim: int) -> Reason:
@@ -183,4 +183,9 @@ def _array(op: Op, value: int) -> str:
         return ""
     if value in op.results:
         return "its result" if len(op.results) == 1 else f"result {op.results.index(value)}"
-    return f"operand {op.operands.index(value)}" if len(op.operands) > 1 and value in op.operands else ""
+    if len(op.operands) < 2 or value not in op.operands:
+        return ""
+    k = op.operands.index(value)
+    if op.name != "edge":
+        return f"operand {k}"
+    return f"branch {k}" if op.site[0].primitive.name == "cond" else ("its initial value", "its body")[k]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from .. import compat
-from ..graph import CALLS, Atom, Scope
+from ..graph import CALLS, Atom, Op, Scope
 from ..spec import Dim, Spec, divisible
 from .constraint_emitter import ConstraintEmitter
+from .op_strategy import OpStrategies
 
 
 def argument(emitter: ConstraintEmitter, var: Any, eqn: Any) -> None:
@@ -21,13 +22,21 @@ def argument(emitter: ConstraintEmitter, var: Any, eqn: Any) -> None:
 
 
 def kept_arguments(
-    scope: Scope, resharded: Collection[Any], carried: Collection[Atom], *, is_remat: bool
+    scope: Scope,
+    resharded: Collection[Any],
+    strategies: OpStrategies,
+    users: Mapping[int, Sequence[Op]],
+    carried: Collection[Atom],
+    *,
+    is_remat: bool,
 ) -> Iterator[Any]:
     """Arguments of a body that are resharded for some uses; Shardy would give the resharded spec to all.
 
     Args:
         scope: the body.
         resharded: its resharded variables.
+        strategies: how ops run.
+        users: value -> the ops that read it.
         carried: values that loops carry and branches return.
         is_remat: whether the body is computed again for the backward pass.
     """
@@ -36,8 +45,28 @@ def kept_arguments(
     recomputing = (eqn for eqn in scope.jaxpr.eqns if compat.is_recomputed(eqn))
     again = {v for eqn in recomputing for v in eqn.invars if not compat.is_literal(v) and v in rows}
     for var in scope.jaxpr.invars:
-        if var in resharded and (is_remat or var in again or scope.env[var] in carried):
-            yield var
+        if is_remat or var in again or scope.env[var] in carried:
+            if var in resharded or _is_resharded(scope.env[var], strategies, users):
+                yield var
+
+
+def _is_resharded(v: Atom, strategies: OpStrategies, users: Mapping[int, Sequence[Op]]) -> bool:
+    """Whether an op reshards a value, also in the branches and loops that it enters."""
+    waiting, seen = [] if v is None else [v], {v}
+    while waiting:
+        u = waiting.pop()
+        for op in users.get(u, ()):
+            if op.name == "edge":
+                (target,) = op.results
+                if strategies.specs[target].axes != strategies.specs[u].axes:
+                    return True
+                waiting += [target] if target not in seen else []
+                seen.add(target)
+            elif op.rule is not None:
+                pairs = zip(op.operands, strategies.of(op).operand_steps, strict=True)
+                if any(steps for operand, steps in pairs if operand == u):
+                    return True
+    return False
 
 
 def shard_map_argument(emitter: ConstraintEmitter, var: Any, eqn: Any) -> None:

@@ -10,6 +10,7 @@ are left out.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -181,9 +182,8 @@ class _Body(ConstraintEmitter):
             if inputs or not self.program.arrives_as_inferred(self.atom(var)):
                 body_boundary.argument(self, var, first)
         if self.scope is not self.program.scope:
-            for var in body_boundary.kept_arguments(
-                self.scope, self.resharded, self.rewriter.carried, is_remat=is_remat
-            ):
+            kept = partial(body_boundary.kept_arguments, self.scope, self.resharded, self.rewriter.strategies)
+            for var in kept(self.rewriter.users, self.rewriter.carried, is_remat=is_remat):
                 body_boundary.argument(self, var, first)
         for var in source.invars if self.scope.manual else ():
             body_boundary.shard_map_argument(self, var, first)
@@ -373,11 +373,8 @@ class _Body(ConstraintEmitter):
 
     def apply_steps(self, operand: Any, var: Any, steps: Sequence[Step], eqn: Any) -> Any:
         """Reshards an operand step by step; uses with a common prefix of steps share its variables."""
-        have = self.var_spec(var)
-        operand = operand if have is None else self.before_steps(operand, have, steps, eqn)
-        for step in steps:
-            operand = self.emit_once(operand, step.spec, eqn)
-        return operand
+        operand = self.before_last(operand, self.var_spec(var), steps, eqn)
+        return self.emit_once(operand, steps[-1].spec, eqn) if steps else operand
 
     def workaround_specs(self, eqn: Any, found: Sequence[Spec | None]) -> list[Spec | None]:
         """Returns the specs under which XLA partitions an equation correctly."""

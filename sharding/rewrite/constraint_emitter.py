@@ -105,18 +105,22 @@ class ConstraintEmitter:
         permutes = permutes and not self.scope.divergent
         if have is not None and itemsize:
             steps = self.program.chain(have, spec, operand.aval, permutes=permutes)
-            operand = self.before_steps(operand, have, steps, eqn)
-            for step in steps[:-1]:
-                operand = self.emit_once(operand, step.spec, eqn)
+            operand = self.before_last(operand, have, steps, eqn)
         return self.emit(operand, spec, eqn, asked=asked, name=name)
 
-    def before_steps(self, operand: Any, have: Spec, steps: Sequence[Step], eqn: Any) -> Any:
-        """Emits the present sharding of an operand once more before a step that moves shards, and returns the result.
+    def before_last(self, operand: Any, have: Spec | None, steps: Sequence[Step], eqn: Any) -> Any:
+        """Emits all steps but the last; uses with a common prefix of steps share its variables.
 
-        XLA of JAX 0.12 rewrites the sharding of a dot's operand to an equal one in another form, from which it finds no
-        all-to-all or permute and gathers the whole array. A constraint of its own keeps the form.
+        Before a step that moves shards, the present sharding is emitted once more. XLA of JAX 0.12 rewrites that of a
+        dot's operand to an equal one in another form, from which it finds no all-to-all or permute and gathers the
+        whole array. A constraint of its own keeps the form.
         """
-        return self.emit_once(operand, have, eqn) if steps and steps[0].kind in MOVES_SHARDS else operand
+        for k, step in enumerate(steps):
+            if have is not None and step.kind in MOVES_SHARDS:
+                operand = self.emit_once(operand, have, eqn)
+            have = step.spec
+            operand = self.emit_once(operand, have, eqn) if k < len(steps) - 1 else operand
+        return operand
 
     def emit_once(self, operand: Any, spec: Spec, eqn: Any) -> Any:
         """Emits a constraint that all reshards of an operand through this spec share, and returns its result."""

@@ -23,7 +23,7 @@ PER_ITERATION = frozenset({"scan xs", "scan ys"})
 """Reads and writes of one row: what the stack is resharded to saves nothing that an iteration must undo."""
 
 PADDED_FIRST = WINDOWS.keys() - {"conv_general_dilated"}
-"""Ops with windows that XLA runs on replicated operands as their result is sharded."""
+"""Ops with windows that run on operands that are replicated along these."""
 
 REGROUPING = frozenset({"reshape"})
 """Ops that keep every element: factors that only their operands or only their results have are replicated while they
@@ -79,7 +79,7 @@ def _kind(graph: Graph, op: Op, readers: Counter[tuple], known: Set[int]) -> OpK
     if op.name == "rev":
         special = op.site[0].params["dimensions"]
     elif op.name in PADDED_FIRST:
-        special = tuple(WINDOWS[op.name](op.site[0].params, shapes))
+        special = (op.name, *WINDOWS[op.name](op.site[0].params, shapes))
     if graph.changes_memory(op):
         special = "to host" if op.results[0] in graph.memory_kinds else "from host"
     is_product = op.name == REDUCE_SCATTERED

@@ -232,6 +232,8 @@ class _StrategySearch:
         needed = tuple(specs[:n])
         steps = [() if self.kind.free[i] else self.chain(i, self.specs[i], specs[i]) for i in range(n)]
         if n and steps[0] and all(step.kind == "slice" for step in steps[0]) and self.is_replicated_along_windows():
+            if self.op.name == "slice":
+                return None  # XLA would shard the operand, then exchange halos
             steps[0], specs[0] = (), self.specs[0]
         found = OpStrategy(
             operand_steps=tuple(steps),
@@ -246,7 +248,7 @@ class _StrategySearch:
     def is_replicated_along_windows(self) -> bool:
         """Whether the operand is replicated along all dims that a pad, slice or pooling slides over, or a `rev` turns.
 
-        XLA then pads and slices it on each device, where it would exchange halos after slicing it.
+        XLA then pads it on each device, where it would exchange halos after slicing it.
         """
         if self.op.name == "rev":
             return not any(self.specs[0].dims[d].axes for d in self.op.site[0].params["dimensions"])

@@ -183,7 +183,7 @@ def _chain(
             cost = spent
             if kind == "collective-permute" and not permutes:
                 continue
-            if kind == "all-to-all" and _leaves_uneven(at, after, shape, sizes):
+            if kind == "all-to-all" and _is_gathered(at, after, shape, sizes):
                 continue
             if kind != "slice":
                 num_bytes = _bytes_after(at, move, shape, itemsize, sizes)
@@ -223,10 +223,19 @@ def _as_run(before: DimAxes, move: _Move, shape: tuple[int, ...], sizes: Mapping
     return ("all-reduce", axes, after) if is_short else move
 
 
-def _leaves_uneven(before: DimAxes, after: DimAxes, shape: tuple[int, ...], sizes: Mapping[str, int]) -> bool:
-    """Whether an all-to-all takes some axes, not all, from a dim with uneven shards: XLA would gather all of it."""
-    dims = zip(before, after, shape, strict=True)
-    return any(len(new) < len(old) and new and n % num_parts(old, sizes) for old, new, n in dims)
+def _is_gathered(before: DimAxes, after: DimAxes, shape: tuple[int, ...], sizes: Mapping[str, int]) -> bool:
+    """Whether XLA would gather all of an array in place of an all-to-all: shards of a dim that stays sharded don't fit.
+
+    A dim that gives up some of its axes must be even; shards of a dim that gets more must be parts of those before.
+    """
+
+    def fits(old: tuple[Axis, ...], new: tuple[Axis, ...], n: int) -> bool:
+        parts, others = num_parts(old, sizes), num_parts(new, sizes)
+        if not old or not new or parts == others:
+            return True
+        return not n % parts if others < parts else -(-n // parts) == -(-n // others) * (others // parts)
+
+    return not all(map(fits, before, after, shape))
 
 
 def _bytes_after(before: DimAxes, move: _Move, shape: tuple[int, ...], itemsize: int, sizes: Mapping[str, int]) -> int:

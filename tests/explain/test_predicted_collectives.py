@@ -51,6 +51,12 @@ def scan_of_a_moved_stack(x):
     return jax.grad(loss, has_aux=True)(x)
 
 
+def products_of_an_array_gathered_and_moved(x, y, w):
+    """One product reads what another one moves further."""
+    by_rows = lax.dot_general(x, y, (((0,), (0,)), ((), ())))
+    return annotate(by_rows, P(None, "b")), annotate(x @ w, P(None, "b"))
+
+
 def ring_of_products(x, w):
     """A loop that rotates an array between devices, where only a product reads it."""
 
@@ -287,6 +293,12 @@ PROGRAMS = {
         ),
         args=(floats(16, 16), floats(4, 128, 16)),
         options={"in_shardings": (P("a"), P(None, "a"))},
+    ),
+    "an array that one product reads on its way to another": Program(
+        run=products_of_an_array_gathered_and_moved,
+        args=(floats(16, 32), floats(16, 64), floats(32, 64)),
+        sizes={"a": 2, "b": 2, "idle": 2},
+        options={"in_shardings": P("a", "b")},
     ),
     "integers minus themselves": Program(
         run=lambda x: ((x - x) + 1, x > x, x == x),

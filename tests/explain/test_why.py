@@ -63,6 +63,30 @@ def test_a_loop_is_called_by_its_name():
     assert words[-1] == "scan" and "edge" not in words
 
 
+def test_a_result_of_a_conditional_names_the_branch():
+    def by_columns(x):
+        return annotate(jnp.cos(x), P(None, "tensor"))
+
+    def f(x):
+        by_rows = lambda x: annotate(jnp.sin(x), P("data"))  # noqa: E731
+        return annotate(jax.lax.cond(x[0, 0] > 0, by_rows, by_columns, x), name="y")
+
+    why = complete(f, X).why
+    (_, of_rows, *_), (_, of_columns, *_) = why("y", 0), why("y", 1)
+    assert "y dim 0 <- cond at" in of_rows and of_rows.endswith("from branch 1")
+    assert of_columns.endswith("from branch 0")
+
+
+def test_what_a_loop_carries_is_sharded_as_at_its_beginning_or_in_its_body():
+    def f(x):
+        body = lambda _, c: annotate(jnp.sin(c), P(U, "tensor"))  # noqa: E731
+        return jax.lax.fori_loop(0, 3, body, annotate(x, P("data", U)))
+
+    why = complete(f, X).why
+    assert ", from its initial value" in " ".join(why("out", 0))
+    assert ", from its body" in " ".join(why("out", 1))
+
+
 def stack(x, params):
     for p in params:
         x = annotate(x + jnp.tanh(x @ p["w"]), name="x")

@@ -54,6 +54,10 @@ def rounded_weights(w, x):
     return lax.scan(body, x, None, length=3)[0]
 
 
+def rounded_weights_of_nested_loops(w, x):
+    return lax.fori_loop(0, 2, lambda _, c: rounded_weights(w, c), x)
+
+
 def in_a_call_on_what_varies(w, x):
     layer = jax.jit(lambda c, w: jnp.tanh(c * jnp.sum(w, 0, keepdims=True)))
     return lax.scan(lambda c, _: (layer(c, w), None), x, None, length=3)[0]
@@ -69,6 +73,8 @@ MOVED = {
     with_several_results: set(),
 }
 """Program -> the primitives that do work on what varies."""
+
+ROUNDED = [rounded_weights, rounded_weights_of_nested_loops]
 
 
 def larger_than_its_operands(w, x):
@@ -102,7 +108,7 @@ def work_in_loop(f):
     return {name for name in ("dot_general", "reduce_max", "reduce_sum", "top_k") if name in body}
 
 
-@pytest.mark.parametrize("f", [*MOVED, *STAYING, rounded_weights])
+@pytest.mark.parametrize("f", [*MOVED, *STAYING, *ROUNDED])
 def test_values_are_the_same(f):
     closed = jax.make_jaxpr(f)(W, X)
     simple = simplify(closed)
@@ -116,8 +122,9 @@ def test_work_is_moved(f):
     assert work_in_loop(f) == MOVED[f]
 
 
-def test_weights_are_rounded_before_the_loop():
-    jaxpr = simplify(jax.make_jaxpr(rounded_weights)(W, X))
+@pytest.mark.parametrize("f", ROUNDED)
+def test_weights_are_rounded_before_the_loop(f):
+    jaxpr = simplify(jax.make_jaxpr(f)(W, X))
     eqns = getattr(jaxpr, "jaxpr", jaxpr).eqns
     assert [e.primitive.name for e in eqns] == ["convert_element_type", "scan"]
 

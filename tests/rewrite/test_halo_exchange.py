@@ -92,6 +92,13 @@ def test_slices_whose_rows_come_from_twice_as_far_as_they_are_many(low, high):
     check(lambda x: x[:, low:high], P(None, "a"), images(rows=16))
 
 
+@pytest.mark.parametrize("columns", [None, "b"])
+@pytest.mark.parametrize("low, high", [(0, 8), (8, 16), (4, 12), (2, 14), (3, 11)])
+def test_a_slice_of_replicated_rows_is_taken_before_it_is_sharded(low, high, columns):
+    after = P(None, "a", columns)
+    assert not check(lambda x: sharding.annotate(x[:, low:high], after), P(None, None, columns), images(rows=16))
+
+
 @pytest.mark.parametrize("before, after", [(0, 13), (0, 16), (2, 15), (2, 18), (16, 0), (0, 19), (24, 0)])
 def test_paddings_that_move_rows_twice_as_far_as_a_new_shard_is_long(before, after):
     check(lambda x: jnp.pad(x, ((0, 0), (before, after), (0, 0), (0, 0))), P(None, "a"), images(rows=16))
