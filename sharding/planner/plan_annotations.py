@@ -22,8 +22,8 @@ from ..spec import Spec, to_partition_spec
 
 MAX_ROUNDS = 5
 """How often arrays are annotated that propagation still shards otherwise."""
-BYTES_EXPONENT = 0.1
-"""Of the bytes on the wire and in memory, together, in a plan's score: twice as many count as 7 % more time."""
+BYTES_EXPONENT = 0.2
+"""Of the bytes on the wire and in memory, together, in a plan's score: twice as many count as 15 % more time."""
 CLOSE = 1.005
 """The time, relative to the plan's or to that with more annotations, at which no more are added."""
 
