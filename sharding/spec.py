@@ -240,7 +240,7 @@ def divisible(spec: Spec, shape: tuple[int, ...], sizes: Mapping[str, int]) -> S
 
 def occupied(spec: Spec, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Spec:
     """`spec` with each dim limited to its longest prefix of axes that has no more devices than the dim has elements."""
-    if all(max(size, 1) >= num_parts(dim.axes, sizes) for dim, size in zip(spec.dims, shape, strict=True)):
+    if all(not dim.axes or size >= num_parts(dim.axes, sizes) for dim, size in zip(spec.dims, shape, strict=True)):
         return spec
     dims = []
     for dim, size in zip(spec.dims, shape, strict=True):
