@@ -342,12 +342,17 @@ class _Tasks:
             specs = (*strategy.operand_specs, *strategy.result_specs)
         else:
             specs = tuple(self.assignment.specs[v] for v in values)
-        key = None
-        if op.rule is not None and op.name in EQUAL_WORK:
-            number, _ = self.kinds[id(op)]
-            key = number, op.name, *(spec.axes for spec in specs), *(v in self.fused for v in values)
-            if key in self.works:
-                return self.works[key]
+        if op.rule is None or op.name not in EQUAL_WORK:
+            return self.work_with(op, specs)
+        number, _ = self.kinds[id(op)]
+        key = number, op.name, *(spec.axes for spec in specs), *(v in self.fused for v in values)
+        if key not in self.works:
+            self.works[key] = self.work_with(op, specs)
+        return self.works[key]
+
+    def work_with(self, op: Op, specs: Sequence[Spec]) -> Work:
+        """The work of an op whose operands and results are sharded so."""
+        values = (*op.operands, *op.results)
         arrays = [self.local(v, spec) for v, spec in zip(values, specs, strict=True)]
         n = len(op.operands)
         done = work(op.name, arrays[:n], arrays[n:], op.site[0].params)
@@ -357,10 +362,7 @@ class _Tasks:
         stored = sum(
             math.prod(a.shape) * self.graph.itemsize(v) for v, a in zip(values, arrays, strict=True) if v in self.fused
         )
-        done = dataclasses.replace(done, read_bytes=max(0.0, done.num_bytes - stored), written_bytes=0)
-        if key is not None:
-            self.works[key] = done
-        return done
+        return dataclasses.replace(done, read_bytes=max(0.0, done.num_bytes - stored), written_bytes=0)
 
     def seconds(self, op: Op, done: Work) -> float:
         """Time of an op on one device, over all of its runs."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -132,12 +132,14 @@ def read_hlo(text: str, *, mesh: Sizes | None = None) -> CompiledFacts:
     if sizes and module.num_devices not in (1, math.prod(sizes.values())):
         raise wrong_mesh_error(sizes, found=f"a program for {module.num_devices} devices")
     counts = execution_counts(module)
-    started = {chain for name in counts for chain in _starts(module.computations[name])}
+    starts = {name: _started_chains(module.computations[name]) for name in counts}
+    all_started = frozenset(chain for chains in starts.values() for chain in chains)
+    continued = {name: all_started - own for name, own in starts.items()}  # later parts of one started elsewhere
     found = [
         collective
         for name, executions in counts.items()
         for line in module.computations[name].values()
-        if not _is_continued(module.computations[name], line, started)
+        if not continued[name] or line.attribute(_CHAIN) not in continued[name]
         for collective in _collectives(module, name, line, executions, sizes)
     ]
     return CompiledFacts(collectives=tuple(found), memory=None)
@@ -185,17 +187,11 @@ _START = "AsyncCollectiveStart"
 with one chain number: the first one with a call that starts it, the last one with a call that ends it."""
 
 
-def _starts(lines: Computation) -> Iterator[str]:
-    """The chains that are started in a computation."""
-    if any(_START in line.attributes for line in lines.values() if line.opcode == "custom-call"):
-        yield from (line.attribute(_CHAIN) for line in lines.values() if kind_of(line) is not None)
-
-
-def _is_continued(lines: Computation, line: Instruction, started: Set[str]) -> bool:
-    """Whether an instruction is a later part of a collective that is started elsewhere."""
-    if kind_of(line) is None or line.attribute(_CHAIN) not in started - {""}:
-        return False
-    return line.attribute(_CHAIN) not in _starts(lines)
+def _started_chains(lines: Computation) -> frozenset[str]:
+    """The chains of the collectives that are started in a computation."""
+    if not any(_START in line.attributes for line in lines.values() if line.opcode == "custom-call"):
+        return frozenset()
+    return frozenset(line.attribute(_CHAIN) for line in lines.values() if kind_of(line) is not None) - {""}
 
 
 _REDUCE_SCATTER = "all-reduce-scatter"
