@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..cost import Kind
-from ..graph import Op
+from ..graph import CALLS, Op
 from ..hardware import Platform
 from ..propagation import Assignment
 from ..rewrite import xla_workarounds
@@ -348,7 +348,9 @@ class ProgramCollectives:
     ) -> Iterator[Collective]:
         """The collectives of a reshard; what a branch, a recomputation or the rest reshards twice moves once."""
         source, region = self.regions.of(op, v, have)
-        body = () if self.platform == "tpu" else tuple(map(id, op.site[1:]))  # its compiler inlines calls first
+        body = ()
+        if self.platform != "tpu":  # its compiler inlines calls first
+            body = tuple(id(eqn) for eqn in op.site[1:] if eqn.primitive.name in CALLS)
         for i, step in enumerate(steps):
             own = body if i or step.kind in MOVES_SHARDS else None  # another body reshards a copy of its own
             key = (source, step.spec.axes, region, step.kind == "slice", own)

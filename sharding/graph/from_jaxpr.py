@@ -43,7 +43,7 @@ class Builder:
         self.targets: set[int] = set()  # edge targets, which are never annotated directly
         self.repeated: dict[str, list[int]] = {}
         self.loops: tuple[Loop, ...] = ()  # enclosing loops of unknown length
-        self.calls: Site = ()  # enclosing call equations, innermost first
+        self.around: Site = ()  # enclosing equations, innermost first
         self.manual: frozenset[str] = frozenset()  # manual axes of enclosing shard_maps
         self.divergent = False  # whether an enclosing loop or branch may run on only some devices along them
         self.rules: dict[Any, Rule | None] = {}  # cache by primitive, shapes and parameters
@@ -53,7 +53,7 @@ class Builder:
         g = self.graph
         g.shapes.append(tuple(getattr(aval, "shape", ())))
         g.dtypes.append(getattr(aval, "dtype", None))
-        g.sites.append((maker, *self.calls) if maker is not None else ())
+        g.sites.append((maker, *self.around) if maker is not None else ())
         made = len(g.shapes) - 1
         if compat.is_on_host(aval):
             g.memory_kinds[made] = HOST
@@ -69,7 +69,7 @@ class Builder:
         self.op("edge", sources, [target], rule, eqn, times)
 
     def op(self, name: str, ins: Sequence[int], outs: Sequence[int], rule: Rule | None, eqn: Any, times: int) -> None:
-        site = (eqn, *self.calls) if eqn is not None else ()
+        site = (eqn, *self.around) if eqn is not None else ()
         self.graph.ops.append(Op(name, tuple(ins), tuple(outs), rule, site, times, self.loops))
 
     def depend(self, values: Sequence[Atom], on: Iterable[Atom]) -> None:
@@ -186,7 +186,7 @@ class Builder:
             self.graph.memory_kinds[value] = target.memory_kind
         spec = self.checked(target.spec, value) if dict(target.mesh.shape) == dict(self.sizes) else None
         if spec is not None and not spec.is_open:
-            self.add_annotation(value, Annotation(spec=spec, origin=f"device_put at {line((eqn, *self.calls))}"))
+            self.add_annotation(value, Annotation(spec=spec, origin=f"device_put at {line((eqn, *self.around))}"))
 
     def is_constant(self, primitive: str, atoms: Sequence[Atom]) -> bool:
         """Whether an equation is a constant expression: of constants, or a broadcast scalar.
@@ -217,16 +217,16 @@ class Builder:
         atoms = [self.read(scope, a) for a in eqn.invars]
         atoms = self.constrained(atoms, eqn, "in_shardings", times)
         scalars = [scope.scalars_of([a]) for a in eqn.invars]
-        child = scope.children[i, key, pos] = self.called(eqn, jaxpr, atoms, times, scalars)
+        child = scope.children[i, key, pos] = self.body(eqn, jaxpr, atoms, times, scalars)
         self.bind(scope, eqn, self.constrained(self.outs(child), eqn, "out_shardings", times))
 
-    def called(
-        self, eqn: Any, jaxpr: Any, atoms: Sequence[Atom], times: int, scalars: Sequence[Collection[int]]
+    def body(
+        self, eqn: Any, jaxpr: Any, inputs: Sequence[Atom], times: int, scalars: Sequence[Collection[int]] = ()
     ) -> Scope:
-        """Adds the body of an equation that runs it once, inline."""
-        around, self.calls = self.calls, (eqn, *self.calls)
-        child = self.scope(jaxpr, atoms, times, scalars)
-        self.calls = around
+        """Adds the body of an equation, see `scope`."""
+        around, self.around = self.around, (eqn, *self.around)
+        child = self.scope(jaxpr, inputs, times, scalars)
+        self.around = around
         return child
 
     def constrained(self, atoms: list[Atom], eqn: Any, key: str, times: int) -> list[Atom]:
@@ -246,14 +246,14 @@ class Builder:
 
     def annotate(self, scope: Scope, eqn: Any, times: int) -> None:
         p = eqn.params
-        x = self.annotated(scope, eqn, p["asked"], f"annotate at {line((eqn, *self.calls))}", times)
+        x = self.annotated(scope, eqn, p["asked"], f"annotate at {line((eqn, *self.around))}", times)
         if p["name"] is not None:
             self.repeated.setdefault(p["name"], []).append(x)
 
     def same(self, scope: Scope, eqn: Any) -> None:
         """Adds a group; its members stay separate values, which propagation shards as one."""
         members = [self.use(self.read(scope, a), a.aval) for a in eqn.invars]
-        self.graph.groups.append(Group(tuple(members), (eqn, *self.calls)))
+        self.graph.groups.append(Group(tuple(members), (eqn, *self.around)))
         self.bind(scope, eqn, members)
 
     def barrier(self, scope: Scope, eqn: Any, times: int) -> None:
@@ -270,7 +270,7 @@ class Builder:
         if spec is not None:
             dims = tuple(Dim(open=True) if d in free else dim for d, dim in enumerate(spec.dims))
             spec = Spec(dims=dims)
-        self.annotated(scope, eqn, spec, f"with_sharding_constraint at {line((eqn, *self.calls))}", times)
+        self.annotated(scope, eqn, spec, f"with_sharding_constraint at {line((eqn, *self.around))}", times)
 
     def annotated(self, scope: Scope, eqn: Any, spec: Spec | None, origin: str, times: int) -> int:
         """Annotates the operand itself if possible, otherwise a new value after it."""

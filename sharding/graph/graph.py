@@ -28,7 +28,7 @@ Atom = int | None
 """A value's index; None for a constant expression."""
 
 Site = tuple[Any, ...]
-"""An equation and its enclosing calls, innermost first; empty for the program's own edges."""
+"""An equation and those around it, innermost first; empty for the program's own edges."""
 
 
 def line(site: Site) -> str:

@@ -28,7 +28,7 @@ def scan(b: Builder, scope: Scope, i: int, eqn: Any, times: int) -> None:
         _slice(b, stack, var, eqn, times * length)
         for stack, var in zip(stacks, body.invars[n_consts + n_carry :], strict=True)
     ]
-    child = b.scope(body, [*consts, *carry, *xs], times * length)
+    child = b.body(eqn, body, [*consts, *carry, *xs], times * length)
     scope.children[i, "jaxpr", 0] = child
     outs = [b.use(a, v.aval) for a, v in zip(b.outs(child), body.outvars, strict=True)]
     made = [
@@ -79,12 +79,12 @@ def while_(b: Builder, scope: Scope, i: int, eqn: Any, times: int) -> None:
     inits = eqn.invars[n_cond + n_body :]
     carry = _carry(b, inits, eqn)
     declared, around = declared_trip_count(compat.name_stack(eqn)), b.loops
-    rounds, source = math.ceil(times * (declared or 1)), line((eqn, *b.calls))
+    rounds, source = math.ceil(times * (declared or 1)), line((eqn, *b.around))
     b.loops = around if declared else (*around, Loop(source, is_condition=True))
-    condition = b.scope(p["cond_jaxpr"], [*consts[:n_cond], *carry], times + rounds)
+    condition = b.body(eqn, p["cond_jaxpr"], [*consts[:n_cond], *carry], times + rounds)
     scope.children[i, "cond_jaxpr", 0] = condition
     b.loops = around if declared else (*around, Loop(source, is_condition=False))
-    child = b.scope(p["body_jaxpr"], [*consts[n_cond:], *carry], rounds)
+    child = b.body(eqn, p["body_jaxpr"], [*consts[n_cond:], *carry], rounds)
     scope.children[i, "body_jaxpr", 0] = child
     b.loops = around
     _enter(b, eqn.invars[: n_cond + n_body], consts, scope, eqn, times)
@@ -105,7 +105,7 @@ def cond(b: Builder, scope: Scope, i: int, eqn: Any, times: int) -> None:
     scalars = [scope.scalars_of([a]) for a in eqn.invars[1:]]
     sources: list[list[int]] = [[] for _ in results]
     for k, branch in enumerate(eqn.params["branches"]):
-        child = b.scope(branch, inputs, times, scalars)
+        child = b.body(eqn, branch, inputs, times, scalars)
         scope.children[i, "branches", k] = child
         child.exits = list(results)
         for s, result, out, var in zip(sources, results, b.outs(child), child.jaxpr.outvars, strict=True):

@@ -9,17 +9,21 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 from .. import compat
 from ..paths import Glob
 from .graph import Graph, Op, Site, line
 
 _TRANSFORMED = re.compile(r"\w+\(|\)")
-_OWN_SCOPES = frozenset({"checkpoint", "rematted_computation"})
 _LINE = re.compile(r"(?P<file>[^:]*[^:/]):(?P<number>\d+)")
 _NUMBERED = re.compile(r"(?P<op>.+?)(?:#(?P<number>\d+))?")
-BACKWARD = "/backward"
-"""After a place: what the backward pass computes there."""
+Phase = Literal["forward", "recomputed", "backward"]
+"""When a value is computed: by the program as written, anew for the backward pass, or by the backward pass alone."""
+_HIDDEN: tuple[Phase, ...] = ("recomputed", "backward")
+"""After a place, as `model.py:123/recomputed`: what is computed there then."""
+_REMATTED = "rematted_computation"
+_OWN_SCOPES = frozenset({"checkpoint", _REMATTED})
 
 
 def op_name(op: Op) -> str:
@@ -29,13 +33,20 @@ def op_name(op: Op) -> str:
     return op.site[0].primitive.name if op.site else ""
 
 
-def scope(site: Site) -> tuple[str, str]:
-    """The name scope in which a value is computed, and whether it belongs to the forward or backward pass."""
+def scope(site: Site) -> tuple[str, Phase]:
+    """The name scope in which a value is computed, and when."""
     stacks = [compat.name_stack(eqn) for eqn in reversed(site)]
     parts = [part for stack in stacks for part in _TRANSFORMED.sub("", stack).split("/")]
-    phase = "backward" if any("transpose(" in stack for stack in stacks) else "forward"
+    phase: Phase = "backward" if any("transpose(" in stack for stack in stacks) else "forward"
+    if phase == "backward" and _REMATTED in parts:
+        phase = "recomputed"
     # Without `einsum`'s scopes, which repeat its formula: the source line is more useful.
     return "/".join(part for part in parts if part and part not in _OWN_SCOPES and "->" not in part), phase
+
+
+def is_recomputed(name: str) -> bool:
+    """Whether a name is of what is computed anew for the backward pass, which depends on what blocks keep for it."""
+    return "/recomputed/" in name
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +54,7 @@ class Place:
     """Where one value is computed."""
 
     scope: str
-    is_backward: bool
+    phase: Phase
     file: str
     number: int
     """Of the line; -1 if it is unknown."""
@@ -60,13 +71,13 @@ class Places:
     def _places(self) -> dict[int, Place]:
         found: dict[int, Place] = {}
         inputs = set(self.graph.inputs)
-        cached: dict[tuple[int, ...], tuple[str, bool, str, int]] = {}
+        cached: dict[tuple[int, ...], tuple[str, Phase, str, int]] = {}
         for op in self.graph.ops:
             key = tuple(map(id, op.site))
             if key not in cached:
                 name, phase = scope(op.site)
                 file, _, number = line(op.site).partition(" ")[0].rpartition(":")
-                cached[key] = name, phase == "backward", file, int(number) if number.isdigit() else -1
+                cached[key] = name, phase, file, int(number) if number.isdigit() else -1
             own = op_name(op)
             if own:
                 found.update((v, Place(*cached[key], own)) for v in op.results if v not in inputs)
@@ -80,8 +91,9 @@ class Places:
     def find(self, name: str) -> dict[str, int]:
         """Unique name -> value of what is computed at a place; empty if there is no such place.
 
-        A place alone stands for its results: what is computed there and read elsewhere. Forward ops hide those of the
-        backward pass, recomputed ones too, at the same place: these are at `model.py:123/backward`.
+        A place alone stands for its results: what is computed there and read elsewhere. Forward ops hide those that
+        are recomputed at the same place and those of the backward pass: these are at `model.py:123/recomputed` and
+        `model.py:123/backward`.
 
         Args:
             name: a module of the name stack, or the end of one, as `decoder/layer_0/mlp`; a line, as `model.py:123`; or
@@ -106,7 +118,8 @@ class Places:
         place = self._places.get(v)
         if place is None or place.number < 0:
             return ""
-        return f"{place.file}:{place.number}{BACKWARD if place.is_backward else ''}/{place.op}"
+        phase = f"/{place.phase}" if place.phase in _HIDDEN else ""
+        return f"{place.file}:{place.number}{phase}/{place.op}"
 
     def near(self, name: str) -> list[str]:
         """The modules with a similar name; for a line without ops, the nearest lines of its file that have some."""
@@ -121,10 +134,11 @@ class Places:
         """The values computed at a place, those of the forward pass if there are any, and whether others are there."""
         test = self._test(name)
         here = [v for v, place in self._places.items() if test(place)]
-        if not here and name.endswith(BACKWARD):
-            test = self._test(name.removesuffix(BACKWARD))
-            return [v for v, place in self._places.items() if place.is_backward and test(place)], test
-        forward = [v for v in here if not self._places[v].is_backward]
+        place, _, phase = name.rpartition("/")
+        if not here and phase in _HIDDEN:
+            test = self._test(place)
+            return [v for v, place in self._places.items() if place.phase == phase and test(place)], test
+        forward = [v for v in here if self._places[v].phase == "forward"]
         return forward or here, test
 
     def _test(self, name: str) -> Callable[[Place], bool]:

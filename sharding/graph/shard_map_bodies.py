@@ -19,7 +19,7 @@ def linear_solve(b: Builder, scope: Scope, i: int, eqn: Any, times: int) -> None
     first, num_consts = lengths.matvec + lengths.vecmat, sum(lengths)
     operands = [*eqn.invars[first : first + lengths.solve], *eqn.invars[num_consts:]]
     scalars = [scope.scalars_of([a]) for a in operands]
-    child = b.called(eqn, jaxprs.solve, [b.read(scope, a) for a in operands], times, scalars)
+    child = b.body(eqn, jaxprs.solve, [b.read(scope, a) for a in operands], times, scalars)
     scope.children[i, "jaxprs", jaxprs.index(jaxprs.solve)] = child
     b.bind(scope, eqn, b.outs(child))
     for var, inner in zip(eqn.outvars, child.jaxpr.outvars, strict=True):
@@ -46,13 +46,13 @@ def shard_map(b: Builder, scope: Scope, i: int, eqn: Any, times: int) -> None:
         b.edge([source], outside, eqn, times)
         b.depend([outside], scope.scalars_of([atom]))
         inside = b.value(var.aval, eqn)
-        boundary = _annotate_boundary(b, outside, spec, f"in_specs of the shard_map at {line((eqn, *b.calls))}")
+        boundary = _annotate_boundary(b, outside, spec, f"in_specs of the shard_map at {line((eqn, *b.around))}")
         rule = _boundary_rule(b.graph.shapes[outside], boundary, sizes, outward=False)
         b.op("shard_map", [outside], [inside], rule, eqn, times)
         entries.append(outside)
         inner.append(inside)
     if any(size > 1 for axis, size in b.sizes.items() if axis not in b.manual):
-        child = b.scope(body, inner, times)
+        child = b.body(eqn, body, inner, times)
         scope.children[i, "jaxpr", 0] = child
         inner_results = [b.use(a, v.aval) for a, v in zip(b.outs(child), body.outvars, strict=True)]
         scalars = [child.scalars_of([v]) for v in body.outvars]
@@ -64,7 +64,7 @@ def shard_map(b: Builder, scope: Scope, i: int, eqn: Any, times: int) -> None:
     for inside, found, var, spec in rows:
         outside = b.value(var.aval, eqn)
         b.depend([inside], found)
-        boundary = _annotate_boundary(b, outside, spec, f"out_specs of the shard_map at {line((eqn, *b.calls))}")
+        boundary = _annotate_boundary(b, outside, spec, f"out_specs of the shard_map at {line((eqn, *b.around))}")
         rule = _boundary_rule(b.graph.shapes[outside], boundary, sizes, outward=True)
         b.op("shard_map", [inside], [outside], rule, eqn, times)
         results.append(outside)

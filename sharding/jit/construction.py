@@ -17,6 +17,7 @@ from .. import graph, paths, propagation
 from ..completion import Completion
 from ..cost.topology import byte_costs, known_topology
 from ..errors import ShardingError
+from ..graph.places import is_recomputed
 from ..mesh import abstract, platform, tracing_context, with_auto_axes
 from ..propagation import Assignment, Policy, shardy
 from ..propagation.added_annotation import named_annotations
@@ -163,7 +164,7 @@ def executable(f: Callable[..., Any], options: Options, call: Arguments, mesh: M
 def _planned(
     plan: Planned, built: graph.Graph, mesh: Mesh | AbstractMesh, function: str
 ) -> dict[int, graph.Annotation]:
-    """The annotations of a plan."""
+    """The annotations of a plan, without those of recomputed values that the program keeps."""
     if dict(mesh.shape) != dict(plan.axes):
         raise ShardingError(
             f"{function} with a plan for mesh {sizes_text(plan.axes)}",
@@ -171,7 +172,9 @@ def _planned(
             required="the mesh of the plan",
             fix="with plan.mesh(): ...",
         )
-    return named_annotations(built, plan.annotations, dict(mesh.shape))
+    places = graph.Places(built)
+    there = {name: spec for name, spec in plan.annotations.items() if not is_recomputed(name) or places.find(name)}
+    return named_annotations(built, there, dict(mesh.shape))
 
 
 def _of_symbolic_shapes(

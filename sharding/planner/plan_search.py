@@ -15,15 +15,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jax.sharding import PartitionSpec as P
-
 from ..cost.topology import topology_of_sizes
 from ..errors import ShardingError
-from ..graph import Places
+from ..graph.places import is_recomputed
 from ..hardware import Devices, parse
 from ..jit.jit import jit
 from ..mesh import mesh as mesh_of
-from ..paths import find_all
 from ..spec import sizes_text
 from . import plan_remat
 from .algorithms import check_algorithm
@@ -36,6 +33,8 @@ from .plan_version import Version
 
 ANNOTATED = 3
 """The best meshes, whose plans are written as annotations and completed."""
+MAX_FITS = 3
+"""How often recomputation and annotations are fitted to each other."""
 Item = tuple[Version, dict[str, int]]
 """A version of the step and a mesh to try it on."""
 
@@ -287,45 +286,41 @@ class _Search:
     def fitted(self, plan: Plan, search: MeshSearch) -> Plan:
         """The plan with what its blocks can keep within the limit, if that is better."""
         version, options = search.version, self.options
-        if not plan.remat or plan.keeps_everything or version.kwargs or self.is_interrupted or options.left <= 0:
+        if plan.keeps_everything or version.kwargs:
             return plan
-        found = self.refitted(plan, search)
-        if found is None:  # where less is recomputed, what some annotations are of is missing
-            found = self.refitted(dataclasses.replace(plan, annotations=self.everywhere(plan, version)), search)
-        return plan if found is None or rank(found.costs, options.fits) >= rank(plan.costs, options.fits) else found
+        for _ in range(MAX_FITS if plan.remat else 0):
+            policies = None if self.is_interrupted or options.left <= 0 else self.policies(plan, version)
+            if policies is None or policies == plan.remat:
+                break
+            found = self.planned_anew(plan, search, dataclasses.replace(version, policies=policies))
+            self.on_progress(f"{version.name(plan.axes)} with recomputation that fits: {found.costs}")
+            if rank(found.costs, options.fits) >= rank(plan.costs, options.fits):
+                break
+            plan = found
+        return plan
 
-    def refitted(self, plan: Plan, search: MeshSearch) -> Plan | None:
-        """The plan with what its blocks can keep within the limit; None if that is not found."""
-        version, options = search.version, self.options
-        with mesh_of(dict(plan.axes), devices=options.devices):
-            step = version.step.with_plan(dataclasses.replace(plan, remat={}))
-            policies = plan_remat.fitted(step, version.args, options.limit)
-        if policies is None:
-            return None
-        chosen = dataclasses.replace(version, policies=policies)
-        completion, _ = dataclasses.replace(chosen, step=step).completed(plan.axes, options.devices)
-        now = dataclasses.replace(search, completion=completion).costs(completion.assignment)
-        self.on_progress(f"{version.name(plan.axes)} with recomputation that fits: {now}")
+    def policies(self, plan: Plan, version: Version) -> plan_remat.Policies | None:
+        """What the blocks of a plan can keep within the limit; None if that is not found."""
+        annotations = {name: spec for name, spec in plan.annotations.items() if not _is_one_recomputed(name)}
+        with mesh_of(dict(plan.axes), devices=self.options.devices):
+            step = version.step.with_plan(dataclasses.replace(plan, annotations=annotations, remat={}))
+            return plan_remat.fitted(step, version.args, self.options.limit)
 
-        def replan(changes: Mapping[str, P], seconds: float) -> Plan:
-            free, _ = chosen.completed(plan.axes, options.devices)  # without the plan
-            return dataclasses.replace(search, version=chosen, completion=free).replanned(changes, seconds)
+    def planned_anew(self, plan: Plan, search: MeshSearch, version: Version) -> Plan:
+        """The plan for its mesh where blocks keep more: with the annotations of a new search, or with its own."""
+        completion, _ = version.completed(plan.axes, self.options.devices)
+        search = dataclasses.replace(search, version=version, completion=completion)
+        best = search.best(max(1.0, self.options.left / 2))
+        of = best.annotation_search
+        kept = {
+            name: spec
+            for name, spec in plan.annotations.items()
+            if not _is_one_recomputed(name) and (not is_recomputed(name) or of.places.find(name))
+        }
+        result = min(of.completed(kept), best.annotated(), key=lambda one: rank(one.costs, self.options.fits))
+        return best.plan(*best.polish().run(result), plan.candidates[1:])
 
-        return dataclasses.replace(plan, remat=policies, costs=now, replan=replan)
 
-    def everywhere(self, plan: Plan, version: Version) -> dict[str, P]:
-        """The annotations of a plan that mean the same in the program whose blocks keep everything.
-
-        Not those of one of several ops of a line, which others may be numbered as there.
-        """
-        most = dataclasses.replace(version, policies=dict.fromkeys(version.policies, plan_remat.EVERYTHING_KEPT))
-        graph = most.completed(plan.axes, self.options.devices)[0].assignment.graph
-        places = Places(graph)
-
-        def is_there(name: str) -> bool:
-            try:
-                return "#" not in name and bool(find_all(graph.names, name, places))
-            except ShardingError:
-                return False
-
-        return {name: spec for name, spec in plan.annotations.items() if is_there(name)}
+def _is_one_recomputed(name: str) -> bool:
+    """Whether a name is of one of several values that a line recomputes, which others may be once it keeps more."""
+    return is_recomputed(name) and "#" in name

@@ -76,17 +76,41 @@ def test_an_op_of_a_line(c):
     assert not c._places.find(f"{hidden()}/dot_general#2") and not c._places.find(f"{hidden()}/sin")
 
 
-def test_the_backward_pass_of_a_place():
-    """What is recomputed and derived there, which the forward ops of the place hide."""
-    forward, c = complete(), complete(jax.grad(lambda params, x: jax.checkpoint(loss)(params, x)))
-    products = c._places.find(f"{hidden()}/backward/dot_general")
-    assert len(products) == 5  # two recomputed, two for the gradients of `up`, one for that of the second layer's `x`
-    assert products.keys().isdisjoint(c._places.find(f"{hidden()}/dot_general"))
-    (place,) = {c._places.of(v) for v in products.values()}
-    assert place.endswith(f"{hidden()}/backward/dot_general")
-    assert set(c._places.find(place).values()) == set(products.values())
-    assert not forward._places.find(f"{hidden()}/backward")
-    assert c.spec(f"{hidden()}/backward/tanh") == P("data", "tensor")
+@pytest.mark.parametrize("is_looped", [False, True], ids=["layers", "scanned layers"])
+def test_when_an_op_of_a_place_runs(is_looped):
+    """What is recomputed there, and what the backward pass computes: the forward ops of the place hide both."""
+
+    def recomputed(params, x):
+        if not is_looped:
+            return jax.checkpoint(loss)(params, x)
+        once = jax.checkpoint(lambda x: loss(params, x) * x)
+        return jax.lax.scan(lambda x, _: (once(x), None), x, length=3)[0].mean()
+
+    forward, c = complete(), complete(jax.grad(recomputed))
+    counts = {
+        "": 2,
+        "/recomputed": 2,
+        "/backward": 4 if is_looped else 3,
+    }  # of `up` twice, and of the second layer's `x`
+    found = {phase: c._places.find(f"{hidden()}{phase}/dot_general") for phase in counts}
+    assert {phase: len(products) for phase, products in found.items()} == counts
+    assert len({v for products in found.values() for v in products.values()}) == sum(counts.values())
+    for phase, products in found.items():
+        (place,) = {c._places.of(v) for v in products.values()}
+        assert place.endswith(f"{hidden()}{phase}/dot_general")
+        assert set(c._places.find(place).values()) == set(products.values())
+    assert not forward._places.find(f"{hidden()}/recomputed")
+    assert c.spec(f"{hidden()}/recomputed/tanh") == P("data", "tensor")
+
+
+def test_gradients_have_the_same_places_whatever_is_recomputed():
+    """So that what annotates them stands for the same arrays once less is kept."""
+    kept, recomputed = complete(jax.grad(loss)), complete(jax.grad(jax.checkpoint(loss)))
+    places = [
+        {name: c.assignment.graph.shapes[v] for name, v in c._places.find(f"{hidden()}/backward/dot_general").items()}
+        for c in (kept, recomputed)
+    ]
+    assert places[0] == places[1] != {}
 
 
 def test_a_module_named_backward_is_that_module():

@@ -53,7 +53,7 @@ function byLocation(name) {
     const { op, line, scope, phase } = program.origin(v);
     const [, file, where] = /^(.*?):(.*)$/.exec(line) ?? [];
     const location = file ? [file, `line ${where}`] : [op ? "unknown line" : "constants, one per use"];
-    root.at(scope ? [...scope.split("/"), line || "unknown line"] : location).leaves.push([`${op || "constant"}${phase === "backward" ? ", backward" : ""}`, v]);
+    root.at(scope ? [...scope.split("/"), line || "unknown line"] : location).leaves.push([`${op || "constant"}${phase === "forward" ? "" : `, ${phase}`}`, v]);
   }
   return root;
 }
