@@ -48,13 +48,13 @@ _SUMMING = {
 """Primitive -> what it does along a dim, for causes."""
 
 
-def communication(assignment: Assignment, *, name: str = "") -> Ledger:
-    """Every collective that a completed program runs; what XLA does for ops that are left to it is unknown."""
+def communication(assignment: Assignment, *, name: str = "", known: ProgramCollectives | None = None) -> Ledger:
+    """Every collective that a completed program runs, except of ops left to it; those of one platform may be known."""
 
     @functools.cache
     def collectives(platform: Platform) -> tuple[Collective, ...]:
-        program = ProgramCollectives(assignment, platform=platform)
-        return (*(t.collective for _, transfers in program.ops() for t in transfers), *program.in_shard_maps())
+        program = known if known and known.platform == platform else ProgramCollectives(assignment, platform=platform)
+        return (*(t.collective for _, transfers in program.ops for t in transfers), *program.in_shard_maps())
 
     find_cut = functools.cache(functools.partial(cut_searches, assignment))
     given = {"on_platform": collectives, "unknown": unknown_ops(assignment), "find_cut_searches": find_cut}
@@ -97,11 +97,11 @@ class ProgramCollectives:
         self.dtypes = CollectiveDtypes(self.graph, self.strategies, platform)
         self.exchanges = ShardExchanges(self.graph, self.specs, self.sizes, self.collective)
 
-    def ops(self) -> Iterator[tuple[Op, tuple[Transfer, ...]]]:
+    @functools.cached_property
+    def ops(self) -> Sequence[tuple[Op, tuple[Transfer, ...]]]:
         """(op, its collectives) in program order; none for empty arrays, which XLA replaces by constants."""
-        for op in self.graph.ops:
-            if self.graph.is_live(op, self.live):
-                yield op, tuple(t for t in self.transfers(op) if t.collective.result_bytes)
+        live = (op for op in self.graph.ops if self.graph.is_live(op, self.live))
+        return [(op, tuple(t for t in self.transfers(op) if t.collective.result_bytes)) for op in live]
 
     def reassociated(self, platform: Platform) -> Reassociation:
         """The reductions that a platform's compiler leaves behind each op."""

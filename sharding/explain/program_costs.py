@@ -10,7 +10,7 @@ from ..display.units import bytes_text, seconds_text
 from ..hardware import Platform
 from ..propagation import Assignment
 from .memory_report import MemoryReport, memory
-from .predicted_collectives import communication
+from .predicted_collectives import ProgramCollectives, communication
 from .step_time import estimate
 
 
@@ -54,9 +54,10 @@ def costs(
         report: its memory, if it is known.
     """
     held = memory(assignment, donated=donated, platform=platform) if report is None else report
-    collectives = communication(assignment)
+    known = ProgramCollectives(assignment, platform=platform if on is None else on.chip.platform)
+    collectives = communication(assignment, known=known)
     return Costs(
-        seconds=0.0 if on is None else estimate(assignment, on).seconds,
+        seconds=0.0 if on is None else estimate(assignment, on, known=known).seconds,
         sent_bytes=collectives.total_bytes,
         wire_bytes=collectives.lowered(platform if on is None else on.chip).total_wire_bytes,
         peak_bytes=held.peak_bytes,

@@ -213,10 +213,13 @@ class Estimate(Tabular):
     __repr__ = __str__
 
 
-def estimate(assignment: Assignment, on: Topology, *, name: str = "") -> Estimate:
-    """The time of one call of a completed program on the given devices and links."""
+def estimate(
+    assignment: Assignment, on: Topology, *, name: str = "", known: ProgramCollectives | None = None
+) -> Estimate:
+    """The time of one call of a completed program on the given devices and links; its collectives may be known."""
     tasks, parts = [], []
-    for task, part in _Tasks(assignment, on).all():
+    program = ProgramCollectives(assignment, platform=on.chip.platform) if known is None else known
+    for task, part in _Tasks(assignment, on, program).all():
         tasks.append(task)
         parts.append(part)
     return Estimate(
@@ -254,9 +257,8 @@ def _as_scheduled(tasks: Sequence[Task], parts: Sequence[TimedOp]) -> list[Task]
 class _Tasks:
     """The tasks of a program, in program order."""
 
-    def __init__(self, assignment: Assignment, on: Topology):
-        self.assignment, self.graph, self.on = assignment.as_run, assignment.graph, on
-        self.program = ProgramCollectives(assignment, platform=on.chip.platform)
+    def __init__(self, assignment: Assignment, on: Topology, program: ProgramCollectives):
+        self.assignment, self.graph, self.on, self.program = assignment.as_run, assignment.graph, on, program
         self.fused = never_stored(self.graph)
         self.kinds, self.works = op_kinds(self.graph), dict[tuple, Work]()
         self.asynchronous = ASYNCHRONOUS[on.chip.platform] if on.chip.sends_while_computing else ()
@@ -268,7 +270,7 @@ class _Tasks:
         self.started: tuple[str, ...] = ()  # the last task and copies before the current loop
 
     def all(self) -> Iterator[tuple[Task, TimedOp]]:
-        for op, transfers in self.program.ops():
+        for op, transfers in self.program.ops:
             if op.times != self.times:
                 self.times, self.started, self.copies = op.times, (*self.last, *self.copies), []
             waits = [t for v in op.operands for t in self.ready.get(v, ())]

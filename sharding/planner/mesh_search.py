@@ -154,7 +154,6 @@ class MeshSearch:
             limit=limit,
             wanted=wanted,
             assignment=assignment,
-            costs=self.costs(assignment),
         )
 
     @property
@@ -175,8 +174,13 @@ class MeshPlan:
     """On the problem's memory; inf if the program fits without one."""
     wanted: tuple[Spec | None, ...]
     assignment: Assignment
-    """The program sharded as it wants."""
-    costs: Costs
+    """The program sharded as it wants, or as annotations make it."""
+    known_costs: Costs | None = None
+
+    @cached_property
+    def costs(self) -> Costs:
+        """Of this program."""
+        return self.search.costs(self.assignment) if self.known_costs is None else self.known_costs
 
     def annotated(self) -> Annotated:
         """The program with the annotations that make it so."""
@@ -196,7 +200,7 @@ class MeshPlan:
 
     def with_annotations(self, result: Annotated) -> MeshPlan:
         """The program as annotations make it, which may be otherwise than wanted."""
-        return dataclasses.replace(self, assignment=result.assignment, costs=result.costs)
+        return dataclasses.replace(self, assignment=result.assignment, known_costs=result.costs)
 
     def polish(self) -> Polish:
         """The last changes to these annotations."""
@@ -251,20 +255,45 @@ class MeshPlan:
             changes: the annotations that it must have.
             seconds: for the solver; if the plan's annotations don't help, also for leaving out what saves nothing.
         """
-        search = self.search.asked(changes, seconds)
-        fits = search.options.fits
-        found = search.solved(self.of.pinned(search.pinned()), seconds).that_fits(changes)
-        annotations = found.annotation_search
-        same = {
-            name: spec
-            for name, spec in present.annotations.items()
-            if self.decides_alike(found, annotations.values(name))
-        }
-        goal = max(1.0, present.costs.seconds / (self.costs.seconds or 1.0)) * found.costs.seconds
-        result = annotations.without_idle(annotations.extended(same, goal, fits))
-        if not (fits(result.costs) and is_close(result.costs, goal)):
+        search, of = self.search.asked(changes, seconds), self.of
+        of = of.pinned(search.pinned())
+        found, result = self.with_present(search, of, present)
+        if result is None:
+            found = search.solved(of, seconds).that_fits(changes)
             result = found.annotated()
         return found.with_annotations(result).that_fits(changes).plan(result, {}, ())
+
+    def with_present(
+        self, search: MeshSearch, of: GraphProblem, present: Annotated
+    ) -> tuple[MeshPlan, Annotated | None]:
+        """The problem solved anew, and annotations from the present ones; None if these are not good enough.
+
+        They are if the program takes as much longer than the present one as the problem says, and fits.
+        """
+        options = search.options
+        solution = solve(of.problem, options.algorithm, self.limit, options.left, options.seed)
+        found = search.costed(of, solution, self.limit)
+        annotations = found.annotation_search.with_places(self.annotation_search)
+        goal = present.costs.seconds * max(1.0, solution.cost / (self.solution.cost or 1.0))
+
+        def is_good(one: Annotated) -> bool:
+            return options.fits(one.costs) and is_close(one.costs, goal)
+
+        result = annotations.completed(present.annotations)
+        if not is_good(result):
+            result = annotations.extended(
+                {
+                    name: spec
+                    for name, spec in present.annotations.items()
+                    if self.decides_alike(found, annotations.values(name))
+                },
+                goal,
+                options.fits,
+            )
+        if not is_good(result):
+            return found, None
+        more = [name for name in annotations.free(result) if name not in present.annotations]
+        return found, annotations.without_idle(result, more) if more else result
 
     def decides_alike(self, other: MeshPlan, values: Mapping[str, int]) -> bool:
         """Whether another plan wants the same of some values."""

@@ -255,13 +255,14 @@ class _Search:
         annotated: list[tuple[MeshPlan, Annotated]] = []
         try:
             for one in found:
-                if len(annotated) >= ANNOTATED and any(self.options.fits(now.costs) for _, now in annotated):
+                least = min((rank(now.costs, self.options.fits) for _, now in annotated), default=(1, 0.0))
+                is_enough = len(annotated) >= ANNOTATED
+                is_late = self.options.left <= 0 and (is_enough or least <= rank(one.costs, self.options.fits))
+                if is_late or (is_enough and not least[0]):
                     break
                 annotated.append((one, one.annotated()))
                 name = one.search.version.name(one.search.axes)
                 self.on_progress(f"{name} with annotations: {annotated[-1][1].costs}")
-                if self.options.left <= 0:
-                    break
         except KeyboardInterrupt:
             self.is_interrupted = True
             if not annotated:
