@@ -34,7 +34,7 @@ from ..cost.op_time import is_compute_bound
 from ..display import Column, Table, Tabular
 from ..display.units import seconds_text
 from ..graph import Graph, Op
-from ..hardware import Platform
+from ..hardware import Chip, Platform
 from ..propagation import Assignment
 from ..rewrite.op_kind import op_kinds
 from ..rules.rule_table import ELEMENTWISE
@@ -56,8 +56,15 @@ ASYNCHRONOUS: Mapping[Platform, Collection[Kind]] = {
     "gpu": KINDS,
 }
 """The kinds of collectives that run beside compute, as compiled schedules have them. XLA:CPU waits for each. XLA:TPU
-(libtpu 0.0.50.1, v5p) starts only collective-permutes, of which it also makes the reduce-scatters of large products.
-XLA:GPU (JAX 0.12.0.1, H100) starts all, and leaves those synchronous that have nothing to overlap with."""
+(libtpu 0.0.50.1, v5p) starts only collective-permutes, of which it also makes the reduce-scatters of large products,
+and for some chips all-gathers (`Chip.gathers_while_computing`). XLA:GPU (JAX 0.12.0.1, H100) starts all, and leaves
+those synchronous that have nothing to overlap with."""
+
+
+def asynchronous(chip: Chip) -> frozenset[Kind]:
+    """The kinds of collectives that run beside compute on a chip."""
+    gathers: Collection[Kind] = ("all-gather",) if chip.gathers_while_computing else ()
+    return frozenset((*ASYNCHRONOUS[chip.platform], *gathers) if chip.sends_while_computing else ())
 
 
 COLUMNS = (
@@ -261,7 +268,7 @@ class _Tasks:
         self.assignment, self.graph, self.on, self.program = assignment.as_run, assignment.graph, on, program
         self.fused = never_stored(self.graph)
         self.kinds, self.works = op_kinds(self.graph), dict[tuple, Work]()
-        self.asynchronous = ASYNCHRONOUS[on.chip.platform] if on.chip.sends_while_computing else ()
+        self.asynchronous = asynchronous(on.chip)
         self.ready: dict[int, tuple[str, ...]] = {}  # value -> the tasks that it depends on
         self.number = 0
         self.times = 1  # of the current loop

@@ -134,6 +134,8 @@ class Chip:
     calibration file has the rates per device while all run."""
     sends_while_computing: bool = True
     """Whether communication overlaps compute; never on CPU cores, calibrated or not."""
+    gathers_while_computing: bool = False
+    """Whether libtpu starts all-gathers that run while products do, as it does for some chips."""
     collectives: tuple[MeasuredCollective, ...] = ()
     """Measured collectives, which take precedence over the link model."""
 

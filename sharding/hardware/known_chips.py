@@ -131,6 +131,7 @@ _TPU_V5E = Chip(
     wraps_at=16,
     op_seconds=1 * _US,
     collective_seconds=1 * _US,
+    gathers_while_computing=True,  # libtpu 0.0.52
 )
 _TPU_V5P = Chip(
     # https://cloud.google.com/tpu/docs/v5p: 459 TFLOPs in bf16 and in fp8, 95 GiB, 2765 GB/s, 1200 GB/s bidirectional

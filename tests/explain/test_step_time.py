@@ -90,7 +90,7 @@ def test_the_seconds_of_all_limits_are_those_of_the_step(chip):
     assert 0 < estimate.mfu < 1
 
 
-@pytest.mark.parametrize(("chip", "overlaps"), [("h100", True), ("v5p", False), ("cpu", False)])
+@pytest.mark.parametrize(("chip", "overlaps"), [("h100", True), ("v5p", False), ("v5e", True), ("cpu", False)])
 def test_an_all_gather_of_later_weights_overlaps_where_it_is_asynchronous(chip, overlaps):
     def fn(x, u, w):
         return (x @ u) @ w
