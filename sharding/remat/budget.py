@@ -177,9 +177,9 @@ def fit(
 
     For the blocks that are wrapped in `jax.checkpoint(block, policy=remat.auto)`. Each of their values that has a name
     (`jax.ad_checkpoint.checkpoint_name`), and each result of a matmul or convolution, is kept, computed again, or moved
-    to the host. Of each `remat.scan(..., schedule=remat.auto)`, the number of snapshots is chosen (`remat.revolve`), or
-    all residuals are kept. A value in several blocks is treated alike in all of them; blocks in different groups,
-    `policy=remat.auto[k]`, may differ where that comes closer to the limit.
+    to the host. Of each `remat.scan(..., schedule=remat.auto)`, the number of snapshots on the device is chosen
+    (`remat.revolve`), or all residuals are kept. A value in several blocks is treated alike in all of them; blocks in
+    different groups, `policy=remat.auto[k]`, may differ where that comes closer to the limit.
 
     Programs are predicted by `step.complete` under the current mesh, some tens of them. The fastest one within the
     limit then compiles, and where XLA allocates more than the limit for it, the next ones with less memory, until one

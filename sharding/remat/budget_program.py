@@ -96,9 +96,9 @@ class AutoProgram:
         if not recorder.asked:
             raise ShardingError(
                 f"remat.fit({completion.name})",
-                found="no derivative of a block with policy=remat.auto",
-                required="blocks whose recomputation is to be chosen",
-                fix="jax.checkpoint(block, policy=remat.auto)",
+                found="no derivative of a block with policy=remat.auto, or of a scan with schedule=remat.auto",
+                required="blocks or scans whose recomputation is to be chosen",
+                fix=["jax.checkpoint(block, policy=remat.auto)", "remat.scan(..., schedule=remat.auto)"],
             )
         aliases = _aliases(completion.assignment.graph)
         keys: dict[Key, list[Group]] = {}

@@ -196,6 +196,21 @@ def test_a_budget_that_nothing_meets():
         fitted(scanned, PROGRAMS[scanned], 1000)
 
 
+def test_schedules_of_the_users_own_are_not_chosen():
+    def step(schedule):
+        def loss(ws, x):
+            return jnp.sum(remat.scan(lambda x, w: (jnp.tanh(x @ w), None), x, ws, schedule=schedule)[0])
+
+        return loss, (floats(12, 32, 32), X), 1e9
+
+    disk, host = (remat.disk_revolve(12, 3, write_cost=1, read_cost=1, place=place) for place in ("disk", "host"))
+    with pytest.raises(ShardingError, match=r"(?s)snapshots on disk.*remat.fit\(..., memory_bytes=\) chooses"):
+        fitted(*step(disk))
+    with pytest.raises(ShardingError, match=r"remat.scan\(..., schedule=remat.auto\)"):
+        fitted(*step(host))
+    assert fitted(*step(remat.auto)).values[0].name == "scan of 12 steps"
+
+
 def test_a_step_without_blocks_to_choose():
     with pytest.raises(ShardingError, match=r"jax.checkpoint\(block, policy=remat.auto\)"):
         fitted(lambda w, x: jnp.sum(x @ w), (floats(32, 32), X), 1e9)
