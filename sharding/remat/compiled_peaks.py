@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import jax
+from jax.sharding import Mesh
 
 from ..cost import read_compiled
 from ..errors import ShardingError
@@ -41,8 +42,20 @@ class CompiledPeaks:
     """The compiled steps that are in use: the others leave no programs behind."""
 
     def of(self, choice: Choice) -> Compiled:
-        """The step under a choice, on the current mesh."""
-        key = current(), choice
+        """The step under a choice, on the current mesh.
+
+        Raises:
+            ShardingError: described devices, or a backend that does not say what it allocates.
+        """
+        mesh = current()
+        if not isinstance(mesh, Mesh):
+            raise ShardingError(
+                f'remat.fit({self.step.__name__}, peak="compiled")',
+                found="a mesh over described devices",
+                required="devices that XLA compiles for",
+                fix=['peak="predicted"', "sharding.mesh(..., devices=sharding.cost.compile_only(...))"],
+            )
+        key = mesh, choice
         if key in self._peaks:
             return Compiled(self._peaks[key], self._steps.get(key, self.step))
         step = self.step.with_empty_cache()

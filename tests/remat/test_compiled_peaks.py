@@ -3,10 +3,12 @@
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.compilers import COMPILERS
 from support.peak_memory import compiled_bytes
-from support.remat_programs import PROGRAMS, arrays_of, fitted, groups, mlp, scanned, two_devices
+from support.remat_programs import PROGRAMS, arrays_of, auto, fitted, groups, mlp, scanned, two_devices
 
 import sharding
 from sharding import P, ShardingError, remat
@@ -116,6 +118,30 @@ def test_nothing_compiles_for_described_devices(compiles):
         found = remat.fit(step_of(mlp), *PROGRAMS[mlp], memory_bytes=1e12)
         found.within(found.tradeoffs[0].peak_bytes)
     assert found.compiled_bytes is None and not compiles
+
+
+def test_described_devices_have_no_compiled_peak():
+    with (
+        sharding.mesh(data=4, devices="v5p:2x2x1"),
+        pytest.raises(ShardingError, match=r"(?s)described devices.*fix: +peak=\"predicted\""),
+    ):
+        remat.fit(step_of(mlp), *PROGRAMS[mlp], memory_bytes=1e12, peak="compiled")
+
+
+@pytest.mark.slow
+@COMPILERS["tpu"].marks[0]
+def test_programs_that_xla_refuses_are_passed_over():
+    def step(width):
+        with_two = auto(lambda w, x: x + jnp.tanh(jnp.sin(x @ w[0]) @ w[1]))
+        loss = lambda ws, x: jnp.sum(jax.lax.scan(lambda x, w: (with_two(w, x), None), x, ws)[0])  # noqa: E731
+        args = (jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((16, 2, 4096, 4096), (width, 4096)))
+        return sharding.jit(jax.grad(loss), in_shardings=(None, P("data"))), *args
+
+    with sharding.mesh(data=4, devices=sharding.cost.compile_only("v5e:2x2")):
+        found = remat.fit(*step(2**17), memory_bytes=60e9)
+        assert found.compiled_bytes < 17e9 < found.tradeoffs[-1].peak_bytes  # what a v5e has
+        with pytest.raises(ShardingError, match=r"(?s)RESOURCE_EXHAUSTED.*a choice that XLA compiles"):
+            remat.fit(*step(2**20), memory_bytes=60e9)
 
 
 def test_a_limit_below_the_least_compiled_peak():
