@@ -1,5 +1,6 @@
 """`remat.fit` on real devices: the compiled program is within every budget, and no slower with a larger one."""
 
+import gc
 import re
 
 import jax
@@ -111,6 +112,21 @@ def test_what_was_compiled_runs_and_nothing_compiles_twice(compiles):
         assert found.within(limit).policies == slowest.policies
         assert len(compiles) == before
     assert step._cache_size() == 1  # completed above
+
+
+def test_only_the_programs_in_use_stay_loaded(compiles):
+    loaded = jax.devices()[0].client.live_executables
+    gc.collect()
+    before = len(loaded())
+    free = fitted(scanned, PROGRAMS[scanned], 1e12)
+    with two_devices():
+        found = free.within(least_of(free))
+    gc.collect()
+    assert len(compiles) > 1 and len(loaded()) <= before + 2
+    assert found.compiled_bytes < free.compiled_bytes
+    del free
+    gc.collect()
+    assert len(loaded()) <= before + 1
 
 
 def test_nothing_compiles_for_described_devices(compiles):
