@@ -138,11 +138,19 @@ def planned_step(workload: Workload, plan: Plan | None = None) -> Any:
 
 
 def jit_workload(
-    workload: Workload, mesh: Mesh | AbstractMesh, *, batch_size: int, plan: Plan | None = None
+    workload: Workload, mesh: Mesh | AbstractMesh, *, batch_size: int, plan: Plan | None = None, step: Any = None
 ) -> JittedWorkload:
-    """`workload` jitted for `mesh`, which must be the mesh in context; nothing is compiled yet."""
+    """`workload` jitted for `mesh`, which must be the mesh in context; nothing compiles here.
+
+    Args:
+        workload: the model with its data and recipe.
+        mesh: in context.
+        batch_size: examples per step.
+        plan: that the train step follows.
+        step: its train step, where that is jitted already.
+    """
     if plan is None:
-        step, spec = jit_step(workload, mesh), layouts.batch(mesh.axis_names)
+        step, spec = step or jit_step(workload, mesh), layouts.batch(mesh.axis_names)
     else:
         step = planned_step(workload, plan)
         batch = [spec for name, spec in plan.arguments if name.partition("/")[0] == NAMES[1]]

@@ -39,6 +39,8 @@ def check(name: str, model: Any, optimization: Optimization, option: str) -> Non
 def fit(model: Any, step: Callable[[Any], Step], memory_bytes: int) -> tuple[Any, remat.Fitted]:
     """The configuration of a model whose step fits in memory on the mesh in context, and what was chosen.
 
+    On described devices it fits as predicted, on others as compiled.
+
     Args:
         model: its configuration.
         step: the train step of a configuration.

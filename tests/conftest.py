@@ -20,3 +20,17 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.markexpr == "not slow":
         quick_compile.set_flags()
     jax.devices()  # initialises the backend, so that no test can change the number of devices
+
+
+@pytest.fixture
+def compiles():
+    """The durations of XLA's compilations since the test began."""
+    found: list[float] = []
+
+    def listen(event: str, seconds: float, **_: object) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            found.append(seconds)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield found
+    jax.monitoring.unregister_event_duration_listener(listen)

@@ -69,10 +69,11 @@ def _run(config: Train, stop: StopRequest) -> None:
         options = {"steps": recipe.steps, "seed": config.seed, "sample": recipe.sample}
         return family.build(config.model.name, model, optimization, **options)
 
+    step = None
     if config.memory is not None:
         memory_budget.check(config.model.name, model, optimization, f"--memory {config.memory}")
         with sharding.mesh(axes, devices=devices) as mesh:
-            model = _within_memory(config.memory, model, lambda model: _step(build(model), mesh, recipe.batch))
+            model, step = _within_memory(config.memory, model, lambda model: _step(build(model), mesh, recipe.batch))
     if plan is not None:
         model = memory_budget.as_planned(model, plan)
     workload = build(model)
@@ -106,7 +107,7 @@ def _run(config: Train, stop: StopRequest) -> None:
             source=source,
             axes=axes,
             stop=stop,
-            jitted=jitted_workload.jit_workload(workload, mesh, batch_size=recipe.batch, plan=plan),
+            jitted=jitted_workload.jit_workload(workload, mesh, batch_size=recipe.batch, plan=plan, step=step),
         )
         loop.run()
 
@@ -118,12 +119,12 @@ def _step(workload: Workload, mesh: Any, batch_size: int) -> memory_budget.Step:
     )
 
 
-def _within_memory(memory: str, model: Any, step: Callable[[Any], memory_budget.Step]) -> Any:
-    """The model whose step fits in memory; process 0 says what it keeps."""
+def _within_memory(memory: str, model: Any, step: Callable[[Any], memory_budget.Step]) -> tuple[Any, Any]:
+    """The model whose step fits in memory, and that step, compiled; process 0 says what it keeps."""
     model, fitted = memory_budget.fit(model, step, parse_bytes("--memory", memory))
     if processes.index() == 0:
         print(fitted)
-    return model
+    return model, fitted.step
 
 
 def _resume_on_restart(config: Train) -> Train:

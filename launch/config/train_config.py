@@ -76,7 +76,7 @@ class Train:
     """On a non-finite loss or gradient: stop, or skip the step and keep the state before it."""
     memory: Annotated[str | None, arg(metavar="BYTES")] = None
     """Memory per device, such as 16GB: what the model's layers keep, recompute or offload is chosen so that the
-    predicted peak is within it. Default: the preset's recomputation, or --remat."""
+    compiled step is within it. Default: the preset's recomputation, or --remat."""
     init: Annotated[Path | None, arg(metavar="FILE")] = None
     """Initialize the parameters from this safetensors file, such as `sharding checkpoint export` writes."""
     resume: bool = False

@@ -40,7 +40,7 @@ def tracing(policies: Policies) -> AbstractContextManager[None]:
 def fitted(step: Any, args: Sequence[Any], memory_bytes: float) -> Policies | None:
     """The choice that makes a step fastest within a limit; None if none is found."""
     try:
-        return dict(fit(step, *args, memory_bytes=memory_bytes).policies)
+        return dict(fit(step, *args, memory_bytes=memory_bytes, peak="predicted").policies)
     except ShardingError:  # where other programs lack a value that is annotated
         return None
 

@@ -7,7 +7,10 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
+from operator import itemgetter
 from typing import Any, Literal, get_args
+
+from jax.sharding import Mesh
 
 from ..display import Column, Table, Tabular
 from ..display.units import bytes_text, seconds_text
@@ -15,13 +18,15 @@ from ..errors import ShardingError
 from ..explain.largest_batch import larger_axis_hint
 from ..explain.peak_error import PEAK_ERRORS
 from ..hardware import Chip, Devices
+from ..mesh import current
 from .auto_policy import Choice, Group, chosen
 from .budget_program import AutoProgram, Value, recorded
 from .budget_search import Cost, Options
+from .compiled_peaks import Compiled
 from .policy import Policy
 
-Peak = Literal["predicted", "compiled"]
-"""Whose peak memory is limited: the predicted program's, or that of the one that XLA compiles."""
+Peak = Literal["auto", "predicted", "compiled"]
+"""Which peak memory is limited, and which choices compile: see `fit`."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -37,7 +42,7 @@ class Fitted(Tabular):
     chip: str
     """The chip, or devices, of the predicted times."""
     compiled_bytes: int | None
-    """The peak that XLA allocates, if it was asked for."""
+    """The peak that XLA allocates; None if nothing compiled."""
     least: Cost
     """With nothing kept."""
     tradeoffs: tuple[Cost, ...]
@@ -45,12 +50,14 @@ class Fitted(Tabular):
     values: tuple[Value, ...]
     _program: AutoProgram
     _found: tuple[tuple[Options, Cost], ...]
+    _step: Any
+    """With the compiled program, if there is one."""
 
-    def within(self, memory_bytes: float, *, peak: Peak = "predicted") -> Fitted:
-        """The same for another limit, without another search.
+    def within(self, memory_bytes: float, *, peak: Peak = "auto") -> Fitted:
+        """The same for another limit, without another search; compiled peaks are remembered.
 
         Raises:
-            ShardingError: a limit below what any choice takes, as for `fit`.
+            ShardingError: a limit that no choice meets, as for `fit`.
         """
         _check_limit("Fitted.within", memory_bytes)
         _check_peak("Fitted.within", peak)
@@ -86,8 +93,8 @@ class Fitted(Tabular):
 
     @property
     def step(self) -> Fixed:
-        """The step with this choice, whatever the context that it is called in."""
-        return Fixed(self._program.step, Choice(tuple(self.policies.items())))
+        """The step with this choice, whatever the context that it is called in; what `fit` compiled runs."""
+        return Fixed(self._step, Choice(tuple(self.policies.items())))
 
     def tables(self) -> list[Table]:
         """One row per value; then the best programs for other budgets."""
@@ -163,19 +170,22 @@ def fit(
     memory_bytes: float,
     names: Sequence[str] | None = None,
     host_memory_bytes: float | None = None,
-    peak: Peak = "predicted",
+    peak: Peak = "auto",
     hardware: Devices | Chip | str | None = None,
 ) -> Fitted:
     """Chooses what the blocks of a program keep for their backward, so that its peak memory is within a limit.
 
     For the blocks that are wrapped in `jax.checkpoint(block, policy=remat.auto)`. Each of their values that has a name
     (`jax.ad_checkpoint.checkpoint_name`), and each result of a matmul or convolution, is kept, computed again, or moved
-    to the host. Of each `remat.scan(..., schedule=remat.auto)`, the number of snapshots is chosen (`remat.revolve`), or
-    all residuals are kept. A value in several blocks is treated alike in all of them; blocks in different groups,
-    `policy=remat.auto[k]`, may differ where that comes closer to the limit.
+    to the host. Of each `remat.scan(..., schedule=remat.auto)`, the number of snapshots on the device is chosen
+    (`remat.revolve`), or all residuals are kept. A value in several blocks is treated alike in all of them; blocks in
+    different groups, `policy=remat.auto[k]`, may differ where that comes closer to the limit.
 
-    Programs are predicted by `step.complete` under the current mesh, some tens of them; nothing compiles unless asked
-    for. Which ones does not depend on the limit: a larger one never gives a slower program.
+    Programs are predicted by `step.complete` under the current mesh, some tens of them. The fastest one within the
+    limit then compiles, and where XLA allocates more than the limit for it, the next ones with less memory, until one
+    is within; `.step` runs what has been compiled. On described devices nothing compiles, and the limit is that of the
+    prediction, which the compiled program may exceed: `.range_bytes`. The programs to choose from do not depend on the
+    limit: a larger one never gives a slower program, in estimated time.
 
     Args:
         step: of `sharding.jit`, with the derivative inside.
@@ -184,12 +194,13 @@ def fit(
         names: decides on these named values only; the others run again.
         host_memory_bytes: limit of the host's memory per device for what is offloaded; 0 offloads nothing. Default: a
             device's share of what hosts of the mesh's chips have, where that is known, and else 0.
-        peak: what is within the limit: the prediction, which the compiled program may exceed (`.range_bytes`), or what
-            XLA allocates. To find that, the fastest programs compile, one after the other, until one is within.
+        peak: what is within the limit. `"auto"`: the prediction and what XLA allocates, on described devices the
+            prediction; `"predicted"`: the prediction, and nothing compiles; `"compiled"`: what XLA allocates, whatever
+            the prediction: programs compile from the fastest one on, until one is within.
         hardware: as for `Completion.estimate`. Without known devices times are those of a v5p, an H100 or a CPU.
 
     Raises:
-        ShardingError: a limit below what any choice takes, with the least that would do, and what fills it; no block
+        ShardingError: a limit that no choice meets, with the least that would do, and what fills it; no block
             with `policy=remat.auto`; names that the program does not have; a step without `.complete`.
 
     Example:
@@ -205,7 +216,7 @@ def fit(
         >>> with sharding.mesh(data=8):
         ...     fitted = remat.fit(step, *args, memory_bytes=12e6)
         ...     grads = fitted.step(*args)
-        >>> fitted.peak_bytes <= 12e6
+        >>> fitted.compiled_bytes <= 12e6
         True
     """
     _check(step, memory_bytes, peak)
@@ -216,26 +227,29 @@ def fit(
 
 def _chosen(program: AutoProgram, found: Sequence[tuple[Options, Cost]], memory_bytes: float, peak: Peak) -> Fitted:
     """The fastest of the trade-offs within a limit."""
-    compiled_bytes = None
     if peak == "compiled":
-        place, compiled_bytes = _first_within(program, found, memory_bytes)
-        choice, cost = program.choice(found[place][0]), found[place][1]
+        candidates = ((program.choice(options), cost) for options, cost in reversed(found))
     else:
-        place = max((k for k, (_, cost) in enumerate(found) if cost.peak_bytes <= memory_bytes), default=None)
-        if place is None:
-            raise _too_little(program, found[0][0], memory_bytes, found[0][1].peak_bytes)
-        choice, cost = program.between(found[place : place + 2], memory_bytes)
+        candidates = program.within(found, memory_bytes)
+    if peak == "compiled" or (peak == "auto" and isinstance(current(), Mesh)):
+        choice, cost, compiled = _first_compiled(program, candidates, memory_bytes)
+    else:
+        choice, cost = next(candidates)
+        compiled = Compiled(None, program.step)
+        if cost.peak_bytes > memory_bytes:
+            raise _too_little(program, choice, memory_bytes, cost.peak_bytes, "predicted")
     return Fitted(
         memory_bytes=memory_bytes,
         policies=dict(choice.policies),
         cost=cost,
         chip=program.chip,
-        compiled_bytes=compiled_bytes,
+        compiled_bytes=compiled.peak_bytes,
         least=program.least,
         tradeoffs=tuple(cost for _, cost in found),
         values=tuple(program.values(choice)),
         _program=program,
         _found=tuple(found),
+        _step=compiled.step,
     )
 
 
@@ -261,14 +275,22 @@ def names(step: Any, *args: Any) -> tuple[str, ...]:
     return tuple(dict.fromkeys(key[1] for asked in recorder.asked.values() for key in asked if key[0] == "name"))
 
 
-def _first_within(program: AutoProgram, found: Sequence[tuple[Options, Cost]], memory_bytes: float) -> tuple[int, int]:
-    """The fastest trade-off whose compiled peak is within a limit, and that peak."""
+def _first_compiled(
+    program: AutoProgram, candidates: Iterator[tuple[Choice, Cost]], memory_bytes: float
+) -> tuple[Choice, Cost, Compiled]:
+    """The first choice whose compiled peak is within a limit."""
     peaks = []
-    for place in reversed(range(len(found))):
-        peaks.append(program.compiled_peak(program.choice(found[place][0])))
-        if peaks[-1] <= memory_bytes:
-            return place, peaks[-1]
-    raise _too_little(program, found[0][0], memory_bytes, min(peaks))
+    for choice, cost in candidates:
+        compiled = program.compiled.of(choice)
+        if compiled.peak_bytes is None:
+            continue
+        if compiled.peak_bytes <= memory_bytes:
+            return choice, cost, compiled
+        peaks.append((compiled.peak_bytes, choice))
+    if not peaks:
+        raise _refused(program)
+    least, choice = min(peaks, key=itemgetter(0))
+    raise _too_little(program, choice, memory_bytes, least, "compiled")
 
 
 def _check(step: Any, memory_bytes: float, peak: str) -> None:
@@ -310,17 +332,29 @@ def _check_limit(asked: str, memory_bytes: float) -> None:
         )
 
 
-def _too_little(program: AutoProgram, options: Options, memory_bytes: float, least: int) -> ShardingError:
-    report = program.completed(program.choice(options)).memory()
+def _too_little(
+    program: AutoProgram, choice: Choice, memory_bytes: float, least: int, peak: Literal["predicted", "compiled"]
+) -> ShardingError:
+    report = program.completed(choice).memory()
     parts = [f"{bytes_text(num_bytes)} of {kind}" for kind, num_bytes in report.by_class.items()]
     largest = next(iter(report.grouped()), None)
     where = [f"largest: {largest[0]} {largest[1][0].source}".rstrip()] if largest else []
     return ShardingError(
         f"remat.fit({report.name}, memory_bytes={memory_bytes:g})",
         found=[
-            f"at least {least:,} bytes ({bytes_text(least)}), whatever is recomputed: {', '.join(parts[:4])}",
+            f"at least {least:,} bytes ({bytes_text(least)}) {peak}, whatever is recomputed",
+            f"predicted: {', '.join(parts[:4])}",
             *where,
         ],
         required="a limit that some choice meets",
         fix=[f"memory_bytes={least}", larger_axis_hint(report), "a smaller batch, or accumulated gradients"],
+    )
+
+
+def _refused(program: AutoProgram) -> ShardingError:
+    return ShardingError(
+        f"remat.fit({program.step.__name__})",
+        found=program.compiled.refusal.splitlines()[:3],
+        required="a choice that XLA compiles for these devices",
+        fix=["a larger mesh", "a smaller batch, or accumulated gradients"],
     )

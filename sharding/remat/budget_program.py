@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..completion import Completion
-from ..cost import read_compiled
 from ..cost.flops import MATMULS
 from ..errors import ShardingError
 from ..explain import Estimate
@@ -18,6 +17,7 @@ from ..graph import Graph, Op
 from ..hardware import Chip, Devices, Platform
 from .auto_policy import Choice, Group, Recorder, chosen
 from .budget_search import Cost, Options, Search
+from .compiled_peaks import CompiledPeaks
 from .linearized_program import Key, key_of
 from .policy import EVERYTHING, SCAN, Policy, label
 
@@ -66,8 +66,12 @@ class AutoProgram:
     own_host_bytes: int
     """Of the program with nothing offloaded, such as its arguments there."""
     search: Search = field(init=False)
+    mixed: dict[Choice, Cost] = field(default_factory=dict)
+    """Choices that treat the groups differently."""
+    compiled: CompiledPeaks = field(init=False)
 
     def __post_init__(self) -> None:
+        self.compiled = CompiledPeaks(self.step, self.args)
         limit = self.own_host_bytes + self.host_memory_bytes
         decisions = [self.options_of(key) for key in self.keys]
         self.search = Search(decisions, lambda options: self.price(self.choice(options)), limit)
@@ -92,9 +96,9 @@ class AutoProgram:
         if not recorder.asked:
             raise ShardingError(
                 f"remat.fit({completion.name})",
-                found="no derivative of a block with policy=remat.auto",
-                required="blocks whose recomputation is to be chosen",
-                fix="jax.checkpoint(block, policy=remat.auto)",
+                found="no derivative of a block with policy=remat.auto, or of a scan with schedule=remat.auto",
+                required="blocks or scans whose recomputation is to be chosen",
+                fix=["jax.checkpoint(block, policy=remat.auto)", "remat.scan(..., schedule=remat.auto)"],
             )
         aliases = _aliases(completion.assignment.graph)
         keys: dict[Key, list[Group]] = {}
@@ -130,18 +134,29 @@ class AutoProgram:
         self.search.cost((EVERYTHING,) * max(1, len(self.keys)))
         return self.search.run()
 
-    def between(self, found: Sequence[tuple[Options, Cost]], memory_bytes: float) -> tuple[Choice, Cost]:
-        """The fastest within a limit of the first trade-off, which is within, and those of whose groups the first ones
-        follow the second trade-off: no faster than it is, so that a larger limit never gives a slower program."""
-        (options, cost), *after = found
-        best = self.choice(options), cost
-        for next_options, next_cost in after:
+    def within(self, found: Sequence[tuple[Options, Cost]], memory_bytes: float) -> Iterator[tuple[Choice, Cost]]:
+        """The choices whose predicted peaks are within a limit, fastest first, and that of least memory in any case.
+
+        From the fastest such trade-off down, each after the choices between it and the next faster one. A larger limit
+        has all choices of a smaller one, so that the first one that some condition accepts gets no slower.
+        """
+        last = max((k for k, (_, cost) in enumerate(found) if cost.peak_bytes <= memory_bytes), default=0)
+        for place in range(last, -1, -1):
+            options, cost = found[place]
+            yield from (one for one in self._between(*found[place : place + 2]) if one[1].peak_bytes <= memory_bytes)
+            yield self.choice(options), cost
+
+    def _between(self, slower: tuple[Options, Cost], *faster: tuple[Options, Cost]) -> list[tuple[Choice, Cost]]:
+        """The choices in which the first groups follow the next faster trade-off and the others this one, fastest
+        first; only those that are faster than this one and no faster than the other."""
+        found = []
+        for options, cost in faster:
             for share in range(1, len(self.groups)):
-                mixed = self.choice(options, next_options, share)
-                cost = self.price(mixed)
-                if cost.peak_bytes <= memory_bytes and next_cost.seconds <= cost.seconds < best[1].seconds:
-                    best = mixed, cost
-        return best
+                mixed = self.choice(slower[0], options, share)
+                own = self.mixed[mixed] = self.mixed[mixed] if mixed in self.mixed else self.price(mixed)
+                if cost.seconds <= own.seconds < slower[1].seconds:
+                    found.append((mixed, own))
+        return sorted(found, key=lambda one: (one[1].seconds, one[1].peak_bytes))
 
     @property
     def least(self) -> Cost:
@@ -168,21 +183,6 @@ class AutoProgram:
             completion = self.trial.complete(*self.args)
         self.trial.clear_cache()
         return completion
-
-    def compiled_peak(self, choice: Choice) -> int:
-        """The peak that XLA allocates, in bytes per device."""
-        with chosen(choice):
-            compiled = self.trial.lower(*self.args).compile()
-        self.trial.clear_cache()
-        memory = read_compiled(compiled).memory
-        if memory is None:
-            raise ShardingError(
-                f'remat.fit({self.step.__name__}, peak="compiled")',
-                found="a backend without memory analysis",
-                required="one that says what it allocates",
-                fix='peak="predicted"',
-            )
-        return memory.peak_bytes
 
     def price(self, choice: Choice) -> Cost:
         """What it takes."""

@@ -103,5 +103,9 @@ def check_executable(asked: str, schedule: Schedule, steps: int) -> None:
             asked,
             found=f"{len(on_disk)} snapshots on disk, the first: {on_disk[0]}",
             required="all snapshots on the device or on the host: a compiled program does not reach the disk",
-            fix=['remat.disk_revolve(..., place="host")', f"remat.revolve({steps}, {schedule.snapshots})"],
+            fix=[
+                'remat.disk_revolve(..., place="host")',
+                f"remat.revolve({steps}, {schedule.snapshots})",
+                "remat.auto, in a scan: remat.fit(..., memory_bytes=) chooses the snapshots on the device",
+            ],
         )

@@ -182,23 +182,28 @@ class DiskOptimizer:
         tiles = []
         for rows in tile_rows(num_rows, row_bytes, self.tile_bytes):
             tiles.append(self._parts(((rows, *array.shape[1:]) if array.ndim else (), str(array.dtype))))
-        return Entry(shape=array.shape, tiles=tuple(tiles))
+        return Entry(shape=array.shape, tiles=tuple(tiles), state=self._state(tiles[0][0]))
 
     def _parts(self, param: Part) -> tuple[Part, ...]:
         """A tile of a parameter, and of what the optimizer keeps of it."""
         part = jax.ShapeDtypeStruct(*param)
         return tuple(map(_part, (part, *jax.tree.leaves(jax.eval_shape(self.tx.init, part)))))
 
+    def _state(self, param: Part) -> str:
+        """The structure of what the optimizer keeps of a parameter."""
+        return _structure(jax.tree.structure(jax.eval_shape(self.tx.init, jax.ShapeDtypeStruct(*param))))
+
     def _check_state(self, asked: str) -> None:
         """Raises for files that another optimizer has written."""
         for name, entry in self.files.entries.items():
-            found, required = entry.tiles[0], self._parts(entry.tiles[0][0])
+            param = entry.tiles[0][0]
+            found, required = (entry.state, entry.tiles[0]), (self._state(param), self._parts(param))
             if found != required:
                 found, required = (
-                    f"for {name}: {', '.join(f'{dtype}{list(shape)}' for shape, dtype in parts)}"
-                    for parts in (found, required)
+                    f"for {name}: {state} of {', '.join(f'{dtype}{list(shape)}' for shape, dtype in own) or 'nothing'}"
+                    for state, (_, *own) in (found, required)
                 )
-                fix = ["the optimizer that it was made with", "another directory"]
+                fix = ["the optimizer that it was made with, also with other hyperparameters", "another directory"]
                 raise ShardingError(asked, found=f"a state {found}", required=f"the optimizer's, {required}", fix=fix)
 
     def _check(self, gradients: dict[str, Any]) -> None:
@@ -259,6 +264,18 @@ def ahead(reads: Iterable[Callable[[], T]], window: int, thread: ThreadPoolExecu
 
 def _rows(array: Any, rows: tuple[int, int]) -> Any:
     return array[slice(*rows)] if array.ndim else array
+
+
+def _structure(tree: Any) -> str:
+    """A tree by the names of its types, as `tuple(TraceState(*), EmptyState())`, which no version of JAX changes."""
+    node = tree.node_data()
+    if node is None:
+        return "*"
+    kind, keys = node
+    parts = [*map(_structure, tree.children())]
+    if issubclass(kind, dict):
+        parts = [f"{key}: {part}" for key, part in zip(keys, parts, strict=True)]
+    return f"{kind.__name__}({', '.join(parts)})"
 
 
 def _part(leaf: Any) -> Part:

@@ -36,6 +36,8 @@ class Entry:
     shape: tuple[int, ...]
     tiles: tuple[tuple[Part, ...], ...]
     """Of each tile its parts: rows of the parameter, then what the optimizer keeps of them."""
+    state: str = ""
+    """The structure of what the optimizer keeps."""
 
     @property
     def rows(self) -> list[tuple[int, int]]:
@@ -131,7 +133,7 @@ class StateFiles:
             "step": step,
             "generation": generation,
             "entries": {
-                name: {"shape": entry.shape, "tiles": entry.tiles, "checksums": self._next[name]}
+                name: {"shape": entry.shape, "tiles": entry.tiles, "state": entry.state, "checksums": self._next[name]}
                 for name, entry in self.entries.items()
             },
         }
@@ -167,7 +169,7 @@ class StateFiles:
             self.step = found["step"]
             for name, one in found["entries"].items():
                 tiles = tuple(tuple((tuple(shape), dtype) for shape, dtype in tile) for tile in one["tiles"])
-                self.entries[name] = Entry(shape=tuple(one["shape"]), tiles=tiles)
+                self.entries[name] = Entry(shape=tuple(one["shape"]), tiles=tiles, state=one["state"])
                 self._sums[name] = one["checksums"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ShardingError(

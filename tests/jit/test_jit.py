@@ -61,20 +61,6 @@ class Traces:
         return self.f(*args, **kwargs)
 
 
-@pytest.fixture
-def compiles():
-    """The durations of the compilations so far."""
-    seen = []
-
-    def listen(event, seconds, **_):
-        if event == "/jax/core/compile/backend_compile_duration":
-            seen.append(seconds)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    yield seen
-    jax.monitoring.unregister_event_duration_listener(listen)
-
-
 def mlp(w, x):
     return jnp.tanh(annotate(x @ w, P("data", "tensor"))) @ w
 

@@ -25,20 +25,6 @@ def mesh():
         yield m
 
 
-@pytest.fixture
-def compiles():
-    """The compilations since the test began."""
-    seen = []
-
-    def listen(event, duration, **_):
-        if event == "/jax/core/compile/backend_compile_duration":
-            seen.append(duration)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    yield seen
-    jax.monitoring.unregister_event_duration_listener(listen)
-
-
 def test_without_jit_it_runs_op_by_op():
     seen = []
 

@@ -5,6 +5,7 @@ import re
 import jax
 import numpy as np
 import pytest
+from support.peak_memory import compiled_bytes
 from support.short_runs import error_output, losses, train
 
 import sharding
@@ -31,7 +32,7 @@ def least_of(error):
     return int(re.search(r"fix: +memory_bytes=(\d+)", error)[1])
 
 
-def test_a_model_keeps_what_fits():
+def test_a_model_keeps_what_fits_and_the_compiled_step_runs(compiles):
     config = gpt.Config(
         vocab=32, context=16, layers=2, features=16, heads=2, kv_heads=2, mlp_features=32, scan=True, kernels="xla"
     )
@@ -44,6 +45,14 @@ def test_a_model_keeps_what_fits():
         found, fitted = memory_budget.fit(config, step, 10**9)
         jitted, args = step(found)
         assert jitted.complete(*args).memory().peak_bytes == fitted.peak_bytes <= 10**9
+        assert compiled_bytes(jitted.lower(*args)) == fitted.compiled_bytes <= 10**9
+
+        workload = gpt_text.build("small", found, Optimization(), steps=4, seed=0)
+        over = jitted_workload.jit_workload(workload, mesh, batch_size=64, step=fitted.step)
+        state, batch = over.initial_state(0), over.put(np.zeros((64, 17), np.int32))
+        before = len(compiles)
+        jax.block_until_ready(over.train_step(state, batch))
+        assert len(compiles) == before
     assert {value.name for value in fitted.values} == {"block_input", "qkv", "attention_out", "mlp_hidden"}
 
 

@@ -155,5 +155,6 @@ def test_a_tpu_holds_them_on_the_host():
 
 def test_snapshots_on_disk_do_not_run():
     s = remat.disk_revolve(9, 1, write_cost=0, read_cost=0)
-    with pytest.raises(sharding.ShardingError, match=r"snapshot 0 on disk[\s\S]*does not reach the disk"):
+    for_disk = r"snapshot 0 on disk[\s\S]*does not reach the disk[\s\S]*place=\"host\"[\s\S]*remat.auto, in a scan"
+    with pytest.raises(sharding.ShardingError, match=for_disk):
         remat.sequence([jnp.sin] * 9, schedule=s)

@@ -22,6 +22,16 @@ OPTIMIZERS = {
 }
 
 
+def labelled(key):
+    """SGD with momentum whose state is a dict."""
+
+    def update(gradients, state, params=None):
+        new = jax.tree.map(lambda m, g: 0.9 * m + g, state[key], gradients)
+        return jax.tree.map(lambda m: -0.1 * m, new), {key: new}
+
+    return optax.GradientTransformation(lambda params: {key: jax.tree.map(jnp.zeros_like, params)}, update)
+
+
 def first(params, x):
     return jnp.tanh(x @ params["w"] + params["b"].reshape(1, -1))
 
@@ -155,11 +165,40 @@ def test_optimizers_that_mix_elements_are_refused(tmp_path):
 def test_a_state_of_another_optimizer_is_refused(tmp_path):
     zero.DiskOptimizer(optax.adam(1e-2), tmp_path).init({"w": jnp.ones((4, 2))})
     with pytest.raises(
-        ShardingError, match=r"w: float32\[4, 2\], int32\[\], [\s\S]*the optimizer's, for w: float32\[4, 2\]\n"
+        ShardingError,
+        match=r"w: tuple\(ScaleByAdamState\(\*, \*, \*\), EmptyState\(\)\) of int32\[\], float32\[4, 2\], "
+        r"[\s\S]*the optimizer's, for w: tuple\(EmptyState\(\), EmptyState\(\)\) of nothing\n",
     ):
         zero.DiskOptimizer(optax.sgd(1e-2), tmp_path)
     with pytest.raises(ShardingError, match=r"parameters w\s+required: one of \.names"):
         zero.DiskOptimizer(optax.adam(1e-3), tmp_path).read("v")
+
+
+@pytest.mark.parametrize(
+    ("made", "other"),
+    [
+        (optax.adam(1e-2), optax.adamw(1e-2)),  # weight decay has a state, too, an empty one
+        (optax.adam(1e-2), optax.amsgrad(1e-2)),
+        (optax.sgd(1e-2, momentum=0.9), optax.rmsprop(1e-2)),
+        (optax.lion(1e-2), optax.sgd(optax.linear_schedule(1, 0, 3), momentum=0.9)),
+        (optax.adam(1e-2), optax.adam(1e-2, mu_dtype=jnp.bfloat16)),
+        (labelled("velocity"), labelled("squares")),
+    ],
+)
+def test_states_of_the_same_shapes_are_told_apart(tmp_path, made, other):
+    zero.DiskOptimizer(made, tmp_path).init({"w": jnp.ones((4, 2)), "b": jnp.float32(1)})
+    assert zero.DiskOptimizer(made, tmp_path).step == 0
+    with pytest.raises(ShardingError, match="also with other hyperparameters"):
+        zero.DiskOptimizer(other, tmp_path)
+
+
+def test_another_learning_rate_continues_a_state(tmp_path):
+    optimizer = zero.DiskOptimizer(optax.adamw(1e-2), tmp_path)
+    optimizer.init({"w": jnp.ones(4)})
+    optimizer.update({"w": jnp.ones(4)})
+    again = zero.DiskOptimizer(optax.adamw(0.0, weight_decay=0.1), tmp_path)
+    again.update({"w": jnp.ones(4)})
+    assert again.step == 2 and np.array_equal(again.read("w"), optimizer.read("w"))
 
 
 KILLED = """
