@@ -107,11 +107,17 @@ def full_attention(q_BSHD: jax.Array, k_BTGD: jax.Array, v_BTGD: jax.Array) -> j
 
 
 def by_kernels(attend: AttentionFn, implementation: str) -> AttentionFn:
-    """The attention function itself, or the same by a kernel, where one is asked for and knows it."""
+    """The attention function itself, or the same by a kernel or in blocks, where one is asked for and knows it."""
     is_causal = {causal_attention: True, full_attention: False}.get(attend)
-    if is_causal is None or not kernels.runs_kernels(implementation):
+    if is_causal is None:
         return attend
-    return functools.partial(kernels.attention, causal=is_causal, implementation=implementation)
+
+    def attended(q_BSHD: jax.Array, k_BTGD: jax.Array, v_BTGD: jax.Array) -> jax.Array:
+        if not kernels.takes_blocks(q_BSHD, k_BTGD, implementation):
+            return attend(q_BSHD, k_BTGD, v_BTGD)
+        return kernels.attention(q_BSHD, k_BTGD, v_BTGD, causal=is_causal, implementation=implementation)
+
+    return attended
 
 
 def _scores(q_BSHD: jax.Array, k_BTGD: jax.Array) -> jax.Array:

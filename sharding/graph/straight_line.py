@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -78,6 +79,11 @@ def trace_program(function: Callable[..., Sequence[Any]], *shapes: Any) -> Progr
         outputs=tuple(_read(renamed, atom) for atom in inner.outvars),
         values=values,
     )
+
+
+def num_uses(eqns: Iterable[Any], outvars: Iterable[Any]) -> Counter[Any]:
+    """How often each variable is read by the equations, or returned."""
+    return Counter(variables([*(atom for eqn in eqns for atom in eqn.invars), *outvars]))
 
 
 def variables(atoms: Iterable[Any]) -> list[Any]:

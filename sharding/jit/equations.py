@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -40,8 +39,3 @@ def inlined(jaxpr: Any, operands: Sequence[Any]) -> tuple[list[Any], list[Any]]:
 def are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
     """Whether two lists hold the same equations."""
     return len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True))
-
-
-def num_uses(eqns: Sequence[Any], outvars: Sequence[Any]) -> Counter[Any]:
-    """How often each variable is read by the equations, or returned."""
-    return Counter(v for atoms in (*(e.invars for e in eqns), outvars) for v in atoms if not compat.is_literal(v))

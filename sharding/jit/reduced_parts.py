@@ -14,7 +14,8 @@ import jax
 import jax.extend.core as jex
 
 from .. import compat
-from .equations import num_uses, traced
+from ..graph.straight_line import num_uses
+from .equations import traced
 
 COMBINE = {
     "reduce_and": (jax.lax.reduce_and, jax.lax.bitwise_and),

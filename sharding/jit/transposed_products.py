@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .. import compat
-from .equations import num_uses
+from ..graph.straight_line import num_uses
 
 
 def turned(eqns: Sequence[Any], outvars: Sequence[Any]) -> list[Any]:

@@ -18,7 +18,7 @@ Example:
 
 from .bias_gelu_dropout import bias_gelu_dropout, dropout
 from .collective_matmul import all_gather_matmul, matmul_reduce_scatter
-from .dot_product_attention import attention
+from .dot_product_attention import attention, takes_blocks
 from .grouped_matmul import grouped_matmul
 from .implementation import runs_kernels
 from .implementation_table import implementations
@@ -45,5 +45,6 @@ __all__ = [
     "runs_kernels",
     "save_all_but",
     "scaled_softmax",
+    "takes_blocks",
     "with_rule",
 ]

@@ -18,13 +18,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from . import chunked_attention, tpu_attention
+from . import cached_attention, chunked_attention, tpu_attention
 from .attention_masks import Scores
 from .chunked_attention import Segments
 from .saved_names import saved
 from .with_rule import with_rule
 
-MODULES: dict[str, Any] = {"xla_chunked": chunked_attention, "mosaic_tpu": tpu_attention}
+MODULES: dict[str, Any] = {
+    "xla_cached": cached_attention,
+    "xla_chunked": chunked_attention,
+    "mosaic_tpu": tpu_attention,
+}
 """Implementation -> the module of its `forward` and `backward`."""
 
 QUERIES, KEYS, STATISTICS = "b t (g r) d", "b s g d", "b t (g r)"

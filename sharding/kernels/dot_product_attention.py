@@ -18,13 +18,13 @@ import jax.numpy as jnp
 
 from ..errors import ShardingError, raise_together
 from ..mesh import platform
-from . import attention_by_cudnn, tpu_attention
+from . import attention_by_cudnn, cached_attention, tpu_attention
 from .attention_call import attend
 from .attention_masks import EMPTY, Band, Scores, Window
 from .chunked_attention import Segments
 from .implementation import XLA, Candidate, choose
 
-CHUNKED = "xla_chunked"
+CACHED, CHUNKED = "xla_cached", "xla_chunked"
 
 IMPLEMENTATIONS = (
     Candidate(
@@ -40,10 +40,16 @@ IMPLEMENTATIONS = (
         why="the fastest on Hopper GPUs",
     ),
     Candidate(
+        name=CACHED,
+        platforms=frozenset(),
+        obstacle=cached_attention.obstacle,
+        why="scores stay in a core's cache, blocks that are masked are skipped; on CPUs from 256 to 1,024 tokens",
+    ),
+    Candidate(
         name=CHUNKED,
         platforms=frozenset({"tpu", "gpu"}),
         obstacle=lambda *_, **__: "",
-        why="memory linear in length, in plain JAX; on CPUs from 512 x 512 scores on",
+        why="memory linear in length, in plain JAX; on CPUs from 1,025 tokens on",
     ),
 )
 
@@ -110,9 +116,10 @@ def attention(
         return_stats: whether to return the logsumexp of each query's scores too. Attention to parts of the keys
             combines with weights `exp(logsumexp of the part - logsumexp of all)`. It has a gradient.
         implementation: `"xla"`: all scores at once, in plain JAX. `"xla_chunked"`: block by block, in plain JAX.
-            `"mosaic_tpu"`: a Pallas kernel. `"cudnn"`: cuDNN's, for 16-bit arrays on GPUs, without segments or
-            statistics. `"auto"`: the first that can run of, on TPUs, the Pallas kernel and blocks, on GPUs, cuDNN
-            and blocks, and on CPUs `"xla"`, or blocks where the scores of a head are at least 512 x 512.
+            `"xla_cached"`: in plain JAX, one example at a time, for the caches of CPUs. `"mosaic_tpu"`: a Pallas
+            kernel. `"cudnn"`: cuDNN's, for 16-bit arrays on GPUs, without segments or statistics. `"auto"`: the first
+            that can run of, on TPUs, the Pallas kernel and `"xla_chunked"`, on GPUs, cuDNN and `"xla_chunked"`, and on
+            CPUs `"xla"`, or, from 256 x 256 scores of a head on, `"xla_cached"` and `"xla_chunked"`.
 
     Returns:
         [B, T, H, D] in the dtype of `q`; with `return_stats`, also the logsumexp [B, T, H] in float32, -1e30 for a
@@ -169,12 +176,29 @@ def reference(
     return out_BTHD, jnp.moveaxis(lse_BGRT, 3, 1).reshape(B, T, H)
 
 
-CHUNKED_FROM = 512 * 512
+BLOCKS_FROM = 256 * 256
 """Scores of a head from which blocks are faster on CPUs."""
 
 
-def _on_cpu(q: jax.Array, k: jax.Array) -> str:
-    return CHUNKED if q.shape[1] * k.shape[1] >= CHUNKED_FROM else XLA
+def takes_blocks(q: Any, k: Any, implementation: str = "auto") -> bool:
+    """Whether `attention` of such queries and keys never has all scores at once, on the current mesh's platform.
+
+    Example:
+        >>> import jax
+        >>> from sharding import kernels
+        >>> short, long = (jax.ShapeDtypeStruct((1, length, 8, 16), "float32") for length in (64, 256))
+        >>> kernels.takes_blocks(short, short), kernels.takes_blocks(long, long)
+        (False, True)
+    """
+    if implementation == "auto" and platform() == "cpu":
+        return _on_cpu(q, k) != XLA
+    return implementation != XLA
+
+
+def _on_cpu(q: Any, k: Any) -> str:
+    if q.shape[1] * k.shape[1] < BLOCKS_FROM:
+        return XLA
+    return CHUNKED if cached_attention.obstacle(q, k) else CACHED
 
 
 def _segments(segment_ids: SegmentIds) -> Segments:

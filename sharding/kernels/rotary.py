@@ -22,6 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ..errors import ShardingError
+from ..mesh import platform
 from . import rotary_gpu
 from .implementation import XLA, Candidate, backend, choose, unsupported
 from .with_rule import with_rule
@@ -94,6 +95,8 @@ def rotary(
     cos_BSH, sin_BSH = (jax.lax.stop_gradient(f(angles_BSH)) for f in (jnp.cos, jnp.sin))
     chosen = choose("rotary", IMPLEMENTATIONS, implementation, x_BSND, half=half, is_interleaved=interleaved)
     if chosen == XLA:
+        if platform() == "cpu":  # XLA:CPU would compute them again for each head and example
+            cos_BSH, sin_BSH = jax.lax.optimization_barrier((cos_BSH, sin_BSH))
         return reference(x_BSND, cos_BSH, sin_BSH, interleaved)
     return _rotary(x_BSND, cos_BSH, sin_BSH, interleaved, chosen)
 

@@ -25,6 +25,7 @@ import numpy as np
 import optax
 from flax import nnx
 
+import sharding
 from sharding.launch import train_step
 from sharding.models import gpt
 
@@ -114,9 +115,15 @@ def single(parts: int = 1) -> Contender:
         loss, gradients = both(params, tokens)
         return updated(params, opt_state, gradients), loss
 
+    run = sharding.jit(step, donate_argnums=0)
+
+    def once(state: Any, tokens: jax.Array) -> tuple[Any, jax.Array]:
+        with sharding.mesh(data=1):
+            return run(state, tokens)
+
     state = params, gpt_workload.OPTIMIZER.init(params)
     name = "single" + (f", {parts} microbatches" if parts > 1 else "")
-    return Contender(name=name, step=jax.jit(step, donate_argnums=0), state=state)
+    return Contender(name=name, step=once, state=state)
 
 
 def alternate(found: Sequence[Contender], tokens: np.ndarray, rounds: int) -> None:

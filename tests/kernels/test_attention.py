@@ -12,9 +12,9 @@ from support.kernel_checks import AHEAD_OF_TIME, MESHES
 import sharding
 from sharding import P, ShardingError, compat, kernels
 from sharding.cost import work
-from sharding.kernels import chunked_attention, tpu_attention
+from sharding.kernels import cached_attention, chunked_attention, tpu_attention
 
-OWN = ("xla_chunked", "mosaic_tpu")
+OWN = ("xla_chunked", "xla_cached", "mosaic_tpu")
 
 CASES = {  # lengths of queries and keys, batch, query heads, key heads, features; dtype; options
     "odd": ((7, 7, 2, 4, 2, 8), "float32", {}),
@@ -62,6 +62,7 @@ def check(implementation, shape, dtype, options):
 def small_blocks(monkeypatch):
     """So that short sequences have several, and queries several parts, of at most two heads."""
     monkeypatch.setattr(chunked_attention, "CPU_BLOCK", (16, 8))
+    monkeypatch.setattr(cached_attention, "LEAST_BLOCK", 8)
     monkeypatch.setattr(tpu_attention, "FORWARD_BLOCK", (128, 128))
     monkeypatch.setattr(tpu_attention, "BACKWARD_BLOCK", (128, 128))
     monkeypatch.setattr(tpu_attention, "QUERY_GRADIENT_BYTES", 2 * 128 * 128 * 12)
@@ -77,7 +78,8 @@ def test_values_and_gradients(implementation, case):
 @pytest.mark.slow
 @pytest.mark.parametrize("implementation", OWN)
 @pytest.mark.parametrize("case", SWEEP, ids=str)
-def test_long_sequences(implementation, case):
+def test_long_sequences(implementation, case, monkeypatch):
+    monkeypatch.setattr(cached_attention, "LONGEST", 1300)
     check(implementation, *case)
 
 
@@ -145,7 +147,7 @@ SUMS = {"all-reduce": 4}
 @pytest.mark.parametrize("seed", range(3))
 def test_sharded(sizes, seed):
     args = arrays((16, 16, 4, 4, 2, 8))
-    implementation, options = OWN[seed % 2], [{}, {"causal": True}, {"window": (5, 1)}][seed]
+    implementation, options = OWN[seed], [{}, {"causal": True}, {"window": (5, 1)}][seed]
     specs = kernel_checks.random_specs([x.shape for x in args], sizes, seed)
     most = {"all-reduce": 6, "all-gather": 12, "all-to-all": 12, "collective-permute": 12}  # between other specs
     f, reference = attend(implementation, **options), attend("xla", **options)
@@ -207,8 +209,14 @@ def test_compiles_with_all_masks(platform, described):
     kernel_checks.check_ahead_of_time(platform, described, f, args, (0, 1, 2), specs, SUMS)
 
 
-@pytest.mark.parametrize("implementation", OWN)
-@pytest.mark.parametrize("length", [2048, 4096])
+@pytest.mark.parametrize(
+    ("implementation", "length"),
+    [
+        ("xla_cached", 512),
+        ("xla_cached", 1024),
+        *((one, n) for one in OWN if one != "xla_cached" for n in (2048, 4096)),
+    ],
+)
 def test_flops(implementation, length):
     """Forward 4 BHTSD, of the blocks that a causal mask leaves; with the backward pass 3.5 times that."""
     q = jax.ShapeDtypeStruct((1, length, 2, 64), "float32")
@@ -253,8 +261,21 @@ def test_auto():
         assert runs(q.update(dtype="float16")) == ["scan"]
     with sharding.mesh(a=8, devices="h100:1x8"):
         assert runs(q, segment_ids=jnp.zeros((1, 4), int)) == runs(q.update(dtype="float32")) == ["scan"]
-    assert runs(q.update(shape=(1, 511, 2, 8))) == []
-    assert runs(q.update(shape=(1, 512, 2, 8))) == ["scan"]
+    assert runs(q.update(shape=(1, 255, 2, 8))) == []
+    assert runs(q.update(shape=(1, 256, 2, 8))) == runs(q.update(shape=(1, 1025, 2, 8))) == ["scan"]
+
+
+def test_scores_stay_in_a_cache():
+    q = jax.ShapeDtypeStruct((16, 256, 4, 16), "float32")
+    of_one_example = 4 * 256 * 256 * 4
+
+    def bytes_of(implementation):
+        attention = functools.partial(kernels.attention, causal=True, implementation=implementation)
+        gradients = jax.grad(lambda *args: (attention(*args) ** 2).sum(), argnums=(0, 1, 2))
+        return jax.jit(gradients).lower(q, q, q).compile().memory_analysis().temp_size_in_bytes
+
+    arrays = 8 * 16 * 256 * 4 * 16 * 4
+    assert bytes_of("auto") == bytes_of("xla_cached") < arrays + of_one_example < 16 * of_one_example < bytes_of("xla")
 
 
 def temporary_bytes(length, implementation="xla_chunked"):
@@ -287,8 +308,13 @@ GOOD = (1, 8, 4, 16)
         ([GOOD] * 3, {"segment_ids": jnp.zeros((1, 7), int)}, r"integers \[1, 8\]"),
         ([GOOD] * 3, {"segment_ids": jnp.zeros((1, 8))}, "integers"),
         ([GOOD, (1, 9, 4, 16), (1, 9, 4, 16)], {"segment_ids": jnp.zeros((1, 8), int)}, "a pair"),
-        ([GOOD] * 3, {"implementation": "triton"}, "one of 'auto', 'xla', 'mosaic_tpu', 'cudnn', 'xla_chunked'"),
+        (
+            [GOOD] * 3,
+            {"implementation": "triton"},
+            "one of 'auto', 'xla', 'mosaic_tpu', 'cudnn', 'xla_cached', 'xla_chunked'",
+        ),
         ([GOOD] * 3, {"implementation": "cudnn"}, "GPUs"),
+        ([(1, 1025, 1, 8)] * 3, {"implementation": "xla_cached"}, "at most 1,024 queries"),
         ([(1, 8, 1, 1024)] * 3, {"implementation": "mosaic_tpu"}, "at most 256 features"),
     ],
     ids=str,

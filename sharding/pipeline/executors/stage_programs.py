@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 
 from ... import compat
+from ...graph.cpu_matmul_order import reordered
 from ...graph.straight_line import Program, trace_program, variables
 from ...rules.rule_table import ELEMENTWISE, TRANSCENDENTAL
 from .activations import EMPTY, Activation, ActivationTree, Arrays, is_float
-from .cpu_matmul_order import reorder_products
 
 CHEAP = (ELEMENTWISE - TRANSCENDENTAL | {"broadcast_in_dim", "div", "reshape", "squeeze"}) - {"name"}
 """Primitives that are cheaper to rematerialize than to store and load."""
@@ -137,7 +137,8 @@ def trace_stage(stage_fn: Callable[..., Any], weights: Any, x: Any, context: Any
         return [*dw, *dx]
 
     out_floats = [atom.aval for atom in forward.outputs[:num_floats]]
-    backward = reorder_products(trace_program(pullback, *[atom.aval for atom in residuals], *out_floats))
+    traced = trace_program(pullback, *[atom.aval for atom in residuals], *out_floats)
+    backward = traced.subprogram(traced.inputs, traced.outputs, reordered(traced.eqns, traced.outputs))
     return _partition(
         forward,
         backward,

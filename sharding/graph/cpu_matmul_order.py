@@ -1,45 +1,72 @@
-"""Reorders the matmuls of a backward pass for XLA:CPU.
+"""Reorders the matmuls of a program for XLA:CPU.
 
 Differentiation multiplies the gradient of a product's result by one operand, always in this order, and transposes the
-result if it is the gradient of the other operand. XLA:CPU removes such a transpose by copying both operands, and its
-batched matmuls are fast only if the first operand is contracted along its last dim. The sums are the same either way.
+result if it is the gradient of the other operand. XLA:CPU removes such a transpose by copying both operands. Its
+matmuls are fast if the first operand is contracted along its last dims: it copies another one first, so the smaller
+operand should come first. The sums are the same either way.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.extend.core as jex
 from jax.extend.core import primitives
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from ... import compat
-from ...graph.straight_line import Program, variables
+from .. import compat
+from .inlined_calls import CALLS
+from .straight_line import num_uses
+
+REORDERED_INSIDE = CALLS | {"cond", "scan", "shard_map", "while"}
+"""Primitives whose bodies are reordered, too."""
 
 _Operand = tuple[Any, tuple[int, ...], tuple[int, ...]]
 """An array, its contracted dims, and its batch dims."""
 
 
-def reorder_products(program: Program) -> Program:
-    """An equivalent program with fewer transposes of large arrays."""
-    uses = Counter(variables([*program.outputs, *(atom for eqn in program.eqns for atom in eqn.invars)]))
-    products = {eqn.outvars[0]: eqn for eqn in program.eqns if _may_swap(eqn) and uses[eqn.outvars[0]] == 1}
-    swaps = {eqn: products[eqn.invars[0]] for eqn in program.eqns if _is_swap(eqn, products)}
-    replaced = set(swaps.values())
-    eqns: list[Any] = []
-    for eqn in program.eqns:
-        if eqn in swaps:
-            eqns.append(_swapped(swaps[eqn], eqn.outvars[0]))
-        elif eqn not in replaced:
-            eqns += _swapped_with_barriers(eqn) if _may_swap(eqn) and _has_large_first(eqn) else [eqn]
-    return program.subprogram(program.inputs, program.outputs, eqns)
+def reorder(jaxpr: Any) -> Any:
+    """The jaxpr with reordered matmuls, also in its bodies; itself if nothing changes."""
+    source = compat.open_jaxpr(jaxpr)
+    eqns = reordered([_with_reordered_bodies(eqn) for eqn in source.eqns], source.outvars)
+    is_same = len(eqns) == len(source.eqns) and all(a is b for a, b in zip(eqns, source.eqns, strict=True))
+    return jaxpr if is_same else compat.rebuild(jaxpr, eqns=eqns, outvars=source.outvars)
+
+
+def reordered(eqns: Sequence[Any], outvars: Sequence[Any]) -> list[Any]:
+    """Equations that compute the same with fewer transposes of large arrays."""
+    uses = num_uses(eqns, outvars)
+    products = {eqn.outvars[0]: eqn for eqn in eqns if _may_swap(eqn) and uses[eqn.outvars[0]] == 1}
+    swaps = {id(eqn): products[eqn.invars[0]] for eqn in eqns if _is_swap(eqn, products)}
+    replaced = set(map(id, swaps.values()))
+    found: list[Any] = []
+    for eqn in eqns:
+        if id(eqn) in replaced:
+            continue
+        product = _swapped(swaps[id(eqn)], eqn.outvars[0]) if id(eqn) in swaps else eqn
+        found += _swapped_with_barriers(product) if _may_swap(product) and _has_large_first(product) else [product]
+    return found
+
+
+def _with_reordered_bodies(eqn: Any) -> Any:
+    params = eqn.params
+    for key, position, body in compat.sub_jaxprs(params) if eqn.primitive.name in REORDERED_INSIDE else ():
+        new = reorder(body)
+        if new is not body:
+            params = compat.with_jaxpr(params, key, position, new)
+    return eqn if params is eqn.params else eqn.replace(params=params)
 
 
 def _may_swap(eqn: Any) -> bool:
-    """Whether it is a matmul without an explicit output sharding."""
-    return eqn.primitive.name == "dot_general" and eqn.params.get("out_sharding") is None
+    """Whether it is a matmul whose result has no sharding of explicit mesh axes."""
+    if eqn.primitive.name != "dot_general":
+        return False
+    sharding = eqn.params.get("out_sharding")
+    return sharding is None or AxisType.Explicit not in sharding.mesh.axis_types
 
 
 def _is_swap(eqn: Any, products: dict[Any, Any]) -> bool:
@@ -51,10 +78,10 @@ def _is_swap(eqn: Any, products: dict[Any, Any]) -> bool:
 
 
 def _has_large_first(eqn: Any) -> bool:
-    """Whether the first operand of a batched matmul needs a transpose and is larger than the second plus the result."""
-    (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
+    """Whether the first operand needs a transpose and is larger than the second plus the result."""
+    contracted = eqn.params["dimension_numbers"][0][0]
     left, right = (atom.aval for atom in eqn.invars)
-    if not batch or left.ndim - 1 in contracted:
+    if not contracted or left.ndim - 1 in contracted:
         return False
     return math.prod(left.shape) > math.prod(right.shape) + math.prod(eqn.outvars[0].aval.shape)
 
@@ -75,26 +102,33 @@ def _swapped(product: Any, result: Any) -> Any:
 
 
 def _product(like: Any, left: _Operand, right: _Operand, result: Any) -> Any:
-    """A matmul equation."""
+    """The matmul of the operands of another one in the other order."""
     numbers = ((left[1], right[1]), (left[2], right[2]))
     precision = like.params["precision"]
     swapped = precision[::-1] if isinstance(precision, tuple) else precision
     params = {**like.params, "dimension_numbers": numbers, "precision": swapped}
+    if (sharding := params.get("out_sharding")) is not None:
+        dims = (*sharding.spec, *[None] * (result.aval.ndim - len(sharding.spec)))
+        spec = P(*(dims[dim] for dim in _swap_permutation(like)))
+        params["out_sharding"] = NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
     return like.replace(invars=[left[0], right[0]], outvars=[result], params=params)
 
 
 def _swapped_with_barriers(product: Any) -> list[Any]:
     """The product of the swapped operands, with compensating transposes.
 
-    Transposes the smaller operand and the result, each behind an optimization barrier: otherwise XLA would fold the
-    transpose back into the product, for which it has no fast kernel.
+    Transposes the smaller operand and the result. A barrier keeps XLA from folding the result's transpose back into the
+    product and, in batched matmuls, for which it has no fast kernel, that of the operand.
     """
     (left_sums, right_sums), (left_batch, right_batch) = product.params["dimension_numbers"]
     left, right = product.invars
-    ndim, num_batch = right.aval.ndim, len(right_batch)
-    free = [dim for dim in range(ndim) if dim not in right_sums and dim not in right_batch]
-    stored, before = _stored_permuted(product, right, (*right_batch, *free, *right_sums))
-    first = (stored, tuple(range(num_batch + len(free), ndim)), tuple(range(num_batch)))
+    first: _Operand = (right, right_sums, right_batch)
+    before: list[Any] = []
+    if right_batch:
+        ndim, num_batch = right.aval.ndim, len(right_batch)
+        free = [dim for dim in range(ndim) if dim not in right_sums and dim not in right_batch]
+        stored, before = _stored_permuted(product, right, (*right_batch, *free, *right_sums))
+        first = (stored, tuple(range(num_batch + len(free), ndim)), tuple(range(num_batch)))
     order = _swap_permutation(product)
     result = product.outvars[0]
     between = _permuted(result, order)

@@ -7,8 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import sharding
+from sharding import P
+from sharding.graph import cpu_matmul_order
 from sharding.graph.straight_line import trace_program
-from sharding.pipeline.executors.cpu_matmul_order import reorder_products
 
 X, G = jnp.ones((2, 5, 3)), jnp.ones((2, 5, 7))
 SCORES, Q = jnp.ones((2, 4, 16, 15)), jnp.ones((2, 4, 16, 3))
@@ -34,16 +36,27 @@ def keys(scores, q):
     return dot(scores, q, ((2,), (2,)), ((0, 1), (0, 1)))
 
 
-CASES = {"weights": (weights, X, G), "heads": (heads, X, G), "keys": (keys, SCORES, Q)}
+def wide(h, g):
+    """The gradient of weights [8, 2] with a large input."""
+    return dot(h, g, ((0, 1), (0, 1)))
+
+
+H, SMALL = jnp.ones((2, 9, 8)), jnp.ones((2, 9, 2))
+CASES = {"weights": (weights, X, G), "heads": (heads, X, G), "keys": (keys, SCORES, Q), "wide": (wide, H, SMALL)}
+
+
+def reorder_products(program):
+    eqns = cpu_matmul_order.reordered(program.eqns, program.outputs)
+    return program.subprogram(program.inputs, program.outputs, eqns)
 
 
 def transposed(program):
-    """Number of elements that a program transposes: in transposes, and in first operands of batched matmuls."""
+    """Number of elements that a program transposes: in transposes, and in first operands of matmuls."""
     found = 0
     for eqn in program.eqns:
-        (contracted, _), (batch, _) = eqn.params.get("dimension_numbers", (((), ()), ((), ())))
+        (contracted, _), _ = eqn.params.get("dimension_numbers", (((), ()), ((), ())))
         first = eqn.invars[0].aval
-        if eqn.primitive.name == "transpose" or (batch and first.ndim - 1 not in contracted):
+        if eqn.primitive.name == "transpose" or (contracted and first.ndim - 1 not in contracted):
             found += math.prod(first.shape)
     return found
 
@@ -77,7 +90,7 @@ def test_a_product_with_another_use_stays():
         product = dot(g, x, ((0, 1), (0, 1)))
         return [product, jax.lax.transpose(product, (1, 0))]
 
-    program = trace_program(both, X, G)
+    program = trace_program(both, X, X)
     assert reorder_products(program).eqns == program.eqns
 
 
@@ -96,3 +109,33 @@ def test_precision_goes_with_its_operand():
 
     (eqn,) = reorder_products(trace_program(product, X, G)).eqns
     assert eqn.params["precision"] == (low, high)
+
+
+def test_bodies_are_reordered_and_others_stay():
+    def scanned(h, g):
+        return jax.lax.scan(lambda total, _: (total + wide(h, g), None), jnp.zeros((8, 2)), length=2)[0]
+
+    jaxpr = jax.make_jaxpr(scanned)(H, SMALL)
+    found = cpu_matmul_order.reorder(jaxpr)
+    assert "optimization_barrier" in str(found)
+    np.testing.assert_array_equal(jax.core.eval_jaxpr(found.jaxpr, found.consts, H, SMALL)[0], scanned(H, SMALL))
+    same = jax.make_jaxpr(lambda h, w: jax.jit(jnp.matmul)(h, w))(H, jnp.ones((8, 3)))
+    assert cpu_matmul_order.reorder(same) is same
+
+
+def test_sharded_programs_are_reordered_and_keep_their_collectives():
+    """On CPUs alone: the gradient of a weight with a large input, summed over the batch and sharded."""
+    h = jax.random.normal(jax.random.key(0), (8, 16, 32))
+    g = jax.random.normal(jax.random.key(1), (8, 16, 4))
+    expected = wide(h, g)
+    with sharding.mesh(data=4, tensor=2):
+        step = sharding.jit(wide, in_shardings=(P("data", None, "tensor"), P("data")))
+        completion, compiled = step.complete(h, g), step.lower(h, g).compile()
+        assert completion.out_shardings == P("tensor")
+        completion.verify(compiled)
+        found = step(h, g)
+        assert "optimization_barrier" in step.lower(h, g).as_text()
+    assert "f32[4,16]{1,0} all-reduce(" in compiled.as_text()
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+    with sharding.mesh(data=4, tensor=2, devices="v5p:2x2x2"):
+        assert "optimization_barrier" not in step.lower(h, g).as_text()
