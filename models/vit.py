@@ -55,7 +55,8 @@ class Config:
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of activations; parameters, norms and softmax stay in float32."""
     kernels: Literal["auto", "xla", "pallas"] = "auto"
-    """Attention and norms: Pallas kernels, plain JAX, or the kernels of the mesh's platform, which has none on CPUs."""
+    """Attention and norms: Pallas kernels, plain JAX, or what is fast on the mesh's platform: kernels, on CPUs none but
+    attention in blocks."""
 
     def __post_init__(self):
         sizes = ("image", "channels", "patch", "classes", "layers", "features", "heads", "mlp_features")
