@@ -77,7 +77,7 @@ def planned(devices: str) -> tuple[Program, Row]:
     """A plan, and what it says of itself."""
     step, args = train_step(Plan(model=ModelOptions(name=MODEL), devices=devices, batch=BATCH))
     start = time.process_time()
-    plan = sharding.plan(step, *args, devices=devices, mesh=PLANNED, seconds=600, on_progress=print)
+    plan = sharding.plan(step, *args, devices=devices, mesh=PLANNED, seconds=1800, on_progress=print)
     row = Row(
         name="plan",
         annotations={name: str(spec) for name, spec in plan.annotations.items()},
