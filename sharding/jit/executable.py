@@ -18,8 +18,8 @@ from .. import compat
 from ..completion import Completion
 from ..distributed import consistency, heartbeat
 from ..errors import ShardingError
-from ..graph import cpu_matmul_order
 from ..mesh import abstract, platform, with_auto_axes
+from ..rewrite import cpu_matmul_order
 from ..rewrite.constrain import constrain
 from ..spec import limited_to
 from . import nonfinite, static_attributes, tracing

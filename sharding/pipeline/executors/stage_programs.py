@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 
 from ... import compat
-from ...graph.cpu_matmul_order import reordered
 from ...graph.straight_line import Program, trace_program, variables
+from ...rewrite.cpu_matmul_order import reordered
 from ...rules.rule_table import ELEMENTWISE, TRANSCENDENTAL
 from .activations import EMPTY, Activation, ActivationTree, Arrays, is_float
 

@@ -9,8 +9,8 @@ import pytest
 
 import sharding
 from sharding import P
-from sharding.graph import cpu_matmul_order
 from sharding.graph.straight_line import trace_program
+from sharding.rewrite import cpu_matmul_order
 
 X, G = jnp.ones((2, 5, 3)), jnp.ones((2, 5, 7))
 SCORES, Q = jnp.ones((2, 4, 16, 15)), jnp.ones((2, 4, 16, 3))

@@ -19,8 +19,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from .. import compat
-from .inlined_calls import CALLS
-from .straight_line import num_uses
+from ..graph import CALLS
+from ..graph.straight_line import num_uses
 
 REORDERED_INSIDE = CALLS | {"cond", "scan", "shard_map", "while"}
 """Primitives whose bodies are reordered, too."""
