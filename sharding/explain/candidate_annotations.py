@@ -227,7 +227,7 @@ class _Targets:
 
     def inside(self, values: Sequence[int]) -> Target | None:
         """Unnamed values of one line and shape as a target; None if they can't be annotated."""
-        free = [v for v in values if v not in self.given and not _is_manual(self.graph, v)]
+        free = [v for v in values if v not in self.given and not _is_at_shard_map(self.graph, v)]
         if not free or not any(self.graph.shapes[v] for v in free):
             return None
         op = self.graph.makers.get(free[0])
@@ -289,8 +289,10 @@ def _moved(axes: SpecAxes, d: int) -> Iterator[SpecAxes]:
         yield from (_put(rest, e, (*rest[e], axis)) for e in range(len(axes)) if e != d)
 
 
-def _is_manual(graph: Graph, v: int) -> bool:
-    return any(eqn.primitive.name == "shard_map" for eqn in graph.sites[v][:1])
+def _is_at_shard_map(graph: Graph, v: int) -> bool:
+    """Whether a value enters or leaves the body of a `shard_map`."""
+    site = graph.sites[v]
+    return bool(site) and site[0].primitive.name == "shard_map"
 
 
 def local_bytes(assignment: Assignment) -> float:

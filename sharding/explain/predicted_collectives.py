@@ -49,7 +49,7 @@ _SUMMING = {
 
 
 def communication(assignment: Assignment, *, name: str = "", known: ProgramCollectives | None = None) -> Ledger:
-    """Every collective that a completed program runs, except of ops left to it; those of one platform may be known."""
+    """Every collective of a completed program, except of ops left to XLA; those of one platform may be known."""
 
     @functools.cache
     def collectives(platform: Platform) -> tuple[Collective, ...]:

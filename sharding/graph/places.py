@@ -6,15 +6,16 @@ import difflib
 import os
 import re
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Literal, TypeVar
 
 from .. import compat
 from ..paths import Glob
 from .graph import Graph, Op, Site, line
 
+_Of = TypeVar("_Of")
 _TRANSFORMED = re.compile(r"\w+\(|\)")
 _LINE = re.compile(r"(?P<file>[^:]*[^:/]):(?P<number>\d+)")
 _NUMBERED = re.compile(r"(?P<op>.+?)(?:#(?P<number>\d+))?")
@@ -44,7 +45,7 @@ def scope(site: Site) -> tuple[str, Phase]:
     return "/".join(part for part in parts if part and part not in _OWN_SCOPES and "->" not in part), phase
 
 
-def is_recomputed(name: str) -> bool:
+def is_of_recomputed(name: str) -> bool:
     """Whether a name is of what is computed anew for the backward pass, which depends on what blocks keep for it."""
     return "/recomputed/" in name
 
@@ -120,6 +121,10 @@ class Places:
             return ""
         phase = f"/{place.phase}" if place.phase in _HIDDEN else ""
         return f"{place.file}:{place.number}{phase}/{place.op}"
+
+    def without_kept(self, found: Mapping[str, _Of]) -> dict[str, _Of]:
+        """What is given by name, without what other programs recompute and this one keeps."""
+        return {name: one for name, one in found.items() if not is_of_recomputed(name) or self.find(name)}
 
     def near(self, name: str) -> list[str]:
         """The modules with a similar name; for a line without ops, the nearest lines of its file that have some."""

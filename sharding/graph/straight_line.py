@@ -86,6 +86,11 @@ def num_uses(eqns: Iterable[Any], outvars: Iterable[Any]) -> Counter[Any]:
     return Counter(variables([*(atom for eqn in eqns for atom in eqn.invars), *outvars]))
 
 
+def are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Whether two lists hold the same equations."""
+    return len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True))
+
+
 def variables(atoms: Iterable[Any]) -> list[Any]:
     """The atoms that are not literals."""
     return [atom for atom in atoms if not compat.is_literal(atom)]

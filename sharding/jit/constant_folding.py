@@ -17,8 +17,9 @@ import jax.numpy as jnp
 
 from .. import compat
 from ..graph import CALLS
+from ..graph.straight_line import are_same
 from .batched_indices import batched
-from .equations import are_same, traced
+from .equations import traced
 from .known_indices import Index, Known, constant, of_atom, of_constant, of_result, of_row, of_stack
 
 Indices = tuple[Index | None, ...]

@@ -17,7 +17,6 @@ from .. import graph, paths, propagation
 from ..completion import Completion
 from ..cost.topology import byte_costs, known_topology
 from ..errors import ShardingError
-from ..graph.places import is_recomputed
 from ..mesh import abstract, platform, tracing_context, with_auto_axes
 from ..propagation import Assignment, Policy, shardy
 from ..propagation.added_annotation import named_annotations
@@ -172,9 +171,7 @@ def _planned(
             required="the mesh of the plan",
             fix="with plan.mesh(): ...",
         )
-    places = graph.Places(built)
-    there = {name: spec for name, spec in plan.annotations.items() if not is_recomputed(name) or places.find(name)}
-    return named_annotations(built, there, dict(mesh.shape))
+    return named_annotations(built, graph.Places(built).without_kept(plan.annotations), dict(mesh.shape))
 
 
 def _of_symbolic_shapes(

@@ -34,8 +34,3 @@ def inlined(jaxpr: Any, operands: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     names = dict(zip(body.invars, operands, strict=True))
     eqns = [compat.renamed(eqn, names) for eqn in body.eqns]
     return eqns, [v if compat.is_literal(v) else names[v] for v in body.outvars]
-
-
-def are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Whether two lists hold the same equations."""
-    return len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True))

@@ -23,10 +23,10 @@ import jax.numpy as jnp
 
 from .. import compat
 from ..graph import CALLS
-from ..graph.straight_line import num_uses
+from ..graph.straight_line import are_same, num_uses
 from .constant_folding import GIVEN_OPERANDS, branch_call, fold_constants
 from .equal_values import ValueNumbers
-from .equations import are_same, traced
+from .equations import traced
 from .known_indices import OF_EQUALS
 from .loop_invariants import hoist
 from .package_primitives import implementation

@@ -255,45 +255,40 @@ class MeshPlan:
             changes: the annotations that it must have.
             seconds: for the solver; if the plan's annotations don't help, also for leaving out what saves nothing.
         """
-        search, of = self.search.asked(changes, seconds), self.of
-        of = of.pinned(search.pinned())
-        found, result = self.with_present(search, of, present)
+        search = self.search.asked(changes, seconds)
+        of, options = self.of.pinned(search.pinned()), search.options
+        solution = solve(of.problem, options.algorithm, self.limit, options.left, options.seed)
+        found = search.costed(of, solution, self.limit)
+        result = self.with_present(found, present)
         if result is None:
             found = search.solved(of, seconds).that_fits(changes)
             result = found.annotated()
         return found.with_annotations(result).that_fits(changes).plan(result, {}, ())
 
-    def with_present(
-        self, search: MeshSearch, of: GraphProblem, present: Annotated
-    ) -> tuple[MeshPlan, Annotated | None]:
-        """The problem solved anew, and annotations from the present ones; None if these are not good enough.
+    def with_present(self, other: MeshPlan, present: Annotated) -> Annotated | None:
+        """Another plan for this program with this plan's annotations as far as they suit it; None if it is not good.
 
-        They are if the program takes as much longer than the present one as the problem says, and fits.
+        It is if it takes as much longer than the present one as the problem says, and fits.
         """
-        options = search.options
-        solution = solve(of.problem, options.algorithm, self.limit, options.left, options.seed)
-        found = search.costed(of, solution, self.limit)
-        annotations = found.annotation_search.with_places(self.annotation_search)
-        goal = present.costs.seconds * max(1.0, solution.cost / (self.solution.cost or 1.0))
+        fits = other.search.options.fits
+        annotations = dataclasses.replace(self.annotation_search, wanted=other.wanted, kept=other.search.kept)
+        goal = present.costs.seconds * max(1.0, other.solution.cost / (self.solution.cost or 1.0))
 
         def is_good(one: Annotated) -> bool:
-            return options.fits(one.costs) and is_close(one.costs, goal)
+            return fits(one.costs) and is_close(one.costs, goal)
 
         result = annotations.completed(present.annotations)
         if not is_good(result):
-            result = annotations.extended(
-                {
-                    name: spec
-                    for name, spec in present.annotations.items()
-                    if self.decides_alike(found, annotations.values(name))
-                },
-                goal,
-                options.fits,
-            )
+            same = {
+                name: spec
+                for name, spec in present.annotations.items()
+                if self.decides_alike(other, annotations.values(name))
+            }
+            result = annotations.extended(same, goal, fits)
         if not is_good(result):
-            return found, None
+            return None
         more = [name for name in annotations.free(result) if name not in present.annotations]
-        return found, annotations.without_idle(result, more) if more else result
+        return annotations.without_idle(result, more) if more else result
 
     def decides_alike(self, other: MeshPlan, values: Mapping[str, int]) -> bool:
         """Whether another plan wants the same of some values."""

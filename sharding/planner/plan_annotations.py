@@ -65,11 +65,6 @@ class AnnotationSearch:
     def graph(self) -> Graph:
         return self.base.graph
 
-    def with_places(self, other: AnnotationSearch) -> AnnotationSearch:
-        """The same with the places and names that the search of another plan for this program has looked up."""
-        self.places, self.found = other.places, other.found
-        return self
-
     def run(self, goal_seconds: float, fits: Callable[[Costs], bool], deadline: float) -> Annotated:
         """The cheapest program found that fits, with few annotations.
 

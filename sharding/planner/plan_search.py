@@ -15,9 +15,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jax.sharding import PartitionSpec as P
+
 from ..cost.topology import topology_of_sizes
 from ..errors import ShardingError
-from ..graph.places import is_recomputed
+from ..graph.places import is_of_recomputed
 from ..hardware import Devices, parse
 from ..jit.jit import jit
 from ..mesh import mesh as mesh_of
@@ -287,10 +289,12 @@ class _Search:
     def fitted(self, plan: Plan, search: MeshSearch) -> Plan:
         """The plan with what its blocks can keep within the limit, if that is better."""
         version, options = search.version, self.options
-        if plan.keeps_everything or version.kwargs:
+        if not plan.remat or plan.keeps_everything or version.kwargs:
             return plan
-        for _ in range(MAX_FITS if plan.remat else 0):
-            policies = None if self.is_interrupted or options.left <= 0 else self.policies(plan, version)
+        for _ in range(MAX_FITS):
+            if self.is_interrupted or options.left <= 0:
+                break
+            policies = self.policies(plan, version)
             if policies is None or policies == plan.remat:
                 break
             found = self.planned_anew(plan, search, dataclasses.replace(version, policies=policies))
@@ -302,9 +306,8 @@ class _Search:
 
     def policies(self, plan: Plan, version: Version) -> plan_remat.Policies | None:
         """What the blocks of a plan can keep within the limit; None if that is not found."""
-        annotations = {name: spec for name, spec in plan.annotations.items() if not _is_one_recomputed(name)}
         with mesh_of(dict(plan.axes), devices=self.options.devices):
-            step = version.step.with_plan(dataclasses.replace(plan, annotations=annotations, remat={}))
+            step = version.step.with_plan(dataclasses.replace(plan, annotations=_lasting(plan), remat={}))
             return plan_remat.fitted(step, version.args, self.options.limit)
 
     def planned_anew(self, plan: Plan, search: MeshSearch, version: Version) -> Plan:
@@ -313,15 +316,12 @@ class _Search:
         search = dataclasses.replace(search, version=version, completion=completion)
         best = search.best(max(1.0, self.options.left / 2))
         of = best.annotation_search
-        kept = {
-            name: spec
-            for name, spec in plan.annotations.items()
-            if not _is_one_recomputed(name) and (not is_recomputed(name) or of.places.find(name))
-        }
-        result = min(of.completed(kept), best.annotated(), key=lambda one: rank(one.costs, self.options.fits))
+        own = of.completed(of.places.without_kept(_lasting(plan)))
+        result = min(own, best.annotated(), key=lambda one: rank(one.costs, self.options.fits))
         return best.plan(*best.polish().run(result), plan.candidates[1:])
 
 
-def _is_one_recomputed(name: str) -> bool:
-    """Whether a name is of one of several values that a line recomputes, which others may be once it keeps more."""
-    return is_recomputed(name) and "#" in name
+def _lasting(plan: Plan) -> dict[str, P]:
+    """The annotations of a plan but those of one of several values that a line recomputes, which are numbered
+    otherwise where blocks keep more."""
+    return {name: spec for name, spec in plan.annotations.items() if not (is_of_recomputed(name) and "#" in name)}

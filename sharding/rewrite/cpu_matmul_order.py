@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from .. import compat
 from ..graph import CALLS
-from ..graph.straight_line import num_uses
+from ..graph.straight_line import are_same, num_uses
 
 REORDERED_INSIDE = CALLS | {"cond", "scan", "shard_map", "while"}
 """Primitives whose bodies are reordered, too."""
@@ -33,8 +33,7 @@ def reorder(jaxpr: Any) -> Any:
     """The jaxpr with reordered matmuls, also in its bodies; itself if nothing changes."""
     source = compat.open_jaxpr(jaxpr)
     eqns = reordered([_with_reordered_bodies(eqn) for eqn in source.eqns], source.outvars)
-    is_same = len(eqns) == len(source.eqns) and all(a is b for a, b in zip(eqns, source.eqns, strict=True))
-    return jaxpr if is_same else compat.rebuild(jaxpr, eqns=eqns, outvars=source.outvars)
+    return jaxpr if are_same(eqns, source.eqns) else compat.rebuild(jaxpr, eqns=eqns, outvars=source.outvars)
 
 
 def reordered(eqns: Sequence[Any], outvars: Sequence[Any]) -> list[Any]:
