@@ -129,7 +129,10 @@ def axis_size(axis: Axis, sizes: Mapping[str, int]) -> int:
 
 def num_parts(axes: Iterable[Axis], sizes: Mapping[str, int]) -> int:
     """The product of the axis sizes: the number of shards of a dim sharded over them."""
-    return math.prod(axis_size(a, sizes) for a in axes)
+    found = 1
+    for axis in axes:
+        found *= axis_size(axis, sizes)
+    return found
 
 
 def cuts(axes: Iterable[Axis], sizes: Mapping[str, int]) -> dict[str, list[int]]:
@@ -150,7 +153,7 @@ def local_shape(axes: Sequence[Sequence[Axis]], shape: Sequence[int], sizes: Map
         shape: the global shape.
         sizes: the mesh axis sizes.
     """
-    return tuple(-(-n // num_parts(own, sizes)) for n, own in zip(shape, axes, strict=True))
+    return tuple(-(-n // num_parts(own, sizes)) if own else n for n, own in zip(shape, axes, strict=True))
 
 
 def from_partition_spec(

@@ -4,14 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Protocol
 
 from ..cost import Topology
 from ..display.units import bytes_text, seconds_text
 from ..hardware import Platform
+from ..memory import usage
 from ..propagation import Assignment
-from .memory_report import MemoryReport, memory
 from .predicted_collectives import ProgramCollectives, communication
 from .step_time import estimate
+
+
+class Memory(Protocol):
+    """Memory of a program: its report, its usage, or the costs of one that holds as much."""
+
+    @property
+    def peak_bytes(self) -> int: ...
+    @property
+    def argument_bytes(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +52,7 @@ def costs(
     *,
     donated: Collection[int],
     platform: Platform,
-    report: MemoryReport | None = None,
+    held: Memory | None = None,
 ) -> Costs:
     """The costs of a completed program.
 
@@ -51,17 +61,17 @@ def costs(
         on: the mesh with its devices; None if they are unknown.
         donated: indices of the donated inputs of the graph.
         platform: whose compiler is modelled.
-        report: its memory, if it is known.
+        held: its memory, if it is known.
     """
-    held = memory(assignment, donated=donated, platform=platform) if report is None else report
+    used = usage(assignment, donated, platform=platform) if held is None else held
     known = ProgramCollectives(assignment, platform=platform if on is None else on.chip.platform)
     collectives = communication(assignment, known=known)
     return Costs(
         seconds=0.0 if on is None else estimate(assignment, on, known=known).seconds,
         sent_bytes=collectives.total_bytes,
         wire_bytes=collectives.lowered(platform if on is None else on.chip).total_wire_bytes,
-        peak_bytes=held.peak_bytes,
-        argument_bytes=held.argument_bytes,
+        peak_bytes=used.peak_bytes,
+        argument_bytes=used.argument_bytes,
         lost_bytes=lost_bytes(assignment),
     )
 

@@ -74,6 +74,8 @@ def sums_and_rest(
 
     An all-reduce of which each device first keeps a slice, over the same axes, is a reduce-scatter.
     """
+    if not steps:
+        return [], steps
     summed = [step for step in steps if step.is_sum]
     sums, rest = _folded_steps(op, summed, platform, sizes), steps[len(summed) :]
     slices = list(itertools.takewhile(lambda step: step.kind == "slice", rest))

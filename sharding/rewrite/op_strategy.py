@@ -91,14 +91,29 @@ class OpStrategies:
 
     def __init__(self, assignment: Assignment):
         self.graph, self.sizes = assignment.graph, assignment.sizes
-        self.specs: Sequence[Spec] = assignment.specs
+        self.specs = list(assignment.specs)
+        """The specs so far, for `change` to replace."""
         self.table = AtomTable.of(assignment.sizes)
         self._kinds = op_kinds(self.graph)
         self._forms: dict[Rule, OpForm] = {}
-        self._cache, self._searches = dict[tuple, OpStrategy](), assignment.searches
+        self._of: dict[int, OpStrategy] = {}
+        """id of an op -> its strategy under the specs so far."""
+        self._cache: dict[tuple, OpStrategy] = {}
+        self._searches = assignment.searches
 
     def of(self, op: Op) -> OpStrategy:
         """Returns the strategy of an op that has a rule."""
+        found = self._of.get(id(op))
+        if found is None:
+            found = self._of[id(op)] = self._alike(op)
+        return found
+
+    def change(self, v: int, spec: Spec) -> None:
+        """Gives a value another spec."""
+        self.specs[v] = spec
+        self._of.clear()
+
+    def _alike(self, op: Op) -> OpStrategy:
         assert op.rule is not None
         number, kind = self._kinds[id(op)]
         specs = [self.specs[v] for v in (*op.operands, *op.results)]

@@ -56,7 +56,6 @@ class _Search:
     def __init__(self, assignment: Assignment):
         self.graph, self.sizes = assignment.graph, assignment.sizes
         self.strategies = OpStrategies(assignment)
-        self.strategies.specs = list(assignment.specs)
         self.fixed = {*self.graph.annotations, *self.graph.names.values(), *self.graph.inputs, *self.graph.outputs}
         self.fixed.update(v for group in self.graph.groups for v in group.members)
         self.known = {*self.graph.inputs, *self.graph.makers}
@@ -64,7 +63,6 @@ class _Search:
     @property
     def specs(self) -> list[Spec]:
         """The specs so far."""
-        assert isinstance(self.strategies.specs, list)
         return self.strategies.specs
 
     def is_seed(self, op: Op) -> bool:
@@ -171,7 +169,7 @@ class _Search:
 
     def assign(self, chain: _Chain, specs: Sequence[Spec]) -> None:
         for v, spec in zip(chain.values, specs, strict=True):
-            self.specs[v] = spec
+            self.strategies.change(v, spec)
 
     def cost(self, chain: _Chain) -> float:
         """The cost of the chain's ops under the specs so far."""
