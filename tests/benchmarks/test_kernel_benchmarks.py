@@ -7,6 +7,9 @@ import pytest
 from . import accelerator, kernels
 from .kernel_cases import CASES
 
+LONG = ("attention, 8,192 tokens", "attention, GPT-2 124M", "linear cross entropy, GPT-2 124M")
+"""Which run with the slow tests."""
+
 
 def test_kernels_are_interpreted_on_a_cpu_and_nothing_is_timed(tmp_path, capsys):
     file = tmp_path / "kernels.json"
@@ -17,7 +20,10 @@ def test_kernels_are_interpreted_on_a_cpu_and_nothing_is_timed(tmp_path, capsys)
     assert "smoke test" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[pytest.mark.slow] * (case.name in LONG), id=case.name) for case in CASES],
+)
 def test_all_implementations_have_the_numbers_of_the_reference(case):
     rows = list(accelerator.numbers(case, is_tiny=True))
     assert len(rows) >= 3

@@ -161,9 +161,13 @@ CORRUPTIONS: dict[str, Callable[[Path], None]] = {
     "facts not JSON": lambda folder: next((folder / "facts").glob("m*")).write_text('{"a": ') and None,
     "all removed": lambda folder: shutil.rmtree(folder) or folder.mkdir(),
 }
+QUICK = ("bit flip", "file removed", "facts not JSON")
 
 
-@pytest.mark.parametrize("corrupt", CORRUPTIONS.values(), ids=CORRUPTIONS.keys())
+@pytest.mark.parametrize(
+    "corrupt",
+    [pytest.param(f, marks=[pytest.mark.slow] * (name not in QUICK), id=name) for name, f in CORRUPTIONS.items()],
+)
 def test_error_names_the_newest_good_checkpoint(corrupt: Callable[[Path], None], tmp_path):
     with checkpoint.Saver(tmp_path, keep=4) as saver:
         for step in (1, 2, 3):

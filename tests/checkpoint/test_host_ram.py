@@ -51,7 +51,7 @@ RETURNED = {"MALLOC_ARENA_MAX": "2", "MALLOC_MMAP_THRESHOLD_": str(2**17)}
     ("axis", "copies", "array_bytes"),
     [
         ("both", 1, 2**21),
-        ("none", 8, 2**24),
+        pytest.param("none", 8, 2**24, marks=pytest.mark.slow),
         pytest.param("tensor", 2, 2**24, marks=pytest.mark.slow),
         pytest.param("both", 1, 2**27, marks=pytest.mark.slow),
     ],

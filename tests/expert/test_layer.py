@@ -152,7 +152,7 @@ def test_no_mesh_changes_the_result(name, sizes):
     assert facts.by_kind()["all-to-all"][0] == 4
 
 
-@pytest.mark.parametrize("sizes", [MESHES[0], MESHES[2]], ids=str)
+@pytest.mark.parametrize("sizes", [pytest.param(MESHES[0], marks=pytest.mark.slow), MESHES[2]], ids=str)
 def test_kernels_change_no_result(sizes):
     """Grouped matmuls as kernels on the shards of manual code, some of whose operands differ along fewer axes."""
     moe = layer(**OPTIONS["dropless"], implementation="megablox")

@@ -104,7 +104,7 @@ PROGRAMS = [
 ]
 
 
-@pytest.mark.parametrize("specs", SPECS, ids=str)
+@pytest.mark.parametrize("specs", [pytest.param(SPECS[0], marks=pytest.mark.slow), *SPECS[1:]], ids=str)
 @pytest.mark.parametrize("f", PROGRAMS)
 def test_as_predicted_and_as_on_one_device(f, specs):
     if jax.__version_info__ < (0, 12) and f is in_a_loop and specs is SPECS[-1]:

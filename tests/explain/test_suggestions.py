@@ -34,10 +34,10 @@ def completed(name: str, sizes: Sizes, leaf: str, spec) -> sharding.Completion:
 
 
 SPOILED = [
-    ("experts", CUBE, "1", GONE, "batch"),
     ("blockwise attention", FLAT, "0/0/k", P("tensor"), "state/0/k"),
 ]
 MORE = [
+    ("experts", CUBE, "1", GONE, "batch"),
     ("experts", CUBE, "0/0/down", GONE, "state/0/down"),
     ("experts", CUBE, "0/0/down", P(None, "fsdp", "tensor"), "state/0/down"),
     ("experts", CUBE, "0/0/up", GONE, "state/0/up"),

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import kernel_checks
-from support.kernel_checks import AHEAD_OF_TIME, MESHES
+from support.kernel_checks import AHEAD_OF_TIME, MESHES, SIZES
 
 import sharding
 from sharding import P, ShardingError, compat, kernels
@@ -24,6 +24,9 @@ CASES = {  # lengths of queries and keys, batch, query heads, key heads, feature
     "segments": ((40, 40, 2, 2, 1, 16), "float32", {"segment_ids": True, "causal": True}),
     "scale": ((150, 130, 1, 4, 1, 32), "bfloat16", {"scale": 0.3, "causal": True}),
 }
+
+MORE_CASES = ("causal, more keys, one key head", "queries that see nothing", "scale")
+"""Which run with the slow tests."""
 
 SWEEP = [
     ((600, 700, 1, 2, 1, 32), "float32", {"window": (90, 5)}),
@@ -70,7 +73,7 @@ def small_blocks(monkeypatch):
 
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("implementation", OWN)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.slow] * (c in MORE_CASES)) for c in CASES])
 def test_values_and_gradients(implementation, case):
     check(implementation, *CASES[case])
 
@@ -143,7 +146,7 @@ SUMS = {"all-reduce": 4}
 
 
 @pytest.mark.usefixtures("small_blocks")
-@pytest.mark.parametrize("sizes", MESHES, ids=str)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("seed", range(3))
 def test_sharded(sizes, seed):
     args = arrays((16, 16, 4, 4, 2, 8))

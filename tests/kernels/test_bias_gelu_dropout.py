@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import kernel_checks
-from support.kernel_checks import AHEAD_OF_TIME, MESHES
+from support.kernel_checks import AHEAD_OF_TIME, MESHES, SIZES
 
 import sharding
 from sharding import P, ShardingError, cost, kernels
@@ -118,7 +118,7 @@ def test_masks_beyond_32_bits():
     assert jnp.all(dropout_mask.place((3, 4), KEY).starts[0] == jnp.array([0, 4, 8]))
 
 
-@pytest.mark.parametrize("sizes", MESHES, ids=str)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("seed", range(3))
 def test_sharded(sizes, seed):
     args = (*arrays((8, 16, 32)), KEY)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from support import kernel_checks
-from support.kernel_checks import AHEAD_OF_TIME, MESHES
+from support.kernel_checks import AHEAD_OF_TIME, MESHES, SIZES
 
 import sharding
 from sharding import P, ShardingError, cost, kernels
@@ -133,7 +133,7 @@ def test_operands_of_two_dtypes():
     assert [y.dtype for y in jax.tree.leaves(found)] == ["float32", "float32", "bfloat16", "float32"]
 
 
-@pytest.mark.parametrize("sizes", MESHES, ids=str)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("implementation", [SCAN, "mosaic_tpu"])
 def test_sharded(implementation, sizes, seed):

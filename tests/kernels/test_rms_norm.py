@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import kernel_checks
-from support.kernel_checks import AHEAD_OF_TIME, MESHES
+from support.kernel_checks import AHEAD_OF_TIME, MESHES, SIZES
 
 from sharding import P, kernels
 from sharding.kernels import row_kernel
@@ -54,7 +54,7 @@ def test_epsilon():
     assert float(abs(norm("mosaic_tpu", epsilon=0.1)(*args)).max()) < 1e-3
 
 
-@pytest.mark.parametrize("sizes", MESHES, ids=str)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("seed", range(3))
 def test_sharded(sizes, seed):
     args = arrays((8, 16, 32))

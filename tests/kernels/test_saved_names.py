@@ -65,7 +65,8 @@ STREAM, HIDDEN, SCORES = (4 * BATCH * LENGTH * n for n in (FEATURES, 4 * FEATURE
     "names, by_kernels, by_plain_jax",
     [
         (["gelu_output"], HIDDEN, HIDDEN),
-        (["dropout_output"], SCORES, 0),  # the softmax of plain JAX keeps its scores, and now its output, too
+        # The softmax of plain JAX keeps its scores, and now its output, too.
+        pytest.param(["dropout_output"], SCORES, 0, marks=pytest.mark.slow),
         (["dropout_output", "softmax_output"], SCORES, SCORES),
         (["gelu_output", "dropout_output"], HIDDEN + SCORES, HIDDEN),
         (["norm_output"], 2 * STREAM, 2 * STREAM),
@@ -102,7 +103,7 @@ def test_policies_of_jax(implementation):
 
 
 @IMPLEMENTATIONS
-@pytest.mark.parametrize("keep", ["input", "output"])
+@pytest.mark.parametrize("keep", [pytest.param("input", marks=pytest.mark.slow), "output"])
 def test_gradients_do_not_depend_on_what_is_saved(keep, implementation):
     args = arguments(make=random)
 

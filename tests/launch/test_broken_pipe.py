@@ -10,7 +10,9 @@ from sharding.launch import COMMANDS, broken_pipe
 from sharding.launch.exit_codes import READER_GONE
 
 
-@pytest.mark.parametrize("name", ["", *COMMANDS])
+@pytest.mark.parametrize(
+    "name", ["", "train", *(pytest.param(c, marks=pytest.mark.slow) for c in COMMANDS if c != "train")]
+)
 def test_help_into_a_closed_pipe(name: str):
     done = run_into_a_closed_pipe(sys.executable, "-m", "sharding.launch", *name.split(), "--help")
     assert (done.stderr, done.returncode) == ("", READER_GONE)

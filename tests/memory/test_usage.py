@@ -24,7 +24,9 @@ WITHIN = 0.1
 
 
 @peak_memory.newest_jax_only
-@pytest.mark.parametrize("name", ["experts", "lstm", "gpt, 16 bits, scanned, remat", "gpt, remat"])
+@pytest.mark.parametrize(
+    "name", ["experts", "lstm", "gpt, 16 bits, scanned, remat", pytest.param("gpt, remat", marks=pytest.mark.slow)]
+)
 def test_prediction_is_near(name):
     peak = peak_memory.peak_of_step((STEPS | HALF)[name]("weights", MESHES[-1]), MESHES[-1])
     assert abs(peak.ratio - 1) <= WITHIN, peak

@@ -345,7 +345,7 @@ def test_config_errors(changes, message):
         dataclasses.replace(SMALL, **changes)
 
 
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_kernels_have_the_loss_and_gradients_of_plain_jax(tied):
     """Attention, norms and cross entropy."""
     tokens = jax.random.randint(jax.random.key(1), (2, 17), 0, 64)

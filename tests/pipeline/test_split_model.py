@@ -124,7 +124,15 @@ def test_ends_and_layers_that_are_given(model):
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize(
-    ("scan", "sizes"), [(True, (2, 1)), (False, (2, 1)), (True, (2, 2)), (True, (2, 2, 2)), (False, (2, 2))], ids=str
+    ("scan", "sizes"),
+    [
+        pytest.param(True, (2, 1), marks=pytest.mark.slow),
+        (False, (2, 1)),
+        pytest.param(True, (2, 2), marks=pytest.mark.slow),
+        (True, (2, 2, 2)),
+        pytest.param(False, (2, 2), marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_gpt(scan, sizes, tied):
     config = gpt.Config(

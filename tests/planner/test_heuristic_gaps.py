@@ -14,7 +14,7 @@ LEARNED = "dqn", "reinforce"
     [
         ("automap", 0.0, 0.0),
         ("autoparallel", 0.0, 0.02),
-        ("dqn", 0.0, 0.03),
+        pytest.param("dqn", 0.0, 0.03, marks=pytest.mark.slow),
         ("mindspore", 0.03, 0.25),
         ("reinforce", 0.0, 0.02),
         ("tofu", 0.0, 0.0),

@@ -93,7 +93,9 @@ def test_many_tokens_shard_the_batch(many_tokens):
     assert arguments(many_tokens)["x"] == P("x")
 
 
-@pytest.mark.parametrize("algorithm", ["alpa", "autoparallel", "optcnn"])
+@pytest.mark.parametrize(
+    "algorithm", ["optcnn", *(pytest.param(n, marks=pytest.mark.slow) for n in ("alpa", "autoparallel"))]
+)
 def test_exact_algorithms_find_the_same(algorithm, few_tokens):
     assert planned(FEW_TOKENS, algorithm=algorithm, seconds=20).planned_seconds == pytest.approx(
         few_tokens.planned_seconds, rel=1e-6
@@ -123,7 +125,9 @@ def test_searches_find_what_megatron_and_data_parallelism_do(algorithm, shape):
         assert is_megatron == (shape is FEW_TOKENS)
 
 
-@pytest.mark.parametrize("shape", [FEW_TOKENS, MANY_TOKENS, (1024, 16, 256)])
+@pytest.mark.parametrize(
+    "shape", [MANY_TOKENS, *(pytest.param(shape, marks=pytest.mark.slow) for shape in (FEW_TOKENS, (1024, 16, 256)))]
+)
 def test_no_plan_by_hand_is_faster(shape):
     plan = planned(shape)
     batch = P("x") if shape[1] > 1 else P()
@@ -223,6 +227,7 @@ def committed():
         return step, params, jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharded)
 
 
+@pytest.mark.slow
 def test_values_of_the_backward_pass_are_annotated():
     """The recomputed ones, which propagation would shard as the input is."""
     step, *args = committed()
@@ -251,7 +256,7 @@ def test_groups_that_json_lacks_are_refused(tmp_path):
 
 
 def test_equal_layers_are_annotated_by_a_pattern():
-    step, *args = transformer(512, 64, 128, layers=6)
+    step, *args = transformer(512, 64, 128, layers=4)
     plan = sharding.plan(step, *args, devices=DEVICES, mesh={"x": 4, "y": 2})
     assert len(plan.annotations) < 12
     assert any("*" in name for name in plan.annotations)

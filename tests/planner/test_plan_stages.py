@@ -71,6 +71,7 @@ def test_stages_are_chosen_where_the_network_is_slow(slow):
     assert "4 stages over pipe by 1f1b, 8 microbatches" in str(slow)
 
 
+@pytest.mark.slow
 def test_no_stages_within_a_host():
     version = planner.Staged(step=in_stages, args=shapes(), stages=STAGES)
     plan = sharding.plan(whole, *shapes(), devices="h100:1x8", staged=[version], seconds=40)

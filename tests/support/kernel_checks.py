@@ -19,6 +19,7 @@ TOLERANCES = {"float32": 2e-5, "bfloat16": 2e-2}
 """Of values and gradients, relative to the largest: rounding of the results' dtype."""
 
 MESHES: tuple[dict[str, int], ...] = ({"data": 2, "tensor": 4}, {"a": 2, "b": 2, "c": 2})
+SIZES = (MESHES[0], pytest.param(MESHES[1], marks=pytest.mark.slow))
 
 AHEAD_OF_TIME = [
     compilers.COMPILERS["tpu"],

@@ -50,7 +50,9 @@ def check_near(found, expected):
 
 
 @pytest.mark.parametrize("remat", [True, False], ids=["remat", "residuals"])
-@pytest.mark.parametrize(("prefetch", "unit"), WINDOWS)
+@pytest.mark.parametrize(
+    ("prefetch", "unit"), [*WINDOWS[-3:], *(pytest.param(*one, marks=pytest.mark.slow) for one in WINDOWS[:-3])]
+)
 def test_values_and_gradients_are_those_of_a_plain_scan(prefetch, unit, remat):
     """With several arrays in the carry, results per layer, integers among the layers, and an array closed over."""
     ws = weights(features=16, hidden=32) | {"number": jnp.arange(LAYERS)}

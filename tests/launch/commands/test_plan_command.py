@@ -70,6 +70,7 @@ def with_less_memory(saved, tmp_path_factory):
     return path
 
 
+@pytest.mark.slow
 def test_layers_recompute_where_memory_is_short(saved, with_less_memory):
     free, found = planner.Plan.load(saved), planner.Plan.load(with_less_memory)
     assert free.keeps_everything
@@ -77,9 +78,11 @@ def test_layers_recompute_where_memory_is_short(saved, with_less_memory):
     assert found.costs.peak_bytes <= 0.7 * free.costs.peak_bytes
 
 
-def test_training_by_a_plan_has_the_losses_of_one_device(with_less_memory, tmp_path):
+@pytest.mark.parametrize("plan", ["saved", pytest.param("with_less_memory", marks=pytest.mark.slow)])
+def test_training_by_a_plan_has_the_losses_of_one_device(plan, request, tmp_path):
+    path = request.getfixturevalue(plan)
     common = ("--scan", "--steps", "3", "--eval-every", "0", "--sample", "8")
-    launch.main(["train", "--plan", str(with_less_memory), *common, "--out", str(tmp_path / "planned")])
+    launch.main(["train", "--plan", str(path), *common, "--out", str(tmp_path / "planned")])
     launch.main(["train", "--mesh", "data=1", *common, "--out", str(tmp_path / "one")])
     assert losses(tmp_path / "planned") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
     assert "the best plan for each mesh tried" in (tmp_path / "planned" / "plan.html").read_text()
@@ -94,7 +97,7 @@ def test_training_by_a_plan_has_the_losses_of_one_device(with_less_memory, tmp_p
         (["--memory", "16 apples"], "bytes per device, above 0"),
         (["--algorithm", "simplex"], "no such algorithm"),
         (["--out", "plan.txt"], "plan.txt.json"),
-        (["--memory", "1MB"], "at the least"),
+        pytest.param(["--memory", "1MB"], "at the least", marks=pytest.mark.slow),
     ],
 )
 def test_bad_options(options, match, capsys):

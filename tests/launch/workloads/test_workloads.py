@@ -211,7 +211,9 @@ SHOWN = {
 }
 
 
-@pytest.mark.parametrize("name", SHOWN)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in ("vit-b16", "dlrm-large"))) for n in SHOWN]
+)
 def test_large_models_are_explained(name: str):
     path, row = SHOWN[name]
     asked = explain_config.Explain(model=ModelOptions(name=name), mesh="data=4,fsdp=4,tensor=4", devices="v5p:4x4x4")
