@@ -8,7 +8,7 @@ import nbformat
 import pytest
 
 NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
-LONG = ["04_pipelines", "05_axes", "06_hosts", "07_command_line"]
+LONG = ["02_your_own_model", "04_pipelines", "05_axes", "06_hosts", "07_command_line", "10_plans"]
 
 every_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 

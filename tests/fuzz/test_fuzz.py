@@ -22,7 +22,7 @@ from fuzz.shrink import pruned, shrink
 from sharding.jit import construction
 
 COUNT = 200
-BATCH = 20
+BATCH = 10
 pytestmark = pytest.mark.filterwarnings("ignore:.*XLA pads it", "ignore:Some donated buffers were not usable")
 
 
@@ -44,7 +44,7 @@ def test_programs(first):
 
 
 @settings(
-    max_examples=20,
+    max_examples=10,
     derandomize=True,
     deadline=None,
     database=None,

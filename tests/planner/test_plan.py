@@ -279,12 +279,12 @@ def test_experts_of_a_mixture_are_sharded_over_an_axis():
 
 
 def test_the_mesh_is_found_and_time_is_flat_in_depth():
-    """All meshes of eight devices; the problem of twelve layers is that of four."""
+    """All meshes of four devices; the problem of twelve layers is that of four."""
     step, *args = transformer(*FEW_TOKENS)
-    plan = sharding.plan(step, *args, devices=DEVICES)
-    assert math.prod(plan.axes.values()) == 8
+    plan = sharding.plan(step, *args, devices="h100:1x4")
+    assert math.prod(plan.axes.values()) == 4
     assert [dict(c.axes) for c in plan.candidates][0] == dict(plan.axes)
-    assert len(plan.candidates) == 4
+    assert len(plan.candidates) == 2
     sizes = set()
     for layers in (4, 12):
         step, *args = transformer(*SMALL, layers=layers)
