@@ -20,6 +20,7 @@ from ..errors import ShardingError
 from ..mesh import abstract, platform, tracing_context, with_auto_axes
 from ..propagation import Assignment, Policy, shardy
 from ..propagation.added_annotation import named_annotations
+from ..rewrite import cpu_matmul_order
 from ..rewrite.host_memory import resharded_on_device
 from ..rewrite.reshard_placement import placed
 from ..spec import MeshSizes, sizes_text
@@ -103,7 +104,9 @@ def executable(f: Callable[..., Any], options: Options, call: Arguments, mesh: M
     refuse_refs_elsewhere(as_written.jaxpr, mesh, function)
     refuse_ordered_effects(as_written.jaxpr, mesh, function)
     with tracing_context():  # as the program was: equations are traced anew
-        traced = dataclasses.replace(as_written, jaxpr=simplify(as_written.jaxpr, lowering_platform(mesh)))
+        jaxpr = simplify(as_written.jaxpr, lowering_platform(mesh))
+        jaxpr = cpu_matmul_order.reorder(jaxpr) if lowering_platform(mesh) == "cpu" else jaxpr
+        traced = dataclasses.replace(as_written, jaxpr=jaxpr)
     result, updated = traced.result, traced.updated
     out_names = [*paths.of_tree(result, "out"), *(f"new/{names[leaf]}" for leaf in updated)]
     specs = argument_shardings.broadcast_specs(options.out_shardings, [result], "out_shardings", function)

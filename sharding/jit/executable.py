@@ -18,8 +18,7 @@ from .. import compat
 from ..completion import Completion
 from ..distributed import consistency, heartbeat
 from ..errors import ShardingError
-from ..mesh import abstract, platform, with_auto_axes
-from ..rewrite import cpu_matmul_order
+from ..mesh import abstract, with_auto_axes
 from ..rewrite.constrain import constrain
 from ..spec import limited_to
 from . import nonfinite, static_attributes, tracing
@@ -249,8 +248,6 @@ class Executable:
                 jaxpr = constrain(jaxpr, self.completion.assignment, over, inputs=inside)
             if self.on_rewritten is not None:
                 self.on_rewritten()
-            if platform(self.mesh) == "cpu":
-                jaxpr = cpu_matmul_order.reorder(jaxpr)
         evaluate = compat.jaxpr_fun(jaxpr)
 
         over = with_auto_axes(self.mesh)

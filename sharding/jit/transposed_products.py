@@ -12,6 +12,7 @@ from typing import Any
 
 from .. import compat
 from ..graph.straight_line import num_uses
+from ..rewrite.swapped_matmul import swap_permutation, swapped
 
 
 def turned(eqns: Sequence[Any], outvars: Sequence[Any]) -> list[Any]:
@@ -23,29 +24,11 @@ def turned(eqns: Sequence[Any], outvars: Sequence[Any]) -> list[Any]:
     for eqn in eqns:
         is_transposed = eqn.primitive.name == "transpose" and multiplied.isdisjoint(eqn.outvars)
         at = makers.get(eqn.invars[0]) if is_transposed and uses[eqn.invars[0]] == 1 else None
-        if at is not None and eqn.params["permutation"] == _other_order(found[at]):
-            found[at] = eqn = _swapped(found[at], eqn.outvars)
+        if at is not None and eqn.params["permutation"] == swap_permutation(found[at]):
+            found[at] = eqn = swapped(found[at], eqn.outvars[0])
         else:
             at = len(found)
             found.append(eqn)
         if eqn.primitive.name == "dot_general":
             makers[eqn.outvars[0]] = at
     return found
-
-
-def _other_order(product: Any) -> tuple[int, ...]:
-    """The permutation of a product's result that gives the product of its operands in the other order."""
-    (left, _), (batch, _) = product.params["dimension_numbers"]
-    num_batch, ndim = len(batch), len(product.outvars[0].aval.shape)
-    num_left = len(product.invars[0].aval.shape) - len(left) - num_batch
-    first = num_batch + num_left
-    return (*range(num_batch), *range(first, ndim), *range(num_batch, first))
-
-
-def _swapped(product: Any, outvars: Sequence[Any]) -> Any:
-    params = dict(product.params)
-    (left, right), (left_batch, right_batch) = params["dimension_numbers"]
-    params["dimension_numbers"] = ((right, left), (right_batch, left_batch))
-    if isinstance(params["precision"], tuple):
-        params["precision"] = params["precision"][::-1]
-    return product.replace(invars=product.invars[::-1], outvars=list(outvars), params=params)

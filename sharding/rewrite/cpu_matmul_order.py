@@ -15,18 +15,15 @@ from typing import Any
 import jax
 import jax.extend.core as jex
 from jax.extend.core import primitives
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType
 
 from .. import compat
 from ..graph import CALLS
 from ..graph.straight_line import are_same, num_uses
+from .swapped_matmul import Operand, product_of, swap_permutation, swapped
 
 REORDERED_INSIDE = CALLS | {"cond", "scan", "shard_map", "while"}
 """Primitives whose bodies are reordered, too."""
-
-_Operand = tuple[Any, tuple[int, ...], tuple[int, ...]]
-"""An array, its contracted dims, and its batch dims."""
 
 
 def reorder(jaxpr: Any) -> Any:
@@ -46,7 +43,7 @@ def reordered(eqns: Sequence[Any], outvars: Sequence[Any]) -> list[Any]:
     for eqn in eqns:
         if id(eqn) in replaced:
             continue
-        product = _swapped(swaps[id(eqn)], eqn.outvars[0]) if id(eqn) in swaps else eqn
+        product = swapped(swaps[id(eqn)], eqn.outvars[0]) if id(eqn) in swaps else eqn
         found += _swapped_with_barriers(product) if _may_swap(product) and _has_large_first(product) else [product]
     return found
 
@@ -73,7 +70,7 @@ def _is_swap(eqn: Any, products: dict[Any, Any]) -> bool:
     product = products.get(eqn.invars[0]) if eqn.primitive.name == "transpose" else None
     if product is None or product.params["dimension_numbers"][1][0]:
         return False
-    return tuple(eqn.params["permutation"]) == _swap_permutation(product)
+    return tuple(eqn.params["permutation"]) == swap_permutation(product)
 
 
 def _has_large_first(eqn: Any) -> bool:
@@ -85,34 +82,6 @@ def _has_large_first(eqn: Any) -> bool:
     return math.prod(left.shape) > math.prod(right.shape) + math.prod(eqn.outvars[0].aval.shape)
 
 
-def _swap_permutation(product: Any) -> tuple[int, ...]:
-    """The permutation of a product's dims that moves those of its second operand before those of its first."""
-    (contracted, _), (batch, _) = product.params["dimension_numbers"]
-    first = product.invars[0].aval.ndim - len(contracted)
-    ndim = product.outvars[0].aval.ndim
-    return (*range(len(batch)), *range(first, ndim), *range(len(batch), first))
-
-
-def _swapped(product: Any, result: Any) -> Any:
-    """The product of the swapped operands."""
-    (left_sums, right_sums), (left_batch, right_batch) = product.params["dimension_numbers"]
-    left, right = product.invars
-    return _product(product, (right, right_sums, right_batch), (left, left_sums, left_batch), result)
-
-
-def _product(like: Any, left: _Operand, right: _Operand, result: Any) -> Any:
-    """The matmul of the operands of another one in the other order."""
-    numbers = ((left[1], right[1]), (left[2], right[2]))
-    precision = like.params["precision"]
-    swapped = precision[::-1] if isinstance(precision, tuple) else precision
-    params = {**like.params, "dimension_numbers": numbers, "precision": swapped}
-    if (sharding := params.get("out_sharding")) is not None:
-        dims = (*sharding.spec, *[None] * (result.aval.ndim - len(sharding.spec)))
-        spec = P(*(dims[dim] for dim in _swap_permutation(like)))
-        params["out_sharding"] = NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
-    return like.replace(invars=[left[0], right[0]], outvars=[result], params=params)
-
-
 def _swapped_with_barriers(product: Any) -> list[Any]:
     """The product of the swapped operands, with compensating transposes.
 
@@ -121,17 +90,17 @@ def _swapped_with_barriers(product: Any) -> list[Any]:
     """
     (left_sums, right_sums), (left_batch, right_batch) = product.params["dimension_numbers"]
     left, right = product.invars
-    first: _Operand = (right, right_sums, right_batch)
+    first: Operand = (right, right_sums, right_batch)
     before: list[Any] = []
     if right_batch:
         ndim, num_batch = right.aval.ndim, len(right_batch)
         free = [dim for dim in range(ndim) if dim not in right_sums and dim not in right_batch]
         stored, before = _stored_permuted(product, right, (*right_batch, *free, *right_sums))
         first = (stored, tuple(range(num_batch + len(free), ndim)), tuple(range(num_batch)))
-    order = _swap_permutation(product)
+    order = swap_permutation(product)
     result = product.outvars[0]
     between = _permuted(result, order)
-    made = _product(product, first, (left, left_sums, left_batch), between)
+    made = product_of(product, first, (left, left_sums, left_batch), between)
     stored_result = jex.Var(between.aval)
     back = tuple(order.index(dim) for dim in range(len(order)))
     return [*before, made, _barrier(product, between, stored_result), _transpose(product, stored_result, result, back)]

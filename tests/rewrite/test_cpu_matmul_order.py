@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import peak_memory
 
 import sharding
-from sharding import P
+from sharding import P, cost
 from sharding.graph.straight_line import trace_program
 from sharding.rewrite import cpu_matmul_order
 
@@ -139,3 +140,14 @@ def test_sharded_programs_are_reordered_and_keep_their_collectives():
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
     with sharding.mesh(data=4, tensor=2, devices="v5p:2x2x2"):
         assert "optimization_barrier" not in step.lower(h, g).as_text()
+
+
+@peak_memory.newest_jax_only
+def test_memory_is_that_of_the_reordered_program():
+    """The gradient of a weight, whose copy of the smaller operand is stored."""
+    h, g = jnp.ones((64, 128, 512)), jnp.ones((64, 128, 64))
+    with sharding.mesh(data=4, tensor=2):
+        step = sharding.jit(wide, in_shardings=(P("data"), P("data")))
+        predicted = step.complete(h, g).memory().peak_bytes
+        compiled = cost.read_compiled(step.lower(h, g).compile()).peak_bytes
+    assert predicted == pytest.approx(compiled, rel=0.1)
