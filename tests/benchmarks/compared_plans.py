@@ -149,7 +149,7 @@ def their_plan(sizes: plain_gpt.Sizes, budget_gb: int, devices: str, axes: dict[
         python = auto_sharding_python(peer)
         if python is None:
             return None
-        command = [python, SCRIPT, given, "--devices", devices, "--mesh", mesh, "--budget-gb", str(budget_gb)]
+        command = [python, "-E", SCRIPT, given, "--devices", devices, "--mesh", mesh, "--budget-gb", str(budget_gb)]
         ran = subprocess.run(command, capture_output=True, text=True, check=True)
         plans.mkdir(parents=True, exist_ok=True)
         file.write_text(ran.stdout.splitlines()[-1])
