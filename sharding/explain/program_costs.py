@@ -4,24 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Protocol
 
 from ..cost import Topology
 from ..display.units import bytes_text, seconds_text
 from ..hardware import Platform
 from ..memory import usage
 from ..propagation import Assignment
+from .memory_report import MemoryReport
 from .predicted_collectives import ProgramCollectives, communication
 from .step_time import estimate
-
-
-class Memory(Protocol):
-    """Memory of a program: its report, its usage, or the costs of one that holds as much."""
-
-    @property
-    def peak_bytes(self) -> int: ...
-    @property
-    def argument_bytes(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +43,7 @@ def costs(
     *,
     donated: Collection[int],
     platform: Platform,
-    held: Memory | None = None,
+    report: MemoryReport | None = None,
 ) -> Costs:
     """The costs of a completed program.
 
@@ -61,17 +52,17 @@ def costs(
         on: the mesh with its devices; None if they are unknown.
         donated: indices of the donated inputs of the graph.
         platform: whose compiler is modelled.
-        held: its memory, if it is known.
+        report: its memory, if it is known.
     """
-    used = usage(assignment, donated, platform=platform) if held is None else held
+    held = usage(assignment, donated, platform=platform) if report is None else report
     known = ProgramCollectives(assignment, platform=platform if on is None else on.chip.platform)
     collectives = communication(assignment, known=known)
     return Costs(
         seconds=0.0 if on is None else estimate(assignment, on, known=known).seconds,
         sent_bytes=collectives.total_bytes,
         wire_bytes=collectives.lowered(platform if on is None else on.chip).total_wire_bytes,
-        peak_bytes=used.peak_bytes,
-        argument_bytes=used.argument_bytes,
+        peak_bytes=held.peak_bytes,
+        argument_bytes=held.argument_bytes,
         lost_bytes=lost_bytes(assignment),
     )
 

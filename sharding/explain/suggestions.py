@@ -143,7 +143,7 @@ def suggestions(
 
     report = memory(assignment, donated=donated, platform=platform)
     costed = functools.partial(costs, on=on and _without_overheads(on), donated=donated, platform=platform)
-    now = costed(assignment, held=report)
+    now = costed(assignment, report=report)
     work = local_bytes(assignment)
     ranked: list[tuple[float, Costs, Candidate]] = []
     for candidate, own in _worth_costing(assignment):

@@ -256,7 +256,7 @@ def test_groups_that_json_lacks_are_refused(tmp_path):
 
 
 def test_equal_layers_are_annotated_by_a_pattern():
-    step, *args = transformer(512, 64, 128, layers=4)
+    step, *args = transformer(512, 64, 128, layers=6)
     plan = sharding.plan(step, *args, devices=DEVICES, mesh={"x": 4, "y": 2})
     assert len(plan.annotations) < 12
     assert any("*" in name for name in plan.annotations)
@@ -278,13 +278,16 @@ def test_experts_of_a_mixture_are_sharded_over_an_axis():
     assert plan.costs.sent_bytes == 0
 
 
-def test_the_mesh_is_found_and_time_is_flat_in_depth():
-    """All meshes of four devices; the problem of twelve layers is that of four."""
+@pytest.mark.parametrize(
+    ("devices", "size", "meshes"), [("h100:1x4", 4, 2), pytest.param(DEVICES, 8, 4, marks=pytest.mark.slow)]
+)
+def test_the_mesh_is_found_and_time_is_flat_in_depth(devices, size, meshes):
+    """All meshes of the devices; the problem of twelve layers is that of four."""
     step, *args = transformer(*FEW_TOKENS)
-    plan = sharding.plan(step, *args, devices="h100:1x4")
-    assert math.prod(plan.axes.values()) == 4
+    plan = sharding.plan(step, *args, devices=devices)
+    assert math.prod(plan.axes.values()) == size
     assert [dict(c.axes) for c in plan.candidates][0] == dict(plan.axes)
-    assert len(plan.candidates) == 2
+    assert len(plan.candidates) == meshes
     sizes = set()
     for layers in (4, 12):
         step, *args = transformer(*SMALL, layers=layers)

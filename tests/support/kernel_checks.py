@@ -20,6 +20,7 @@ TOLERANCES = {"float32": 2e-5, "bfloat16": 2e-2}
 
 MESHES: tuple[dict[str, int], ...] = ({"data": 2, "tensor": 4}, {"a": 2, "b": 2, "c": 2})
 SIZES = (MESHES[0], pytest.param(MESHES[1], marks=pytest.mark.slow))
+"""The same for `parametrize`: the second one with the slow tests."""
 
 AHEAD_OF_TIME = [
     compilers.COMPILERS["tpu"],

@@ -33,8 +33,9 @@ def test_the_ledger_and_the_memory(capsys):
     assert "peak" in shown
 
 
-def test_the_annotations_that_would_save_most(capsys):
-    shown = explain(capsys, "--model", "dlrm-tiny", "--mesh", "fsdp=2,tensor=2", "--suggest")
+@pytest.mark.parametrize("model", [["--model", "dlrm-tiny"], pytest.param([], marks=pytest.mark.slow)], ids=str)
+def test_the_annotations_that_would_save_most(model, capsys):
+    shown = explain(capsys, *model, "--mesh", "fsdp=2,tensor=2", "--suggest")
     assert shown.startswith("annotate ") and "peak memory" in shown
 
 
