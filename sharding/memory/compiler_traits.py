@@ -29,6 +29,8 @@ class CompilerTraits:
     reduces_in_place: bool = True
     """Whether an all-reduce writes into its operand's buffer, and a reduce-scatter stores only its result; otherwise it
     is an all-reduce and a slice."""
+    gathers_leading_dim: bool = False
+    """Whether an all-gather concatenates shards along the leading dim; arrays gathered along another are transposed."""
     stored_once: frozenset[str] = frozenset({"gather", "threefry2x32", "threefry4x32"})
     """Primitives that are stored rather than computed in each of several consumers."""
     counts_bytes: bool = True
@@ -50,6 +52,7 @@ TRAITS: Mapping[Platform, CompilerTraits] = {
         multiplies_16_bits=compat.MULTIPLIES_16_BITS,
         uses_library=True,
         reduces_in_place=False,
+        gathers_leading_dim=True,
         stored_once=TRANSCENDENTAL,
         counts_bytes=False,
         schedule="breadth first",

@@ -139,6 +139,8 @@ class Emitter:
         """
         key, facts = step.spec.axes, {"value": x.value, "eqn": x.eqn}
         sent = {**facts, "axes": step.axes}
+        if step.kind == "all-gather" and self.traits.gathers_leading_dim:
+            return self.all_gather(x, shape, itemsize, step)
         if step.kind in ("all-gather", "collective-permute"):
             return self.emit(step.kind, "unfusible", [x], shape, itemsize, key=key, **sent)
         if step.kind == "all-to-all":
@@ -152,6 +154,20 @@ class Emitter:
         if x.shape != shape:
             x = self.emit("slice", "fusible", [x], shape, itemsize, key=key, **facts)
         return self.all_reduce(x, itemsize, step.axes) if step.kind == "all-reduce" else x
+
+    def all_gather(self, x: Instruction, shape: Sequence[int], itemsize: int, step: Step) -> Instruction:
+        """An all-gather that concatenates shards along a leading dim; other dims are moved there and back."""
+        facts: Mapping[str, Any] = {"value": x.value, "eqn": x.eqn}
+        (dim,) = [d for d, (have, need) in enumerate(zip(x.shape, shape, strict=True)) if have != need] or [0]
+        order = [dim, *(d for d in range(len(shape)) if d != dim)]
+        moves = math.prod(shape[:dim]) > 1
+        if moves:
+            turned = [x.shape[d] for d in order]
+            x = self.emit("transpose", "fusible", [x], turned, itemsize, key=tuple(order), **facts)
+        gathered = [shape[d] for d in order] if moves else shape
+        x = self.emit(step.kind, "unfusible", [x], gathered, itemsize, key=step.spec.axes, axes=step.axes, **facts)
+        back = tuple(order.index(d) for d in range(len(shape)))
+        return self.emit("transpose", "fusible", [x], shape, itemsize, key=back, **facts) if moves else x
 
     def all_reduce(self, x: Instruction, itemsize: int, axes: tuple[Axis, ...]) -> Instruction:
         """An all-reduce of partial sums; 16-bit floats are reduced in 32 bits."""

@@ -17,7 +17,9 @@ from ..graph import CALLS, Graph, Op, Scope
 from ..propagation import Assignment
 from ..rewrite import xla_workarounds
 from ..rewrite.bfloat16_propagation import PRODUCTS, rounded_values
+from ..rewrite.constraint_emitter import AssignedProgram
 from ..rewrite.op_strategy import OpStrategies
+from ..rewrite.redundant_constraints import redundant
 from ..rewrite.reshard import Step
 from ..spec import Spec, closed_spec
 from . import library_calls, primitive_traits
@@ -45,6 +47,9 @@ class Lowering:
         self.sizes = assignment.sizes
         self.specs = assignment.specs
         self.strategies = OpStrategies(assignment)
+        self.program = AssignedProgram(assignment, jax.sharding.AbstractMesh((*self.sizes.values(),), (*self.sizes,)))
+        self.unconstrained: dict[Scope, set[Any]] = {}
+        """Scope -> the variables whose constraints are left out."""
         self.cursor = Cursor()
         if traits.rounds_early:
             self.cursor.rounded = rounded_values(self.graph)
@@ -169,7 +174,33 @@ class Lowering:
             if not compat.is_drop(var):
                 shape, itemsize = var.aval.shape, self.itemsize(var.aval)
                 x = emitter.apply_steps(x, shape, itemsize, path)
-                env[var] = emitter.reshard(x, shape, itemsize, path[-1].spec if path else have, need)
+                x = emitter.reshard(x, shape, itemsize, path[-1].spec if path else have, need)
+                env[var] = library_calls.kept_rounded(x, emitter) if self.keeps_rounding(x, var, scope) else x
+
+    def keeps_rounding(self, x: Instruction, var: Any, scope: Scope | None) -> bool:
+        """Whether an op's result stays rounded to 16 bits for all who read it: its sharding is constrained."""
+        is_rounded = self.traits.widens_16_bits and library_calls.before_rounding(x) is not x
+        return (
+            is_rounded
+            and scope is not None
+            and max(self.sizes.values(), default=1) > 1
+            and self.is_constrained(var, scope)
+        )
+
+    def is_constrained(self, var: Any, scope: Scope) -> bool:
+        """Whether the emitted program constrains the sharding of an op's result."""
+        program = self.program
+
+        def exact_spec(v: Any) -> Spec | None:
+            spec = program.constraint_spec(scope.env[v], v.aval)
+            return spec if spec is not None and program.is_exact(spec, v.aval.shape) else None
+
+        if scope not in self.unconstrained:
+            source, is_program = scope.jaxpr, scope is self.graph.scope
+            known, uses = (source.invars, ()) if is_program else ((), source.outvars)
+            found = redundant(scope, self.graph.makers, exact_spec, known=known, unknown_uses=uses)
+            self.unconstrained[scope] = found
+        return var not in self.unconstrained[scope] and exact_spec(var) is not None
 
     def is_constant(self, eqn: Any, scope: Scope | None) -> bool:
         """Whether the results are constants, which each user recomputes."""
@@ -188,6 +219,8 @@ class Lowering:
                 x = emitter.emit("copy", "unfusible", [x], shape, itemsize, value=self.graph_value(var, scope), eqn=eqn)
             if x is not None:
                 x = emitter.reshard(x, var.aval.shape, self.itemsize(var.aval), have, need)
+                if self.traits.widens_16_bits and eqn.primitive.name in primitive_traits.CONSTRAINTS:
+                    x = library_calls.kept_rounded(x, emitter)
             if not compat.is_drop(var):
                 env[var] = x
 

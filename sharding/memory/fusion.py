@@ -7,7 +7,8 @@ priority_fusion.cc`)
   than reading what each must read;
 - also a matrix product, on TPUs, if only they read it: a kernel has at most one;
 - unless a library runs one of them (`backends/cpu/transforms/library_rewriter.cc`): a large reduction with the
-  elementwise ops that only it uses, and its only user. What they share with others is stored.
+  elementwise ops that only it uses, and its only user. What they share with others is stored, but on XLA:CPU others
+  compute it again if it has at most one operand as large (`InstructionFusion::EffectivelyAtMostUnary`).
 """
 
 from __future__ import annotations
@@ -55,10 +56,14 @@ class _Fusion:
         self.users = users(instructions)
         self.stored = set(results)
         """Not computed inside any consumer."""
+        self.read_by_library: set[Instruction] = set()
+        """Stored for a library, but other consumers may compute it again."""
         for one in reversed(instructions):
             if one.is_library_reduction:
-                self.stored.update(self.stored_around(one))
+                self.stored.add(self.library_result(one))
+                self.read_by_library.update(self.library_operands(one))
         self.stored.update(self.ends_of_products())
+        self.recomputed = set() if counts_bytes else {*filter(self.is_recomputed, instructions)}
         self.once = self.costly({one: one.num_bytes if counts_bytes else one.num_elements for one in instructions})
 
     def ends_of_products(self) -> Iterator[Instruction]:
@@ -100,30 +105,43 @@ class _Fusion:
 
     def is_costly(self, one: Instruction, sizes: Mapping[Instruction, int], reads: Collection[Instruction]) -> bool:
         """Whether several users move more if each computes it than if one kernel stores it for all."""
-        readers = self.users[one]
-        if len(readers) < 2:
+        users = self.users[one]
+        again = [y for x in users if x in self.recomputed for y in self.users[x] if _is_fusible(y)]
+        readers = dict.fromkeys([*users, *again])
+        if len(readers) < 2 or one in self.recomputed:
             return False
         if one.expensive:
             return True
         size, read_size = sizes[one], sum(sizes[x] for x in reads)
-        if not all(_is_fusible(x) or x.fuses_operands for x in readers):  # it is stored for one of them anyway
-            return read_size > size
+        if one in self.read_by_library or not all(_is_fusible(x) or x.fuses_operands for x in users):
+            return read_size > size  # it is stored for one of them anyway
         return len(readers) * read_size > read_size + (len(readers) + 1) * size
 
-    def stored_around(self, reduction: Instruction) -> Iterator[Instruction]:
-        """The operands and the result of a reduction and of the ops that a library runs with it."""
+    def is_recomputed(self, one: Instruction) -> bool:
+        """Whether XLA:CPU computes again for some users what it stores for another: they read no more arrays."""
+        if one.expensive or one in self.stored or not _is_fusible(one) or one.name in SLICES:
+            return False
+        is_stored = one in self.read_by_library or not all(map(_is_fusible, self.users[one]))
+        return is_stored and len(self.users[one]) > 1 and is_effectively_unary(one)
+
+    def library_result(self, reduction: Instruction) -> Instruction:
+        """What a library stores of a reduction: its only user, if that is elementwise, or itself."""
+        below = self.users[reduction]
+        return below[0] if len(below) == 1 and below[0].elementwise and reduction not in self.stored else reduction
+
+    def library_operands(self, reduction: Instruction) -> Iterator[Instruction]:
+        """The operands of a reduction and of the ops that a library runs with it."""
         inside, waiting = {reduction}, list(reduction.operands)
         while waiting:
             one = waiting.pop()
             if one in inside:
                 continue
-            if _is_fusible(one) and one not in self.stored and all(user in inside for user in self.users[one]):
+            is_free = _is_fusible(one) and one not in self.stored and one not in self.read_by_library
+            if is_free and one.name != "dynamic_slice" and all(user in inside for user in self.users[one]):
                 inside.add(one)
                 waiting += one.operands
             else:
                 yield one
-        below = self.users[reduction]
-        yield below[0] if len(below) == 1 and below[0].elementwise and reduction not in self.stored else reduction
 
     def kernels(self) -> list[Kernel]:
         readers = {one: set(its_users) for one, its_users in self.users.items()}
@@ -141,13 +159,15 @@ class _Fusion:
         waiting = [(-self.place[x], x) for x in seen]
         heapq.heapify(waiting)
         has_product = root.fuses_operands
+        is_library = any(x.is_library_reduction for x in (root, *(x for x in root.operands if x not in self.stored)))
         while waiting:
             _, producer = heapq.heappop(waiting)
             others = len(readers[producer]) - (root in readers[producer])
             is_last = not (others or has_product) and self.ends_product(producer, inside)
             if not (_is_fusible(producer) or (producer.fuses_operands and is_last)):
                 continue
-            if producer in self.stored or (producer in self.once and others):
+            is_read = producer in self.stored or (is_library and producer in self.read_by_library)
+            if is_read or (producer in self.once and others):
                 continue
             has_product = has_product or producer.fuses_operands
             members.append(producer)
@@ -175,6 +195,16 @@ class _Fusion:
                     found.add(user)
                     waiting.append(user)
         return True
+
+
+def is_effectively_unary(one: Instruction) -> bool:
+    """Whether at most one operand has as many dims as the result and is not a broadcast."""
+    rank = _true_rank(one)
+    return sum(not x.name.startswith("broadcast") and _true_rank(x) >= rank for x in dict.fromkeys(one.operands)) <= 1
+
+
+def _true_rank(one: Instruction) -> int:
+    return sum(size > 1 for size in one.shape)
 
 
 def _is_fusible(one: Instruction) -> bool:

@@ -8,6 +8,7 @@ value before rounding.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,9 @@ from .compiler_traits import CompilerTraits
 from .emitter import Emitter
 from .instruction import Instruction
 from .primitive_traits import CONVERSIONS
+
+MIN_LIBRARY_SIZE = 8
+"""The library multiplies matrices of bfloat16 with one size, free or summed, of at least as much."""
 
 
 def library_call(
@@ -32,10 +36,13 @@ def library_call(
     Args:
         facts: of its instruction; see `Emitter.emit`.
     """
-    name, wide = eqn.primitive.name, is_computed_in_f32(eqn, emitter.traits)
+    name, traits = eqn.primitive.name, emitter.traits
+    is_half, wide = itemsize == 2, is_computed_in_f32(eqn, traits)
     if name == "dot_general":
         orders, is_turned = _dot_orders(eqn, operands)
-        order, wide = [*range(len(shape))], wide and not (emitter.traits.multiplies_16_bits and not is_turned)
+        order = [*range(len(shape))]
+        reads_half = traits.widens_16_bits and eqn.invars[0].aval.dtype == eqn.invars[1].aval.dtype == jnp.bfloat16
+        wide = reads_half and (is_turned or not (traits.multiplies_16_bits and _multiplies_16_bits(eqn, operands)))
     else:
         numbers = eqn.params["dimension_numbers"]
         lhs, rhs, out = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
@@ -44,7 +51,8 @@ def library_call(
         _transposed(widened(x, emitter) if wide else x, dims, emitter) for x, dims in zip(operands, orders, strict=True)
     ]
     made = emitter.emit(name, "unfusible", stored, [shape[d] for d in order], 4 if wide else itemsize, **facts)
-    return _transposed(rounded(made, emitter) if wide else made, [order.index(d) for d in range(len(order))], emitter)
+    made = rounded(made, emitter) if wide and is_half else made
+    return _transposed(made, [order.index(d) for d in range(len(order))], emitter)
 
 
 def _dot_orders(eqn: Any, operands: Sequence[Instruction]) -> tuple[list[list[int]], bool]:
@@ -60,6 +68,32 @@ def _dot_orders(eqn: Any, operands: Sequence[Instruction]) -> tuple[list[list[in
         is_turned = is_turned or (can_turn and k == 0)
         found.append(turned if can_turn else order)
     return found, is_turned
+
+
+def _multiplies_16_bits(eqn: Any, operands: Sequence[Instruction]) -> bool:
+    """Whether the library multiplies matrices of bfloat16 as they are (openxla/xla, `backends/cpu/ynn_support.cc`).
+
+    It wants neither vectors nor tiny matrices. XLA:CPU moves a transpose of the program into the dot, where nothing
+    else reshapes its operands, and the library does not take the order that results.
+    """
+    sizes, plain = [], True
+    for x, summed, batch in zip(operands, *eqn.params["dimension_numbers"], strict=True):
+        free = [size for d, size in enumerate(x.shape) if d not in (*summed, *batch)]
+        sizes.append(math.prod(free))
+        plain = plain and sum(size > 1 for size in free) == 1 == len(summed)
+    summed = math.prod(operands[0].shape[d] for d in eqn.params["dimension_numbers"][0][0])
+    if 1 in sizes or max(*sizes, summed) < MIN_LIBRARY_SIZE:
+        return False
+    return not (plain and any(_is_transposed(x) for x in operands))
+
+
+def _is_transposed(x: Instruction) -> bool:
+    """Whether the program transposes it, before ops on each element."""
+    while x.name != "transpose" and x.elementwise and len(x.operands) == 1:
+        x = x.operands[0]
+    if x.name != "transpose" or x.eqn is None or x.eqn.primitive.name != "transpose":
+        return False
+    return not _is_in_order(x.operands[0], x.eqn.params["permutation"])
 
 
 def _is_in_order(x: Instruction, order: Sequence[int]) -> bool:
@@ -100,3 +134,10 @@ def before_rounding(x: Instruction) -> Instruction:
     """The float32 value that was rounded to 16 bits; x itself if there is none."""
     is_rounded = x.name in ("convert", "convert_element_type") and x.itemsize == 2 and len(x.operands) == 1
     return x.operands[0] if is_rounded and x.operands[0].itemsize == 4 else x
+
+
+def kept_rounded(x: Instruction, emitter: Emitter) -> Instruction:
+    """Its operand, whose rounding XLA keeps: a sharding constraint stands between it and what reads it."""
+    if before_rounding(x) is x:
+        return x
+    return emitter.emit("sharding_constraint", "bitcast", [x], x.shape, 2, key="bitcast", value=x.value, eqn=x.eqn)

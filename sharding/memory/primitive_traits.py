@@ -27,9 +27,14 @@ BARRIER = "optimization_barrier"
 """Its results are its operands, none available before all are."""
 
 IDENTITIES = frozenset(
-    "annotate barrier copy_p device_put optimization_barrier pbroadcast pvary reshard same sharding_constraint".split()
+    """
+    annotate barrier copy_p device_put name optimization_barrier pbroadcast pvary reshard same sharding_constraint
+    """.split()
 )
 """Primitives whose results are their operands."""
+
+CONSTRAINTS = frozenset({"annotate", "reshard", "sharding_constraint"})
+"""Identities that XLA's partitioner sees."""
 
 COLLECTIVES = {
     "all_gather": "all-gather", "all_gather_invariant": "all-gather", "all_to_all": "all-to-all", "pmax": "all-reduce",

@@ -21,9 +21,9 @@ def make(name, *operands, shape=BIG, role="fusible", **facts):
     return Instruction(name, role, list(operands), shape, 4 * count, **facts)
 
 
-def stored(*instructions):
+def stored(*instructions, **options):
     """Name of each stored instruction but arguments -> those computed inside its kernel."""
-    kernels = fuse(instructions, [instructions[-1]])
+    kernels = fuse(instructions, [instructions[-1]], **options)
     return {k.root.name: [m.name for m in k.members if m is not k.root] for k in kernels if k.root.role != "argument"}
 
 
@@ -97,6 +97,19 @@ def test_a_library_reduction_stores_what_others_read_too():
         end = make("end", total, double, shape=(128, 64), elementwise=True)
         found = stored(x, double, square, total, end)
         assert ("double" in found) == is_library_reduction
+
+
+@pytest.mark.parametrize(("reads", "is_recomputed"), [(["x"], True), (["x", "row"], True), (["x", "y"], False)])
+def test_what_a_library_reads_is_computed_again_where_that_reads_one_array_as_large(reads, is_recomputed):
+    x, y, row = argument(), make("y", role="argument"), make("row", shape=(64,), role="argument")
+    spread = make("broadcast_in_dim", row)
+    operands = [{"x": x, "y": y, "row": spread}[name] for name in reads]
+    a = make("a", *operands, elementwise=True)
+    b = make("b", a, elementwise=True)
+    total = make("reduce_sum", a, shape=(64,), is_library_reduction=True)
+    dot = make("dot", b, total, role="unfusible")
+    found = stored(x, y, row, spread, a, b, total, dot, counts_bytes=False)
+    assert "a" in found and ("a" in found["b"]) == is_recomputed
 
 
 def test_where_bytes_do_not_count_a_mask_is_computed_again_from_what_it_compares():

@@ -6,17 +6,9 @@ LOOP_CARRY = "XLA reshards a loop carry once more"
 Key = tuple[str, int, str]
 """(step, index of the mesh, style)."""
 
-LIBRARY = "XLA:CPU's library runs further ops with a reduction, and stores what they read"
 HALF_DOTS = "XLA:CPU runs some bfloat16 dots in 16 bits"
 PEAKS: dict[Key, tuple[float, str]] = {
-    ("gpt, scanned", 0, "weights"): (0.12, LIBRARY),
-    ("gpt, 16 bits", 0, "weights"): (0.13, HALF_DOTS),
     ("gpt, 16 bits", 1, "weights"): (0.16, HALF_DOTS),
-    ("gpt, 16 bits", 3, "weights"): (0.15, HALF_DOTS),
-    ("bert", 0, "weights"): (0.20, LIBRARY),
-    ("bert", 2, "weights"): (0.16, LIBRARY),
-    ("vit", 0, "weights"): (0.24, LIBRARY),
-    ("vit", 2, "weights"): (0.20, LIBRARY),
     ("ring attention", 0, "weights"): (0.20, "not understood"),
     ("graph net", 3, "weights"): (0.14, SUB_AXES),
     ("lstm", 1, "weights"): (0.18, LOOP_CARRY),
