@@ -36,7 +36,7 @@ from .reshard_regions import ReshardRegions
 from .runs_moved import loops_moved, times_moved
 from .shard_exchanges import ShardExchanges, axis_names
 from .shard_map_collectives import MANUAL, explicit, in_bodies
-from .sum_reassociation import LOOKED_THROUGH, SPLITS, Reassociation, reassociate, split_all_reduce, sums_and_rest
+from .sum_reassociation import LOOKED_THROUGH, Reassociation, computation, reassociate, split_all_reduce, sums_and_rest
 from .sums_behind_loops import Reduction
 from .unknown_ops import unknown_ops
 
@@ -113,13 +113,13 @@ class ProgramCollectives:
             if op.rule is not None and op.name != "edge" and op.name not in MANUAL
             for v, steps in zip(op.results, self.strategies.of(op).result_steps, strict=True)
         ]
-        used = {frozenset(step.axes) for _, sums, _ in found for step in sums} if platform in SPLITS else set()
-        reductions: dict[int, list[Reduction]] = {}
+        makers, reductions = self.graph.makers, dict[int, list[Reduction]]()
+        used = {(computation(makers.get(v)), frozenset(step.axes)) for v, sums, _ in found for step in sums}
         for v, sums, rest in found:
             if sums and not rest:
-                is_whole = platform == "gpu" or reduces_elementwise(self.graph.makers.get(v))
+                is_whole = platform == "gpu" or reduces_elementwise(makers.get(v))
                 reductions[v] = [(self.kind_of_sum(v, step, is_whole=is_whole), step.axes) for step in sums]
-            elif split := split_all_reduce(self.graph.makers.get(v), sums, rest, used):
+            elif split := split_all_reduce(makers.get(v), sums, rest, used, platform):
                 reductions[v] = split
 
         def moves(op: Op) -> bool:

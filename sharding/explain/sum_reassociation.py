@@ -47,7 +47,7 @@ REDUCTIONS = MERGED | {"reduce_and", "reduce_or", "reduce_prod"}
 """Reductions whose partial results are all-reduced over one axis after another before any slice is taken."""
 
 COMBINED: Mapping[str, frozenset[str]] = {
-    **dict.fromkeys(ADDS, SUMS | ADDS),
+    **dict.fromkeys(ADDS, SUMS | ADDS | {"kernel_call"}),
     **{name: frozenset({name, f"reduce_{name}"}) for name in ("and", "max", "min", "or")},
 }
 """Op on two arrays -> what makes arrays that are combined before they are reduced in the same way."""
@@ -55,6 +55,10 @@ COMBINED: Mapping[str, frozenset[str]] = {
 SPLITS: Collection[Platform] = ("gpu",)
 """Platforms whose compiler reduce-scatters over the axes that a sum is then sliced along, before it all-reduces over
 the others (`AllReduceSplitter`)."""
+
+
+SumOver = tuple[tuple[int, ...], frozenset[Axis]]
+"""The computation of a sum, and its axes."""
 
 
 @dataclass(frozen=True)
@@ -100,8 +104,14 @@ def _folded_steps(op: Op | None, sums: Sequence[Step], platform: Platform, sizes
     return [dataclasses.replace(sums[-1], kind=kind, axes=axes, num_bytes=size)]
 
 
+def computation(op: Op | None) -> tuple[int, ...]:
+    """The loops and branches that an op is in; XLA compiles the body of each as a computation of its own."""
+    enclosing = () if op is None else op.site[1:]
+    return tuple(id(eqn) for eqn in enclosing if eqn.primitive.name in ("cond", "scan", "while"))
+
+
 def split_all_reduce(
-    op: Op | None, sums: Sequence[Step], rest: Sequence[Step], used: Collection[frozenset[Axis]]
+    op: Op | None, sums: Sequence[Step], rest: Sequence[Step], used: Collection[SumOver], platform: Platform
 ) -> list[Reduction]:
     """The reduce-scatter and all-reduce of an all-reduce of which each device keeps a slice; empty if it stays whole.
 
@@ -109,15 +119,16 @@ def split_all_reduce(
         op: what makes the result; those of a reduction stay whole.
         sums: the reductions of a result.
         rest: the steps that follow.
-        used: the axes of each sum of the program; without another one over the same axes, nothing is gained.
+        used: the computation and the axes of each sum; without another one over the same axes, nothing is gained.
+        platform: whose compiler splits it.
     """
-    is_whole = op is not None and op.name in REDUCTIONS
+    is_whole = platform not in SPLITS or (op is not None and op.name in REDUCTIONS)
     if is_whole or [step.kind for step in sums] != ["all-reduce"] or {step.kind for step in rest} != {"slice"}:
         return []
     sliced = {axis for step in rest for axis in step.axes}
     scattered = tuple(axis for axis in sums[0].axes if axis in sliced)
     others = tuple(axis for axis in sums[0].axes if axis not in sliced)
-    if sliced != {*scattered} or not others or frozenset(others) not in used:
+    if sliced != {*scattered} or not others or (computation(op), frozenset(others)) not in used:
         return []
     return [("reduce-scatter", scattered), ("all-reduce", others)]
 

@@ -15,6 +15,7 @@ import numpy as np
 Interval = tuple[int, int, int]
 """Bytes of a buffer, and the first and last instant of its lifetime."""
 
+NEVER = np.iinfo(np.int64).max
 ALIGNMENT = 64
 """Bytes; XLA:CPU aligns every buffer to this."""
 
@@ -40,10 +41,6 @@ def block_bytes(intervals: Sequence[Interval]) -> int:
         order = np.argsort(begins, kind="stable")
         begins, ends = begins[order], np.maximum.accumulate(ends[order])
         gaps = begins - np.concatenate([[0], ends[:-1]])
-        fitting = np.nonzero(gaps >= sizes[k])[0]
-        if len(fitting):
-            best = fitting[np.argmin(gaps[fitting])]
-            offsets[k] = begins[best] - gaps[best]
-        else:
-            offsets[k] = ends[-1]
+        best = np.argmin(np.where(gaps >= sizes[k], gaps, NEVER))
+        offsets[k] = begins[best] - gaps[best] if gaps[best] >= sizes[k] else ends[-1]
     return int((offsets + sizes).max(initial=0))

@@ -6,7 +6,7 @@ import pytest
 from support.compilers import COMPILERS, devices, predicted_and_compiled
 
 import sharding
-from sharding import P
+from sharding import P, kernels
 from sharding.cost import read_compiled
 
 SIZES = {"data": 2, "model": 4}
@@ -297,4 +297,39 @@ ORDERS = [P("data", "model"), P("model", "data"), P(("data", "model")), P(("mode
 def test_sums_over_devices_in_another_order_stay_apart(specs, backend, described):
     args = (floats(64, 64), floats(64, 64))
     predicted, compiled = predicted_and_compiled(squares, args, backend, described, SIZES, in_shardings=specs)
+    assert predicted == compiled
+
+
+matmul = kernels.with_rule(jnp.matmul, "m k, k n -> m n")
+
+
+@pytest.mark.parametrize(("backend", "described"), COMPILERS.values())
+def test_sums_of_kernels_and_products(backend, described):
+    args = floats(64, 256), floats(256, 128), floats(256, 128)
+    specs = P(None, "model"), P("model"), P("model")
+    predicted, compiled = predicted_and_compiled(
+        lambda x, a, b: matmul(x, a) + x @ b, args, backend, described, SIZES, in_shardings=specs, out_shardings=P()
+    )
+    assert predicted == compiled
+
+
+@pytest.mark.parametrize(("backend", "described"), COMPILERS.values())
+@pytest.mark.parametrize("is_in_loop", [False, True])
+def test_a_sliced_sum_is_split_beside_a_sum_of_its_own_computation(is_in_loop, backend, described):
+    """Beside a sum over the model axis, XLA:GPU scatters a sum over both over the data axis first."""
+
+    def f(x, w, layers):
+        def layer(h, w):
+            return jnp.tanh(h + (jnp.sin(w) * h[None]).sum(0)), None
+
+        h = jnp.ones(256)
+        h = jax.lax.scan(layer, h, layers)[0] if is_in_loop else layer(h, layers[0])[0]
+        return matmul(x, w), h
+
+    args = floats(64, 256), floats(256, 128), floats(3, 256, 256)
+    options = {
+        "in_shardings": (P(None, ("data", "model")), P(("data", "model")), P(None, "model")),
+        "out_shardings": (P("data"), P()),
+    }
+    predicted, compiled = predicted_and_compiled(f, args, backend, described, SIZES, **options)
     assert predicted == compiled
