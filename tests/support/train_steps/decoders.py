@@ -138,10 +138,8 @@ def gpt_step(sizes: Sizes, *, layers=2, scan=False, remat="stored", rows=("data"
     )  # fmt: skip
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):  # or Flax adds replicated shardings
         graph, params = nnx.split(nnx.eval_shape(lambda: gpt.GPT(config, rngs=nnx.Rngs(0))))
-    layout = tuple(
-        dataclasses.replace(rule, spec=P(*({"fsdp": weights, "tensor": "model"}.get(a, a) for a in rule.spec)))
-        for rule in layouts.GPT
-    )
+    axes = {"fsdp": weights, "tensor": "model" if "model" in sizes else P.UNCONSTRAINED}
+    layout = tuple(dataclasses.replace(rule, spec=P(*(axes.get(a, a) for a in rule.spec))) for rule in layouts.GPT)
     layout = sharding.layout(rule for rule in layout if sizes.keys() & {*rule.spec})
 
     def loss(params, tokens):
