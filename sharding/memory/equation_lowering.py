@@ -189,11 +189,9 @@ class Lowering:
 
     def is_constrained(self, var: Any, scope: Scope) -> bool:
         """Whether the emitted program constrains the sharding of an op's result."""
-        program = self.program
 
         def exact_spec(v: Any) -> Spec | None:
-            spec = program.constraint_spec(scope.env[v], v.aval)
-            return spec if spec is not None and program.is_exact(spec, v.aval.shape) else None
+            return self.program.exact_spec(scope.env[v], v.aval)
 
         if scope not in self.unconstrained:
             source, is_program = scope.jaxpr, scope is self.graph.scope

@@ -169,9 +169,7 @@ class _Body(ConstraintEmitter):
     def exact_spec(self, var: Any) -> Spec | None:
         """Returns the spec to constrain a variable to, if a sharding can express it exactly."""
         if var not in self.exact_specs:
-            spec = self.var_spec(var)
-            is_exact = spec is not None and self.program.is_exact(spec, var.aval.shape)
-            self.exact_specs[var] = spec if is_exact else None
+            self.exact_specs[var] = self.program.exact_spec(self.atom(var), var.aval)
         return self.exact_specs[var]
 
     def rewritten(self, inputs: bool, is_remat: bool) -> Any:

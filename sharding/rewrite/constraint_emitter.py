@@ -60,6 +60,11 @@ class AssignedProgram:
         """Whether an argument of the program can arrive with its spec: its axes divide its dims."""
         return atom is None or divisible(self.specs[atom], self.shapes[atom], self.sizes).axes == self.specs[atom].axes
 
+    def exact_spec(self, atom: Atom, aval: Any) -> Spec | None:
+        """Returns the spec to constrain a value to, if a sharding can express it exactly."""
+        spec = self.constraint_spec(atom, aval)
+        return spec if spec is not None and self.is_exact(spec, aval.shape) else None
+
     def is_exact(self, spec: Spec, shape: tuple[int, ...]) -> bool:
         """Whether a sharding can express a spec exactly, also for arguments: no sub-axes, no padding."""
         return not spec.has_sub_axes and not indivisible(spec, shape, self.sizes)
