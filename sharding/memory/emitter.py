@@ -158,7 +158,7 @@ class Emitter:
     def all_gather(self, x: Instruction, shape: Sequence[int], itemsize: int, step: Step) -> Instruction:
         """An all-gather that concatenates shards along a leading dim; other dims are moved there and back."""
         facts: Mapping[str, Any] = {"value": x.value, "eqn": x.eqn}
-        (dim,) = [d for d, (have, need) in enumerate(zip(x.shape, shape, strict=True)) if have != need] or [0]
+        dim = next((d for d, (have, need) in enumerate(zip(x.shape, shape, strict=True)) if have != need), 0)
         order = [dim, *(d for d in range(len(shape)) if d != dim)]
         moves = math.prod(shape[:dim]) > 1
         if moves:
