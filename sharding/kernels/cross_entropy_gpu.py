@@ -20,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from . import cross_entropy_block as block
 from . import cross_entropy_scan
 from .cross_entropy_block import Softmax
-from .implementation import unsupported
+from .implementation import gpu_kernel, unsupported
 
 WARPGROUPS, ROWS, COLUMNS, DEEP = 2, 64, 128, 64
 """That compute; rows of the tile of each, its columns, and the features that a step loads."""
@@ -147,11 +147,13 @@ def _tiles(
                         run(acc)
                         z_TC = acc[...]
                         mine_T = pl.ds(row + mine * ROWS, ROWS)
-                        label_T = plgpu.layout_cast(labels[mine_T], plgpu.Layout.WGMMA.reduce(1))
+                        label_T = plgpu.load(labels.at[mine_T], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
                         bias_C = None
                         if bias:
-                            bias_C = bias[0][pl.ds(j * COLUMNS, COLUMNS)]
-                            bias_C = plgpu.layout_cast(bias_C, plgpu.Layout.WGMMA.reduce(0))
+                            mine_C = pl.ds(j * COLUMNS, COLUMNS)
+                            bias_C = plgpu.load(
+                                bias[0].at[mine_C], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False
+                            )
                         found = _statistics(z_TC, label_T - j * COLUMNS, bias_C, softcap)
                         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                         for n, value in enumerate(found):
@@ -179,7 +181,7 @@ def _tiles(
         transcendentals=(1 if softcap is None else 2) * num_logits,
         bytes_accessed=sum(y.size * y.dtype.itemsize for y in operands),
     )
-    return plgpu.kernel(
+    return gpu_kernel(
         kernel,
         out_type=[jax.ShapeDtypeStruct((tiles, tokens), jnp.float32)] * 2,
         grid=(min(PROGRAMS, grid[0] * grid[1]),),

@@ -6,12 +6,14 @@ each device's shards. `"auto"` takes the first one that can run; the order is th
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .. import compat
@@ -120,6 +122,13 @@ def backend(implementation: str) -> Backend:
     """The compiler of an implementation that is one of `BACKENDS`."""
     target = BACKENDS[implementation]
     return Backend(target, is_interpreted=platform() != target)
+
+
+def gpu_kernel(body: Callable[..., None], *, cost_estimate: pl.CostEstimate, **options: Any) -> Callable[..., Any]:
+    """A kernel of Mosaic GPU, which says what it costs from JAX 0.12 on."""
+    if "cost_estimate" in inspect.signature(plgpu.kernel).parameters:
+        options["cost_estimate"] = cost_estimate
+    return plgpu.kernel(body, **options)
 
 
 def unsupported(implementation: str) -> str:

@@ -20,10 +20,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
 
-from .implementation import Backend, unsupported
+from .implementation import Backend, gpu_kernel, unsupported
 
 VMEM_BYTES = 4 * 2**20
 """Of the blocks of a TPU program, each of which is buffered twice; a core has 16 MB or more."""
@@ -219,7 +218,7 @@ class RowKernel:
                 ref[program, own] = x
 
         parts = [jax.ShapeDtypeStruct((programs, *x.shape), jnp.float32) for x in sums]
-        found = plgpu.kernel(
+        found = gpu_kernel(
             kernel,
             out_type=[*results, *parts],
             grid=(programs, pieces) if pieces > 1 else (programs,),
