@@ -4,22 +4,26 @@
     python -m tests.benchmarks.accelerator --smoke    # on a CPU: tiny sizes, interpreted kernels, no times
 
 Each implementation that runs on the device is compared with plain JAX in float32, values and gradients, and timed
-beside the others (see `kernels`). GPT-2 124M is trained for some steps in bfloat16, by kernels and by plain JAX: tokens
-per second, model FLOPs utilization and memory. Parts that don't fit in the minutes are left out and named. Figures go
-to `results/accelerator-<device>-jax-<version>.json`. The exit status is 1 if numbers differ.
+beside the others (see `kernels`). GPT-2 124M is trained in bfloat16 by kernels, by plain JAX and, if this Python has
+it, by PyTorch (see `gpt2`), and by `sharding train`. Parts that don't fit in the minutes are left out and named, as are
+those that fail. Figures go to `results/accelerator-<device>-jax-<version>.json`. The exit status is 1 if numbers differ
+or a part fails.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +35,7 @@ import numpy as np
 import sharding
 from sharding.errors import ShardingError
 
-from . import command_line, kernels
+from . import command_line, gpt2, kernels
 from .kernel_cases import CASES, Case
 from .ratios import rounded
 from .result_file import FOLDER, Row, device_name, measured
@@ -49,43 +53,59 @@ class Options:
     minutes: float = 8.0
     """After as many minutes no further part starts."""
     steps: int = 30
-    """Training steps of each kind."""
+    """Steps of `sharding train`."""
 
 
 def main(options: Options) -> None:
     """Runs all parts and writes the figures."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # training has processes of its own
     if jax.default_backend() == "cpu" and not options.smoke:
         raise SystemExit("no GPU or TPU found: install one of the extras cuda13 and tpu on a machine that has one")
-    begun, rows = time.monotonic(), list[Row]()
+    begun, rows, failed = time.monotonic(), list[Row](), list[str]()
     for name, part in parts(options):
         if time.monotonic() - begun > 60 * options.minutes:
             print(f"left out, as {options.minutes:g} minutes are over: {name}")
             continue
-        rows += part()
+        try:
+            rows += part()
+        except Exception as error:
+            traceback.print_exception(error)
+            failed.append(name)
+        print(f"{time.monotonic() - begun:.0f} s: {name}", flush=True)
     if not options.smoke:
         name = re.sub(r"[^a-z0-9]+", "-", str(device_name()).lower()).strip("-")
         measured("accelerator", options, rows, num_devices=1).save(
             FOLDER / f"accelerator-{name}-jax-{jax.__version__}.json"
         )
     wrong = [row["name"] for row in rows if row["kind"] == "numbers" and row["error"] > TOLERANCE]
-    if wrong:
-        raise SystemExit(f"numbers differ: {', '.join(wrong)}")
+    if wrong or failed:
+        messages = [*(["numbers differ: " + ", ".join(wrong)] if wrong else []), *(f"failed: {one}" for one in failed)]
+        raise SystemExit("; ".join(messages))
 
 
 def parts(options: Options) -> Iterator[tuple[str, Any]]:
     """(name, function that returns rows), the most important first."""
-    for case in CASES:
-        yield f"numbers of {case.name}", lambda case=case: list(numbers(case, options.smoke))
-    for choice in ("auto", "xla"):
-        yield f"training, --kernels {choice}", lambda choice=choice: [trained(choice, options)]
+    yield "numbers of all operations", lambda: list(all_numbers(options))
+    training = gpt2.Options(smoke=options.smoke, batch=2, runs=1) if options.smoke else gpt2.Options()
+    yield "GPT-2 124M", lambda: gpt2.contenders(training)
+    if not options.smoke:
+        yield "matmul", lambda: kernels.matmul(turns=20)
     for case in CASES:
         for has_gradients in (False, True) if case.wrt else (False,):
             yield (
                 f"times of {case.name}",
-                lambda case=case, has_gradients=has_gradients: _on_one_device(
-                    lambda: kernels.measure(case, has_gradients, options.smoke, turns=20)
+                lambda case=case, has_gradients=has_gradients: kernels.measure(
+                    case, has_gradients, options.smoke, turns=20
                 ),
             )
+    yield "sharding train", lambda: [trained(options)]
+
+
+def all_numbers(options: Options) -> Iterator[Row]:
+    """The rows of all operations; compiling takes most of the time. Interpreted GPU kernels can't run side by side."""
+    with ThreadPoolExecutor(1 if options.smoke else 4) as pool:
+        for rows in pool.map(lambda case: list(numbers(case, options.smoke)), CASES):
+            yield from rows
 
 
 def numbers(case: Case, is_tiny: bool) -> Iterator[Row]:
@@ -122,21 +142,21 @@ def _on_one_device(run: Any) -> Any:
         return run()
 
 
-def trained(choice: str, options: Options) -> Row:
-    """Medians of training in a process of its own."""
+def trained(options: Options) -> Row:
+    """Medians of `sharding train` in a process of its own."""
     model = ["--model", "gpt-tiny", "--batch", "8"] if options.smoke else ["--model", "gpt-small", "--batch", "16"]
     steps = 4 if options.smoke else options.steps
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "sharding.launch", "train", *model, "--steps", str(steps), "--out", folder]
         subprocess.run(
-            [*command, "--kernels", choice, "--mesh", "data=1", "--devices", "1", "--eval-every", "0", "--sample", "0"],
+            [*command, "--mesh", "data=1", "--devices", "1", "--eval-every", "0", "--sample", "0"],
             check=True,
             capture_output=not options.smoke,
         )
         lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
     later = [line for line in lines if "seconds" in line][len(lines) // 3 :]
-    row: Row = {"kind": "training", "name": f"{model[1]} --kernels {choice}"}
-    for key in ("tokens_per_second", "seconds", "memory_bytes", "mfu"):
+    row: Row = {"kind": "training", "name": f"sharding train --model {model[1]}"}
+    for key in ("tokens_per_second", "seconds", "mfu"):
         if values := [line[key] for line in later if key in line]:
             row[key] = None if options.smoke else rounded(statistics.median(values))
     print(row, flush=True)

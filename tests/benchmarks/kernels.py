@@ -3,10 +3,11 @@
     python -m tests.benchmarks.kernels                       # a few minutes on a GPU or TPU
     python -m tests.benchmarks.kernels --json kernels.json
 
-Each implementation that can run is compiled alone, forward and with gradients, and all take turns. Reported is the time
-of `implementation="auto"` over that of the fastest one, by median and quartiles of the turns: 1, if `auto` takes the
-fastest. `jax.nn` and, where it is installed, `tokamax` are peers. On a CPU the sizes are tiny and the kernels are
-interpreted: a smoke test, whose times mean nothing.
+Each implementation that can run is compiled alone, forward and with gradients, and all take turns. A turn is some calls
+without a pause, so that the device never waits for Python. Reported is the time of `implementation="auto"` over that of
+the fastest one, by median and quartiles of the turns: 1, if `auto` takes the fastest; and what matrix products reach.
+`jax.nn` and, where it is installed, `tokamax` are peers. On a CPU the sizes are tiny and the kernels are interpreted: a
+smoke test, whose times mean nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import functools
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,9 +29,15 @@ import sharding
 from sharding.errors import ShardingError
 
 from . import command_line
-from .kernel_cases import AUTO, CASES, Case
+from .kernel_cases import AUTO, CASES, Case, normal
 from .ratios import Ratio, rounded
 from .result_file import Row, measured
+
+CALLS = 10
+"""Of a turn on an accelerator."""
+
+SQUARE = 8192
+"""Rows and columns of the matrices whose product shows what the device reaches."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,10 +59,11 @@ class Program:
     implementation: str
     run: Callable[[], Any]
 
-    def seconds(self) -> float:
+    def seconds(self, calls: int) -> float:
+        """Of a call, among some without a pause."""
         begun = time.perf_counter()
-        jax.block_until_ready(self.run())
-        return time.perf_counter() - begun
+        jax.block_until_ready([self.run() for _ in range(calls)])
+        return (time.perf_counter() - begun) / calls
 
 
 def main(options: Options) -> None:
@@ -62,11 +71,12 @@ def main(options: Options) -> None:
     is_smoke = jax.default_backend() == "cpu"
     print(jax.devices()[0].device_kind + is_smoke * " (smoke test: interpreted kernels, whose times mean nothing)")
     rows: list[Row] = []
-    with sharding.mesh(data=1, devices=jax.devices()[:1]):
-        for case in CASES:
-            if not options.only or case.name in options.only:
-                for has_gradients in (False, True) if case.wrt else (False,):
-                    rows += measure(case, has_gradients, is_smoke, options.turns)
+    if not is_smoke:
+        rows += matmul(options.turns)
+    for case in CASES:
+        if not options.only or case.name in options.only:
+            for has_gradients in (False, True) if case.wrt else (False,):
+                rows += measure(case, has_gradients, is_smoke, options.turns)
     if options.json is not None:
         measured("kernels", options, rows, num_devices=1).save(options.json)
 
@@ -74,11 +84,11 @@ def main(options: Options) -> None:
 def measure(case: Case, has_gradients: bool, is_smoke: bool, turns: int) -> list[Row]:
     """The rows of an operation's implementations, which are printed too."""
     args = case.args(is_smoke)
-    programs = list(compiled(case, args, has_gradients))
+    programs = compiled(case, args, has_gradients)
     seconds: dict[str, list[float]] = {one.implementation: [] for one in programs}
     for _ in range(3 if is_smoke else turns):
         for one in programs:
-            seconds[one.implementation].append(one.seconds())
+            seconds[one.implementation].append(one.seconds(1 if is_smoke else CALLS))
     medians = {name: statistics.median(times) for name, times in seconds.items()}
     best = min((name for name in medians if name != AUTO), key=lambda name: medians[name])
     flops = case.flops(args) * (3.5 if has_gradients else 1)
@@ -98,19 +108,36 @@ def measure(case: Case, has_gradients: bool, is_smoke: bool, turns: int) -> list
     return rows
 
 
-def compiled(case: Case, args: tuple[Any, ...], has_gradients: bool) -> Iterator[Program]:
-    """The implementations that can run here."""
-    for name, f in case.implementations().items():
+def matmul(turns: int) -> list[Row]:
+    """What a product of square matrices in bfloat16 reaches."""
+    x, w = normal(0, (SQUARE, SQUARE)), normal(1, (SQUARE, SQUARE))
+    program = Program(implementation="xla", run=functools.partial(jax.jit(jnp.dot).lower(x, w).compile(), x, w))
+    median = statistics.median([program.seconds(CALLS) for _ in range(turns + 2)][2:])
+    name = f"bfloat16 matmul, {SQUARE:,}"
+    row: Row = {"kind": "matmul", "name": name, "microseconds": rounded(1e6 * median)}
+    row["tflops_per_second"] = rounded(2 * SQUARE**3 / median / 1e12)
+    print(f"{name:60} {row['tflops_per_second']:12,.1f} TFLOP/s", flush=True)
+    return [row]
+
+
+def compiled(case: Case, args: tuple[Any, ...], has_gradients: bool) -> list[Program]:
+    """The implementations that can run here, compiled side by side."""
+
+    def program(item: tuple[str, Callable[..., Any]]) -> Program | None:
+        name, f = item
         step = with_gradients(f, case.wrt) if has_gradients else f
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # that `auto` takes plain JAX
-                program = sharding.jit(step).lower(*args).compile()
+            with sharding.mesh(data=1, devices=jax.devices()[:1]):
+                run = functools.partial(sharding.jit(step).lower(*args).compile(), *args)
         except ShardingError as error:
             print(f"{case.name}: {name} left out: {' '.join(str(error).split())}")
-            continue
-        jax.block_until_ready(program(*args))
-        yield Program(implementation=name, run=functools.partial(program, *args))
+            return None
+        jax.block_until_ready(run())
+        return Program(implementation=name, run=run)
+
+    with warnings.catch_warnings(), ThreadPoolExecutor() as pool:
+        warnings.simplefilter("ignore")  # that `auto` takes plain JAX
+        return [one for one in pool.map(program, case.implementations().items()) if one is not None]
 
 
 def with_gradients(f: Callable[..., Any], wrt: tuple[int, ...]) -> Callable[..., Any]:

@@ -1,8 +1,8 @@
 """The GPT of `models.gpt` in PyTorch, its train step on one device, and the harness for multi-process train steps.
 
 Imports PyTorch and nothing of ours; runs in the environment of `environment`. The file that `gpt_workload.export`
-writes holds the weights of a `models.gpt` (untied head, rotary positions, as many key and value heads as query heads)
-by path, and `tokens` [steps, B, S + 1]. The model is the same function in idiomatic PyTorch: `Linear` layers and
+writes holds the weights of a `models.gpt` (as many key and value heads as query heads) by path, and `tokens`
+[steps, B, S + 1]. The model is the same function in idiomatic PyTorch: `Linear` layers and
 PyTorch's own attention, norm and cross entropy kernels; with `--compile` each block goes through `torch.compile`, which
 needs a C++ compiler.
 
@@ -45,7 +45,7 @@ SINGLE = "single"
 class Block(nn.Module):
     """x_BSM -> x_BSM: an attention branch, then an MLP branch, each added to the residual stream."""
 
-    def __init__(self, part: Weights, rotation: tuple[torch.Tensor, torch.Tensor]):
+    def __init__(self, part: Weights, rotation: tuple[torch.Tensor, torch.Tensor] | None):
         super().__init__()
         qkv_MGND, out_HDM = part["attention/qkv"], part["attention/out"]
         features, _, in_group, self.head_features = qkv_MGND.shape
@@ -55,8 +55,9 @@ class Block(nn.Module):
         self.qkv = _linear(qkv_MGND.flatten(1).T)
         self.out = _linear(out_HDM.reshape(-1, features).T)
         self.up, self.down = _linear(part["mlp/w1"].T), _linear(part["mlp/w2"].T)
-        self.register_buffer("cos_SD", rotation[0], persistent=False)
-        self.register_buffer("sin_SD", rotation[1], persistent=False)
+        self.is_rotary = rotation is not None
+        for name, table_SD in zip(("cos_SD", "sin_SD"), rotation or (), strict=False):
+            self.register_buffer(name, table_SD, persistent=False)
 
     def forward(self, x_BSM: torch.Tensor) -> torch.Tensor:
         x_BSM = x_BSM + self.attention(self.norm1(x_BSM))
@@ -65,8 +66,10 @@ class Block(nn.Module):
     def attention(self, x_BSM: torch.Tensor) -> torch.Tensor:
         # The local number of heads: a tensor-parallel process has a shard of them.
         qkv_NBHSD = self.qkv(x_BSM).unflatten(-1, (-1, 3, self.head_features)).permute(3, 0, 2, 1, 4)
-        a, b = qkv_NBHSD[:2].chunk(2, dim=-1)
-        q_BHSD, k_BHSD = torch.cat((a * self.cos_SD - b * self.sin_SD, b * self.cos_SD + a * self.sin_SD), dim=-1)
+        q_BHSD, k_BHSD = qkv_NBHSD[:2]
+        if self.is_rotary:
+            a, b = qkv_NBHSD[:2].chunk(2, dim=-1)
+            q_BHSD, k_BHSD = torch.cat((a * self.cos_SD - b * self.sin_SD, b * self.cos_SD + a * self.sin_SD), dim=-1)
         out_BHSD = F.scaled_dot_product_attention(q_BHSD, k_BHSD, qkv_NBHSD[2], is_causal=True)
         return self.out(out_BHSD.transpose(1, 2).flatten(2))
 
@@ -76,18 +79,26 @@ class Stage(nn.Module):
 
     def __init__(self, weights: Weights, first: int, last: int, *, compiled: bool):
         super().__init__()
-        rotation = _rotation(weights)
+        positions_SM = weights.get("embed/positions")
+        rotation = _rotation(weights) if positions_SM is None else None
         self.embed = _embedding(weights["embed/table"]) if first == 0 else None
+        self.positions = _embedding(positions_SM) if first == 0 and positions_SM is not None else None
         self.blocks = nn.ModuleList(Block(_under(f"blocks/{i}/", weights), rotation) for i in range(first, last))
         if compiled:
             for block in self.blocks:
                 block.compile()
         ends = last == num_layers(weights)
         self.norm = _norm(weights["final_norm/scale"]) if ends else None
-        self.head = _linear(weights["head/table"]) if ends else None
+        self.head = _linear(weights.get("head/table", weights["embed/table"])) if ends else None
+        if self.head is not None and self.embed is not None and "head/table" not in weights:
+            self.head.weight = self.embed.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x_BSM = x if self.embed is None else self.embed(x)
+        if self.positions is not None:
+            x_BSM = x_BSM + self.positions.weight[: x.shape[1]]
+        if torch.is_autocast_enabled(x_BSM.device.type):
+            x_BSM = x_BSM.to(torch.get_autocast_dtype(x_BSM.device.type))  # the residual stream, as ours
         for block in self.blocks:
             x_BSM = block(x_BSM)
         return x_BSM if self.head is None or self.norm is None else self.head(self.norm(x_BSM))
