@@ -1,6 +1,7 @@
 """Eight virtual CPU devices and strict JAX settings for every test."""
 
 import os
+from collections import Counter
 from pathlib import Path
 
 # Without this every xdist worker starts as many XLA threads as the machine has cores. XLA reads it when it starts, so
@@ -21,6 +22,9 @@ INDEPENDENT_OF_JAX = (
 )
 """Searches for plans, the supervision of processes, the commands of benchmarks, and what notebooks say."""
 
+QUICK_CASES = 3
+"""Of as many cases of a test in turn, one is quick on the oldest JAX."""
+
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -34,15 +38,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """On the oldest JAX, what hardly depends on JAX is a slow test, but for the first test of each file."""
+    """On the oldest JAX, the quick tests are one case in three of each, and one test of what hardly depends on JAX."""
     if jax.__version_info__ >= (0, 11):
         return
-    seen: set[str] = set()
+    files, cases = set[str](), Counter[tuple[str, str]]()
     for item in items:
-        path = item.path.relative_to(Path(__file__).parent).as_posix()
-        if path in seen and path.startswith(INDEPENDENT_OF_JAX):
+        path, name = item.path.relative_to(Path(__file__).parent).as_posix(), item.name.partition("[")[0]
+        is_late = path in files and path.startswith(INDEPENDENT_OF_JAX)
+        if is_late or cases[path, name] % QUICK_CASES:
             item.add_marker(pytest.mark.slow)
-        seen.add(path)
+        files.add(path)
+        cases[path, name] += 1
 
 
 @pytest.fixture

@@ -97,8 +97,8 @@ invertible_norm.defvjp(_keep, _gradients)
 def _forward(epsilon: float, has_bias: bool) -> RowKernel:
     def body(rows: Sequence[jax.Array], vectors: Sequence[jax.Array], along: Along) -> Any:
         (x,), (scale, *bias) = rows, vectors
-        centred = x - along.sum(x) / x.shape[-1] if has_bias else x
-        rate = jax.lax.rsqrt(along.sum(centred * centred) / x.shape[-1] + epsilon)
+        centred = x - along.mean(x) if has_bias else x
+        rate = jax.lax.rsqrt(along.mean(centred * centred) + epsilon)
         y = centred * rate * scale
         return [y + bias[0] if has_bias else y, rate], []
 
@@ -111,8 +111,8 @@ def _backward(has_bias: bool) -> RowKernel:
         (y, ct, rate), (scale, *bias) = rows, vectors
         norm = (y - bias[0] if has_bias else y) / scale
         of_norm = ct * scale
-        slope = along.sum(of_norm * norm) / y.shape[-1]
-        centred = of_norm - along.sum(of_norm) / y.shape[-1] if has_bias else of_norm
+        slope = along.mean(of_norm * norm)
+        centred = of_norm - along.mean(of_norm) if has_bias else of_norm
         return [rate * (centred - norm * slope)], [ct * norm, ct] if has_bias else [ct * norm]
 
     return RowKernel(name="invertible_norm_gradients", body=body, flops_per_element=13 if has_bias else 9)

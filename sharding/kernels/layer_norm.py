@@ -123,8 +123,8 @@ _layer_norm.defvjp(_keep, _gradients)
 def _forward(epsilon: float) -> RowKernel:
     def body(rows: Sequence[jax.Array], vectors: Sequence[jax.Array], along: Along) -> Any:
         (x,), (scale, bias) = rows, vectors
-        centred = x - along.sum(x) / x.shape[-1]
-        rate = jax.lax.rsqrt(along.sum(centred * centred) / x.shape[-1] + epsilon)
+        centred = x - along.mean(x)
+        rate = jax.lax.rsqrt(along.mean(centred * centred) + epsilon)
         return [centred * rate * scale + bias], []
 
     return RowKernel(name="layer_norm", body=body, flops_per_element=7)
@@ -134,10 +134,10 @@ def _forward(epsilon: float) -> RowKernel:
 def _backward(epsilon: float) -> RowKernel:
     def body(rows: Sequence[jax.Array], vectors: Sequence[jax.Array], along: Along) -> Any:
         (x, ct), (scale,) = rows, vectors
-        centred = x - along.sum(x) / x.shape[-1]
-        rate = jax.lax.rsqrt(along.sum(centred * centred) / x.shape[-1] + epsilon)
+        centred = x - along.mean(x)
+        rate = jax.lax.rsqrt(along.mean(centred * centred) + epsilon)
         of_norm, norm = ct * scale, centred * rate
-        mean, slope = along.sum(of_norm) / x.shape[-1], along.sum(of_norm * norm) / x.shape[-1]
+        mean, slope = along.mean(of_norm), along.mean(of_norm * norm)
         return [rate * (of_norm - mean - norm * slope)], [ct * norm, ct]
 
     return RowKernel(name="layer_norm_gradients", body=body, flops_per_element=16)

@@ -118,7 +118,7 @@ _rms_norm.defvjp(_keep, _gradients)
 def _forward(epsilon: float) -> RowKernel:
     def body(rows: Sequence[jax.Array], vectors: Sequence[jax.Array], along: Along) -> Any:
         (x,), (scale,) = rows, vectors
-        rate = jax.lax.rsqrt(along.sum(x * x) / x.shape[-1] + epsilon)
+        rate = jax.lax.rsqrt(along.mean(x * x) + epsilon)
         return [x * rate * scale], []
 
     return RowKernel(name="rms_norm", body=body, flops_per_element=4)
@@ -128,9 +128,9 @@ def _forward(epsilon: float) -> RowKernel:
 def _backward(epsilon: float) -> RowKernel:
     def body(rows: Sequence[jax.Array], vectors: Sequence[jax.Array], along: Along) -> Any:
         (x, ct), (scale,) = rows, vectors
-        rate = jax.lax.rsqrt(along.sum(x * x) / x.shape[-1] + epsilon)
+        rate = jax.lax.rsqrt(along.mean(x * x) + epsilon)
         of_norm, norm = ct * scale, x * rate
-        slope = along.sum(of_norm * norm) / x.shape[-1]
+        slope = along.mean(of_norm * norm)
         return [rate * (of_norm - norm * slope)], [ct * norm]
 
     return RowKernel(name="rms_norm_gradients", body=body, flops_per_element=11)

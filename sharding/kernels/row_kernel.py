@@ -1,8 +1,8 @@
 """Kernels that compute each row of an array from the same row of others: norms, softmax, activations.
 
 The body is written once, for one row or a block of rows. On TPUs a program has a block of rows in VMEM. On GPUs a
-program, one warpgroup, takes its rows one by one, each as a vector in registers, so that a row is read once and in
-order.
+program, one warpgroup, takes its rows one by one, each in registers in lines of 128 elements, while the copy engine
+loads the next ones into shared memory.
 
 Numbers, one per row, lie along lanes in the memory of a TPU: 4 bytes each, not the 512 of a column padded to 128 lanes.
 
@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
 
 from .implementation import Backend, gpu_kernel, unsupported
@@ -30,8 +31,20 @@ VMEM_BYTES = 4 * 2**20
 ROWS = 32
 """A TPU program takes a multiple of as many rows: a tile of 8-bit elements."""
 
-GPU_PROGRAMS = 1056
-"""Programs of a GPU kernel: 8 for each of the 132 multiprocessors of an H100."""
+MULTIPROCESSORS = 132
+"""Of an H100."""
+
+MOST_PROGRAMS = 8
+"""Of a GPU kernel on a multiprocessor, as far as its registers and shared memory take them."""
+
+REGISTERS, SMEM_BYTES = 65_536, 227 * 2**10
+"""Of a multiprocessor."""
+
+FEW_REGISTERS = 40
+"""Of a thread, beside its elements of rows."""
+
+MOST_STEPS, BUFFER_BYTES = 4, 64 * 2**10
+"""Rows that a GPU program loads ahead, and their bytes, at most."""
 
 LANES = 128
 """Threads of a warpgroup, which share out a row; numbers in a row of a TPU's memory."""
@@ -48,6 +61,7 @@ class Along(NamedTuple):
 
     sum: Callable[[jax.Array], jax.Array]
     max: Callable[[jax.Array], jax.Array]
+    mean: Callable[[jax.Array], jax.Array]
 
 
 Body = Callable[..., tuple[Sequence[jax.Array], Sequence[jax.Array]]]
@@ -108,7 +122,7 @@ class RowKernel:
         """Results and sums, as those of a call, by jnp: the body on all rows."""
         ndim = rows[0].ndim
         wide = [_wide(x if x.ndim == ndim else x[..., None]) for x in rows]
-        along = Along(*(functools.partial(f, axis=-1, keepdims=True) for f in (jnp.sum, jnp.max)))
+        along = Along(*(functools.partial(f, axis=-1, keepdims=True) for f in (jnp.sum, jnp.max, jnp.mean)))
         made, added = self.body(wide, [_wide(x).reshape((1,) * (ndim - 1) + x.shape) for x in vectors], along)
         found = [x.reshape(y.shape).astype(y.dtype) for x, y in zip(made, results, strict=True)]
         return found, [x.sum(tuple(range(ndim - 1))) for x, _ in zip(added, sums, strict=True)]
@@ -145,7 +159,7 @@ class RowKernel:
                 return value if x.ndim == 2 else jnp.sum(jnp.where(is_mine, value, 0), axis=1, keepdims=True)
 
             values = [*map(read, rows, ins), *(_wide(ref[...]) for ref in ins[num_rows:])]
-            along = Along(*(functools.partial(f, axis=-1, keepdims=True) for f in (jnp.sum, jnp.max)))
+            along = Along(*(functools.partial(f, axis=-1, keepdims=True) for f in (jnp.sum, jnp.max, jnp.mean)))
             made, added = self.body(values[:num_rows], values[num_rows:], along)
             for out, ref, x in zip(results, outs, made, strict=False):
                 if out.ndim == 2:
@@ -189,45 +203,69 @@ class RowKernel:
         arrays = (*rows, *results)
         count, longest = rows[0].shape[0], max(x.shape[1] for x in arrays if x.ndim == 2)
         piece = _divisor(longest) if self.is_elementwise else longest
-        pieces = longest // piece
-        per_program = pl.cdiv(count, pl.cdiv(GPU_PROGRAMS, pieces))
+        pieces, lines = longest // piece, piece // LANES
+        loaded = [n for n, x in enumerate(rows) if x.ndim == 2]
+        step_bytes = sum(piece * rows[n].dtype.itemsize for n in loaded)
+        steps = max(1, min(MOST_STEPS, BUFFER_BYTES // step_bytes))
+        registers = lines * (len(arrays) + len(vectors) + len(sums)) + FEW_REGISTERS
+        resident = max(1, min(MOST_PROGRAMS, SMEM_BYTES // (steps * step_bytes), REGISTERS // (LANES * registers)))
+        per_program = pl.cdiv(count, pl.cdiv(resident * MULTIPROCESSORS, pieces))
         programs = pl.cdiv(count, per_program)
         num_rows, num_operands, num_results = len(rows), len(rows) + len(vectors), len(results)
 
         def kernel(*refs: Any) -> None:
             ins, outs = refs[:num_operands], refs[num_operands:]
-            program, own = jax.lax.axis_index("program"), slice(None)
-            if pieces > 1:
-                own = pl.ds(jax.lax.axis_index("piece") * piece, piece)
+            program = jax.lax.axis_index("program")
+            own = jax.lax.axis_index("piece") if pieces > 1 else 0
+            own_lines = pl.ds(own * lines, lines)
             shared = [
-                _wide(ref[own] if x.shape[0] > 1 else ref[0]) for x, ref in zip(vectors, ins[num_rows:], strict=True)
+                _wide(ref[own_lines, :] if x.shape[0] > 1 else ref[0])
+                for x, ref in zip(vectors, ins[num_rows:], strict=True)
             ]
 
-            def one(k: jax.Array, totals: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-                row = program * per_program + k
-                at = jnp.minimum(row, count - 1)  # the last rows of the last program are written twice
-                mine = [_wide(ref[at, own] if x.ndim == 2 else ref[at]) for x, ref in zip(rows, ins, strict=False)]
-                made, added = self.body(mine, shared, Along(jnp.sum, jnp.max))
+            def row_of(k: Any) -> Any:
+                return jnp.minimum(program * per_program + k, count - 1)  # the last rows are written twice
+
+            def one(indices: Any, *refs: Any) -> tuple[jax.Array, ...]:
+                (k,), totals, at = indices, refs[-1], row_of(indices[0])
+                of_row = dict(zip(loaded, refs[:-1], strict=True))
+                mine = [_wide(of_row[n][...] if n in of_row else ref[at]) for n, ref in enumerate(ins[:num_rows])]
+                made, added = self.body(mine, shared, Along(jnp.sum, jnp.max, jnp.mean))
                 for out, ref, x in zip(results, outs, made, strict=False):
-                    ref[(at, own) if out.ndim == 2 else at] = x.astype(ref.dtype)
-                is_real = (row < count).astype(jnp.float32)
+                    place = at if out.ndim == 1 else (pl.ds((at * pieces + own) * lines, lines), slice(None))
+                    ref[place] = x.astype(ref.dtype)
+                is_real = (program * per_program + k < count).astype(jnp.float32)
                 return tuple(t + x * is_real for t, x in zip(totals, added, strict=True))
 
-            start = tuple(jnp.zeros(piece, jnp.float32) for _ in sums)
-            for ref, x in zip(outs[num_results:], jax.lax.fori_loop(0, per_program, one, start), strict=True):
-                ref[program, own] = x
+            of_block = plgpu.BlockSpec((lines, LANES), lambda k: (row_of(k) * pieces + own, 0))
+            totals = plgpu.emit_pipeline(
+                one,
+                grid=(per_program,),
+                in_specs=[of_block] * len(loaded),
+                max_concurrent_steps=steps,
+                init_carry=tuple(jnp.zeros((lines, LANES), jnp.float32) for _ in sums),
+            )(*(ins[n] for n in loaded))
+            for ref, x in zip(outs[num_results:], totals, strict=True):
+                ref[program, own_lines, :] = x
 
-        parts = [jax.ShapeDtypeStruct((programs, *x.shape), jnp.float32) for x in sums]
+        def in_lines(x: Any) -> Any:
+            return x if x.ndim == 1 else x.reshape(-1, LANES)
+
+        parts = [jax.ShapeDtypeStruct((programs, longest // LANES, LANES), jnp.float32) for _ in sums]
+        stored = [
+            x if x.ndim == 1 else jax.ShapeDtypeStruct((count * longest // LANES, LANES), x.dtype) for x in results
+        ]
         found = gpu_kernel(
             kernel,
-            out_type=[*results, *parts],
+            out_type=[*stored, *parts],
             grid=(programs, pieces) if pieces > 1 else (programs,),
             grid_names=("program", "piece") if pieces > 1 else ("program",),
             cost_estimate=self.cost(arrays),
             interpret=interpret,
             kernel_name=self.name,
-        )(*rows, *vectors)
-        return [*found[:num_results], *(x.sum(0) for x in found[num_results:])]
+        )(*map(in_lines, rows), *(x.reshape(-1, LANES) if x.shape[0] > 1 else x for x in vectors))
+        made = [x.reshape(y.shape) for x, y in zip(found, results, strict=False)]
+        return [*made, *(x.sum(0).reshape(-1) for x in found[num_results:])]
 
 
 def obstacle(implementation: str, rows: Sequence[Any], *, is_elementwise: bool = False) -> str:

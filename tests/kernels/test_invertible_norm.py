@@ -65,7 +65,7 @@ def test_more_rows_than_a_block(norm):
 @NAMED
 @pytest.mark.skipif(not kernel_checks.HAS_MOSAIC_GPU, reason="JAX 0.11 has today's GPU kernels")
 def test_more_rows_than_programs(norm, monkeypatch):
-    monkeypatch.setattr(row_kernel, "GPU_PROGRAMS", 4)
+    monkeypatch.setattr(row_kernel, "MULTIPROCESSORS", 1)
     args = arrays(norm, (11, 128))
     kernel_checks.check(kept(norm, "mosaic_gpu"), NORMS[norm][1], args, range(len(args)))
 

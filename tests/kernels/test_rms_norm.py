@@ -44,7 +44,7 @@ def test_odd_lengths(shape):
 
 @pytest.mark.skipif(not kernel_checks.HAS_MOSAIC_GPU, reason="JAX 0.11 has today's GPU kernels")
 def test_more_rows_than_programs(monkeypatch):
-    monkeypatch.setattr(row_kernel, "GPU_PROGRAMS", 4)
+    monkeypatch.setattr(row_kernel, "MULTIPROCESSORS", 1)
     kernel_checks.check(norm("mosaic_gpu"), reference, arrays((11, 128)), (0, 1))
 
 
