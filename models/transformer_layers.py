@@ -268,11 +268,12 @@ class MLP(nnx.Module):
         self.w2 = normal(rngs, (config.mlp_features, config.features), fan_in=2 * config.layers * config.mlp_features)
         self.bias1 = zeros(config.mlp_features) if config.biases else None
         self.bias2 = zeros(config.features) if config.biases else None
+        self.implementation = config.kernels
 
     def __call__(self, x_BSM: jax.Array) -> jax.Array:
         h_BSF = _with_bias(jnp.einsum("BSM,MF->BSF", x_BSM, self.w1[...].astype(x_BSM.dtype)), self.bias1)
-        h_BSF = checkpoint_name(h_BSF, "mlp_hidden")
-        return _with_bias(jnp.einsum("BSF,FM->BSM", jax.nn.gelu(h_BSF), self.w2[...].astype(x_BSM.dtype)), self.bias2)
+        h_BSF = kernels.gelu(checkpoint_name(h_BSF, "mlp_hidden"), implementation=self.implementation)
+        return _with_bias(jnp.einsum("BSF,FM->BSM", h_BSF, self.w2[...].astype(x_BSM.dtype)), self.bias2)
 
 
 def _with_bias(x_BSM: jax.Array, bias_M: nnx.Param[jax.Array] | None) -> jax.Array:

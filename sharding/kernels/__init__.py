@@ -19,6 +19,7 @@ Example:
 from .bias_gelu_dropout import bias_gelu_dropout, dropout
 from .collective_matmul import all_gather_matmul, matmul_reduce_scatter
 from .dot_product_attention import attention, takes_blocks
+from .gelu import gelu
 from .grouped_matmul import grouped_matmul
 from .implementation import runs_kernels
 from .implementation_table import implementations
@@ -35,6 +36,7 @@ __all__ = [
     "attention",
     "bias_gelu_dropout",
     "dropout",
+    "gelu",
     "grouped_matmul",
     "implementations",
     "layer_norm",

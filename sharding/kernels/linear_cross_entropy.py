@@ -42,7 +42,7 @@ IMPLEMENTATIONS = (
         name="mosaic_gpu",
         platforms=frozenset({"gpu"}),
         obstacle=cross_entropy_gpu.obstacle,
-        why="tiles of logits stay in registers, forward",
+        why="tiles of logits stay in registers",
     ),
     Candidate(
         name=SCAN,
@@ -89,9 +89,9 @@ def linear_cross_entropy(
         softcap: bounds logits to `softcap * tanh(logits / softcap)` (Gemma 2, arXiv:2408.00118, section 2).
         transposed: whether w is [V, M].
         return_stats: whether to return each token's logsumexp, too, as for a z-loss.
-        implementation: `"mosaic_tpu"`; `"mosaic_gpu"`, whose backward pass is the scan's; `"xla_chunked"`, a scan over
-            blocks in plain JAX; `"xla"`, plain JAX with whole logits; or `"auto"`, the kernel of the current mesh's
-            platform if it can take these arrays, else the scan.
+        implementation: `"mosaic_tpu"`; `"mosaic_gpu"`; `"xla_chunked"`, a scan over blocks in plain JAX; `"xla"`, plain
+            JAX with whole logits; or `"auto"`, the kernel of the current mesh's platform if it can take these arrays,
+            else the scan.
 
     Returns:
         Losses [...] in float32; with `return_stats`, losses and logsumexps.
@@ -240,10 +240,12 @@ def _forward(x: Any, w: Any, labels: Any, bias: Sequence[Any], options: Options)
 def _backward(x: Any, w: Any, cts: Cotangents, bias: Sequence[Any], options: Options) -> list[jax.Array]:
     static = {"softcap": options.softcap, "is_transposed": options.is_transposed}
     args = x.reshape(-1, x.shape[-1]), w, bias[0] if bias else None, cts
-    if options.implementation == "mosaic_tpu":
-        found = cross_entropy_tpu.backward(*args, **static, interpret=backend(options.implementation).interpret)
-    else:
+    if options.implementation == SCAN:
         found = cross_entropy_scan.backward(*args, **static)
+    else:
+        compiler = backend(options.implementation)
+        gradients = cross_entropy_tpu.backward if compiler.target == "tpu" else cross_entropy_gpu.backward
+        found = gradients(*args, **static, interpret=compiler.interpret)
     return [y for y in found if y is not None]
 
 

@@ -4,10 +4,10 @@
     python -m tests.benchmarks.accelerator --smoke    # on a CPU: tiny sizes, interpreted kernels, no times
 
 Each implementation that runs on the device is compared with plain JAX in float32, values and gradients, and timed
-beside the others (see `kernels`). GPT-2 124M is trained in bfloat16 by kernels, by plain JAX and, if this Python has
-it, by PyTorch (see `gpt2`), and by `sharding train`. Parts that don't fit in the minutes are left out and named, as are
-those that fail. Figures go to `results/accelerator-<device>-jax-<version>.json`. The exit status is 1 if numbers differ
-or a part fails.
+beside the others (see `kernels`). GPT-2 124M is trained in bfloat16 by kernels and, if this Python has it, by PyTorch
+(see `gpt2`), and by `sharding train`. Parts that don't fit in the minutes are left out and named, as are those that
+fail. Figures go to `results/accelerator-<device>-jax-<version>.json`. The exit status is 1 if numbers differ or a part
+fails.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import sys
 import tempfile
 import time
 import traceback
-import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -31,9 +30,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-
-import sharding
-from sharding.errors import ShardingError
 
 from . import command_line, gpt2, kernels
 from .kernel_cases import CASES, Case
@@ -72,74 +68,57 @@ def main(options: Options) -> None:
             traceback.print_exception(error)
             failed.append(name)
         print(f"{time.monotonic() - begun:.0f} s: {name}", flush=True)
-    if not options.smoke:
-        name = re.sub(r"[^a-z0-9]+", "-", str(device_name()).lower()).strip("-")
-        measured("accelerator", options, rows, num_devices=1).save(
-            FOLDER / f"accelerator-{name}-jax-{jax.__version__}.json"
-        )
+        _save(rows, options)
     wrong = [row["name"] for row in rows if row["kind"] == "numbers" and row["error"] > TOLERANCE]
     if wrong or failed:
         messages = [*(["numbers differ: " + ", ".join(wrong)] if wrong else []), *(f"failed: {one}" for one in failed)]
         raise SystemExit("; ".join(messages))
 
 
+def _save(rows: list[Row], options: Options) -> None:
+    if not options.smoke:
+        name = re.sub(r"[^a-z0-9]+", "-", str(device_name()).lower()).strip("-")
+        file = FOLDER / f"accelerator-{name}-jax-{jax.__version__}.json"
+        measured("accelerator", options, rows, num_devices=1).save(file)
+
+
 def parts(options: Options) -> Iterator[tuple[str, Any]]:
     """(name, function that returns rows), the most important first."""
-    yield "numbers of all operations", lambda: list(all_numbers(options))
-    training = gpt2.Options(smoke=options.smoke, batch=2, runs=1) if options.smoke else gpt2.Options()
-    yield "GPT-2 124M", lambda: gpt2.contenders(training)
     if not options.smoke:
         yield "matmul", lambda: kernels.matmul(turns=20)
+    training = gpt2.Options(
+        smoke=options.smoke, kernels=("auto",), **({"batch": 2, "runs": 1} if options.smoke else {})
+    )
+    yield "GPT-2 124M", lambda: gpt2.contenders(training)
     for case in CASES:
         for has_gradients in (False, True) if case.wrt else (False,):
             yield (
-                f"times of {case.name}",
-                lambda case=case, has_gradients=has_gradients: kernels.measure(
-                    case, has_gradients, options.smoke, turns=20
-                ),
+                f"{case.name}{', gradients' * has_gradients}",
+                lambda case=case, has_gradients=has_gradients: checked(case, has_gradients, options.smoke),
             )
     yield "sharding train", lambda: [trained(options)]
 
 
-def all_numbers(options: Options) -> Iterator[Row]:
-    """The rows of all operations; compiling takes most of the time. Interpreted GPU kernels can't run side by side."""
-    with ThreadPoolExecutor(1 if options.smoke else 4) as pool:
-        for rows in pool.map(lambda case: list(numbers(case, options.smoke)), CASES):
-            yield from rows
-
-
-def numbers(case: Case, is_tiny: bool) -> Iterator[Row]:
-    """How far values and gradients are from the reference in float32, relative to its largest, by implementation."""
-    args = case.args(is_tiny)
-    wide = tuple(x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x for x in args)
-
-    def both(f: Any) -> Any:
-        return lambda *xs: (f(*xs), kernels.with_gradients(f, case.wrt)(*xs) if case.wrt else ())
-
-    implementations = case.implementations()
-    expected = _on_one_device(lambda: sharding.jit(both(implementations["xla"]))(*wide))
-    for name, f in implementations.items():
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                found = _on_one_device(lambda f=f: sharding.jit(both(f))(*args))
-        except ShardingError as error:
-            print(f"{case.name}: {name} left out: {' '.join(str(error).split())}")
-            continue
-        error = max(map(_error, jax.tree.leaves(found), jax.tree.leaves(expected)))
-        row = {"kind": "numbers", "name": f"{case.name}: {name}", "error": rounded(error)}
+def checked(case: Case, has_gradients: bool, is_smoke: bool, turns: int = 20) -> list[Row]:
+    """The rows of an operation: how far its results are from those in float32, and times."""
+    args = kernels.arguments(case, has_gradients, is_smoke)
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, args)
+    with ThreadPoolExecutor(1) as pool:  # compiles beside the others
+        reference = pool.submit(kernels.compiled, case, wide, has_gradients, only=("xla",))
+        programs = kernels.compiled(case, args, has_gradients)
+        expected = reference.result()[0].run()
+    rows = []
+    for one in programs:
+        error = max(map(_error, jax.tree.leaves(one.run()), jax.tree.leaves(expected)))
+        row = {"kind": "numbers", "name": kernels.label(case, has_gradients, one.implementation)}
+        rows.append(row | {"error": rounded(error)})
         print(f"{row['name']:60} differs by {error:.1e}", flush=True)
-        yield row
+    return [*rows, *kernels.timed(case, has_gradients, programs, args, is_smoke, turns)]
 
 
 def _error(found: jax.Array, expected: jax.Array) -> float:
     a, b = np.asarray(found, np.float64), np.asarray(expected, np.float64)
     return float(np.abs(a - b).max() / max(np.abs(b).max(), 1e-6)) if a.size else 0.0
-
-
-def _on_one_device(run: Any) -> Any:
-    with sharding.mesh(data=1, devices=jax.devices()[:1]):
-        return run()
 
 
 def trained(options: Options) -> Row:

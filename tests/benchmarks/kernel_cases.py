@@ -130,6 +130,14 @@ CASES = [
         tiny=(1, 64, 1, 128),
     ),
     Case(
+        name="GELU, GPT-2 124M",
+        module="gelu",
+        call=kernels.gelu,
+        make=lambda *sizes: (normal(0, sizes),),
+        sizes=(16_384, 3072),
+        tiny=(16, 128),
+    ),
+    Case(
         name="bias, GELU and dropout",
         module="bias_gelu_dropout",
         call=functools.partial(kernels.bias_gelu_dropout, rate=0.1),

@@ -16,7 +16,7 @@ import functools
 import statistics
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,18 +83,36 @@ def main(options: Options) -> None:
 
 def measure(case: Case, has_gradients: bool, is_smoke: bool, turns: int) -> list[Row]:
     """The rows of an operation's implementations, which are printed too."""
-    args = case.args(is_smoke)
-    programs = compiled(case, args, has_gradients)
+    args = arguments(case, has_gradients, is_smoke)
+    return timed(case, has_gradients, compiled(case, args, has_gradients), args, is_smoke, turns)
+
+
+def arguments(case: Case, has_gradients: bool, is_tiny: bool) -> tuple[Any, ...]:
+    """Of an operation, after cotangents of its results if it is differentiated.
+
+    Cotangents are random arrays in memory, as a backward pass gets them.
+    """
+    args = case.args(is_tiny)
+    if not has_gradients:
+        return args
+    results = jax.eval_shape(case.implementations()["xla"], *args)
+    return jax.tree.map(lambda y: normal(9, y.shape, y.dtype), results), *args
+
+
+def timed(
+    case: Case, has_gradients: bool, programs: list[Program], args: tuple[Any, ...], is_smoke: bool, turns: int
+) -> list[Row]:
+    """The rows of programs, which are printed too."""
     seconds: dict[str, list[float]] = {one.implementation: [] for one in programs}
     for _ in range(3 if is_smoke else turns):
         for one in programs:
             seconds[one.implementation].append(one.seconds(1 if is_smoke else CALLS))
     medians = {name: statistics.median(times) for name, times in seconds.items()}
     best = min((name for name in medians if name != AUTO), key=lambda name: medians[name])
-    flops = case.flops(args) * (3.5 if has_gradients else 1)
+    flops = case.flops(args[has_gradients:]) * (3.5 if has_gradients else 1)
     rows = []
     for name, median in medians.items():
-        row: Row = {"kind": "kernel", "name": f"{case.name}{', gradients' * has_gradients}: {name}"}
+        row: Row = {"kind": "kernel", "name": label(case, has_gradients, name)}
         ratio = Ratio.of_pairs(seconds[name], seconds[best])
         if is_smoke:
             row["kind"] = "smoke test"
@@ -106,6 +124,11 @@ def measure(case: Case, has_gradients: bool, is_smoke: bool, turns: int) -> list
         compared = f"  {ratio} of {best}" * (name == AUTO and not is_smoke)
         print(f"{row['name']:60} {1e6 * median:12,.1f} us{compared}", flush=True)
     return rows
+
+
+def label(case: Case, has_gradients: bool, implementation: str) -> str:
+    """The name of a row."""
+    return f"{case.name}{', gradients' * has_gradients}: {implementation}"
 
 
 def matmul(turns: int) -> list[Row]:
@@ -120,7 +143,9 @@ def matmul(turns: int) -> list[Row]:
     return [row]
 
 
-def compiled(case: Case, args: tuple[Any, ...], has_gradients: bool) -> list[Program]:
+def compiled(
+    case: Case, args: tuple[Any, ...], has_gradients: bool, only: Container[str] | None = None
+) -> list[Program]:
     """The implementations that can run here, compiled side by side."""
 
     def program(item: tuple[str, Callable[..., Any]]) -> Program | None:
@@ -135,21 +160,24 @@ def compiled(case: Case, args: tuple[Any, ...], has_gradients: bool) -> list[Pro
         jax.block_until_ready(run())
         return Program(implementation=name, run=run)
 
+    items = [(name, f) for name, f in case.implementations().items() if only is None or name in only]
     with warnings.catch_warnings(), ThreadPoolExecutor() as pool:
         warnings.simplefilter("ignore")  # that `auto` takes plain JAX
-        return [one for one in pool.map(program, case.implementations().items()) if one is not None]
+        return [one for one in pool.map(program, items) if one is not None]
 
 
 def with_gradients(f: Callable[..., Any], wrt: tuple[int, ...]) -> Callable[..., Any]:
-    """The gradients of a weighted sum of all results."""
+    """(cotangents of the results, *args) -> the gradients of some arguments."""
 
-    def weighted(x: jax.Array) -> jax.Array:
-        return (x.astype(jnp.float32) * jnp.cos(jax.lax.broadcasted_iota(jnp.float32, x.shape, x.ndim - 1))).sum()
+    def gradients(cotangents: Any, *args: Any) -> Any:
+        def of_some(*some: Any) -> Any:
+            at = dict(zip(wrt, some, strict=True))
+            return f(*(at.get(n, x) for n, x in enumerate(args)))
 
-    def loss(*args: Any) -> jax.Array:
-        return sum(map(weighted, jax.tree.leaves(f(*args))), jnp.zeros(()))
+        results, pull_back = jax.vjp(of_some, *(args[n] for n in wrt))
+        return pull_back(jax.tree.map(lambda ct, y: ct.astype(y.dtype), cotangents, results))
 
-    return jax.grad(loss, argnums=wrt)
+    return gradients
 
 
 if __name__ == "__main__":
