@@ -25,6 +25,9 @@ KERNELS = PALLAS | {"kernel_call"}
 ACCESSES = frozenset("addupdate axis_index get num_programs program_id swap".split())
 """Primitives in the body of a kernel without arithmetic."""
 
+COPIES = "copy_", "barrier_", "commit_", "wait_"
+"""What the names of a GPU kernel's copies and of its waits for them begin with."""
+
 TRANSCENDENTAL_FLOPS = 10
 """FLOPs of each transcendental op that a `cost_estimate` counts."""
 
@@ -80,7 +83,7 @@ def _body(jaxpr: Any, of_equation: OfEquation) -> Flops:
     found = Flops()
     for eqn in compat.open_jaxpr(jaxpr).eqns:
         name = eqn.primitive.name
-        if name in ACCESSES:
+        if name in ACCESSES or name.startswith(COPIES):
             continue
         operands, results = [v.aval for v in eqn.invars], [v.aval for v in eqn.outvars]
         inner = [body for _, _, body in compat.sub_jaxprs(eqn.params)]

@@ -106,10 +106,13 @@ def backward(
     is_transposed: bool,
     interpret: Any,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Gradients of x, w and bias, in their dtypes."""
+    """Gradients of x, w and bias, in their dtypes.
+
+    That of a bias sums cotangents in float32, so with one XLA computes them.
+    """
     kernel = LogitsKernel(functools.partial(of_logits, interpret=interpret), COLUMNS, columns_of_block)
     static = {"softcap": softcap, "is_transposed": is_transposed}
-    return cross_entropy_scan.backward(x_TM, w, bias_V, cts, **static, kernel=kernel)
+    return cross_entropy_scan.backward(x_TM, w, bias_V, cts, **static, kernel=kernel if bias_V is None else None)
 
 
 def columns_of_block(tokens: int) -> int:
@@ -121,7 +124,6 @@ def columns_of_block(tokens: int) -> int:
 def of_logits(
     x_TM: jax.Array,
     w: jax.Array,
-    bias_V: jax.Array | None,
     cts: Cotangents,
     *,
     softcap: float | None,
@@ -135,8 +137,8 @@ def of_logits(
     per_token = [labels_T1[:, 0], *(y[:, 0].astype(jnp.float32) for y in floats_T1)]
 
     def cotangents(z_TC: jax.Array, j: Any, mine_T: Any, refs: Sequence[Any]) -> list[jax.Array]:
-        label_T, *floats_T = (_load(ref, mine_T, 1) for ref in refs[:4])
-        z_TC = _capped(z_TC, refs[4:], j, softcap)
+        label_T, *floats_T = (_load(ref, mine_T, 1) for ref in refs)
+        z_TC = _capped(z_TC, (), j, softcap)
         over = functools.partial(jax.lax.broadcast_in_dim, shape=z_TC.shape, broadcast_dimensions=[0])
         logsumexp_TC, of_softmax_TC, of_target_TC = map(over, floats_T)
         is_label_TC = _columns(z_TC) == over(label_T - j * COLUMNS)
@@ -150,7 +152,7 @@ def of_logits(
         cotangents,
         x_TM,
         w,
-        [*per_token, *([] if bias_V is None else [bias_V.astype(jnp.float32)])],
+        per_token,
         [jax.ShapeDtypeStruct((rows, vocabulary), w.dtype)],
         lambda ref, j, mine_T: ref.at[mine_T, pl.ds(j * COLUMNS, COLUMNS)],
         plgpu.SMEM((WARPGROUPS, 1, ROWS, COLUMNS), w.dtype, transforms=swizzle),

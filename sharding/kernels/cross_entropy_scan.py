@@ -25,7 +25,7 @@ LEAST_COLUMNS, MOST_COLUMNS = 512, 2048
 
 
 class LogitsKernel(NamedTuple):
-    """A kernel that computes the cotangents of a block's logits, which it doesn't store."""
+    """A kernel of the cotangents of a block's logits, without a bias, which stores no logits."""
 
     of_logits: Callable[..., jax.Array]
     """As `cross_entropy_gpu.of_logits`, of whole tiles of columns."""
@@ -69,9 +69,9 @@ def backward(
     def add(so_far: Any, start: Any, columns: int) -> Any:
         of_x_TM, of_w, of_bias_V = so_far
         if kernel is not None and columns % kernel.tile_columns == 0:
-            w_block, bias_C = _columns(w, bias_V, start, columns, is_transposed)
+            w_block = lax.dynamic_slice_in_dim(w, start, columns, dim)
             of_block = cts._replace(labels_T1=cts.labels_T1 - start)
-            ct_TC = kernel.of_logits(x_TM, w_block, bias_C, of_block, softcap=softcap, is_transposed=is_transposed)
+            ct_TC = kernel.of_logits(x_TM, w_block, of_block, softcap=softcap, is_transposed=is_transposed)
         else:
             z_TC, is_label_TC, w_block = _block(x_TM, w, bias_V, cts.labels_T1, start, columns, softcap, is_transposed)
             ct_TC = block.of_logits(z_TC, is_label_TC, cts, softcap)
@@ -79,8 +79,7 @@ def backward(
         of_block = block.of_w(x_TM, ct_TC, is_transposed).astype(w.dtype)
         of_w = lax.dynamic_update_slice_in_dim(of_w, of_block, start, dim)
         if bias_V is not None:
-            of_bias_C = ct_TC.sum(0, dtype=jnp.float32).astype(bias_V.dtype)
-            of_bias_V = lax.dynamic_update_slice_in_dim(of_bias_V, of_bias_C, start, 0)
+            of_bias_V = lax.dynamic_update_slice_in_dim(of_bias_V, ct_TC.sum(0).astype(bias_V.dtype), start, 0)
         return of_x_TM, of_w, of_bias_V
 
     start = jnp.zeros(x_TM.shape, jnp.float32), jnp.zeros_like(w), None if bias_V is None else jnp.zeros_like(bias_V)
@@ -105,19 +104,11 @@ def _block(
     is_transposed: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """z, which of them are of labels, and the columns of w."""
-    w_block, bias_C = _columns(w, bias_V, start, columns, is_transposed)
-    bias_1C = None if bias_C is None else bias_C[None]
+    w_block = lax.dynamic_slice_in_dim(w, start, columns, 0 if is_transposed else 1)
+    bias_1C = None if bias_V is None else lax.dynamic_slice_in_dim(bias_V, start, columns, 0)[None]
     z_TC = block.capped(block.product(x_TM, w_block, is_transposed), bias_1C, softcap)
     is_label_TC = lax.broadcasted_iota(jnp.int32, z_TC.shape, 1) == labels_T1 - start
     return z_TC, is_label_TC, w_block
-
-
-def _columns(
-    w: jax.Array, bias_V: jax.Array | None, start: Any, columns: int, is_transposed: bool
-) -> tuple[jax.Array, jax.Array | None]:
-    """Those of w and bias."""
-    w_block = lax.dynamic_slice_in_dim(w, start, columns, 0 if is_transposed else 1)
-    return w_block, None if bias_V is None else lax.dynamic_slice_in_dim(bias_V, start, columns, 0)
 
 
 def _over_blocks(

@@ -33,8 +33,8 @@ import numpy as np
 
 from . import command_line, gpt2, kernels
 from .kernel_cases import CASES, Case
-from .ratios import rounded
-from .result_file import FOLDER, Row, device_name, measured
+from .ratios import Ratio, rounded
+from .result_file import FOLDER, Result, Row, device_name, measured
 
 TOLERANCE = 3e-2
 """Of bfloat16 results, relative to the largest value of the reference in float32."""
@@ -50,6 +50,8 @@ class Options:
     """After as many minutes no further part starts."""
     steps: int = 30
     """Steps of `sharding train`."""
+    json: Path | None = None
+    """Output file of the figures; by default one of `results/`, by the device's name."""
 
 
 def main(options: Options) -> None:
@@ -76,10 +78,26 @@ def main(options: Options) -> None:
 
 
 def _save(rows: list[Row], options: Options) -> None:
-    if not options.smoke:
+    if options.json is not None or not options.smoke:
         name = re.sub(r"[^a-z0-9]+", "-", str(device_name()).lower()).strip("-")
-        file = FOLDER / f"accelerator-{name}-jax-{jax.__version__}.json"
+        file = options.json or FOLDER / f"accelerator-{name}-jax-{jax.__version__}.json"
         measured("accelerator", options, rows, num_devices=1).save(file)
+
+
+def summary(result: Result) -> str:
+    """Training beside PyTorch, and each operation beside the fastest implementation."""
+    found = {row["name"]: row for row in result.of_kind("training")}
+    ours, peer = found["ours, kernels auto"], found.get("PyTorch, compiled")
+    texts = [f"GPT-2 124M: {ours['tokens_per_second']:,.0f} tokens/s in bfloat16"]
+    if peer is not None:
+        texts += [
+            f"step {Ratio.of_row(ours)} of PyTorch's compiled one",
+            f"peak memory {ours['peak_bytes'] / peer['peak_bytes']:.2f} of its",
+            f"{ours['predicted_peak_bytes'] / ours['peak_bytes']:.2f} of it predicted",
+        ]
+    slowest = {row["name"].partition(":")[0]: row["median"] for row in result.of_kind("kernel") if "best" in row}
+    texts.append("`auto` over the fastest implementation: " + ", ".join(f"{k} {v:.2f}" for k, v in slowest.items()))
+    return "; ".join(texts)
 
 
 def parts(options: Options) -> Iterator[tuple[str, Any]]:

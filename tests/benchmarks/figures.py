@@ -17,6 +17,7 @@ from pathlib import Path
 from types import ModuleType
 
 from . import (
+    accelerator,
     axes,
     command_line,
     host_memory,
@@ -50,6 +51,7 @@ BENCHMARKS: dict[str, ModuleType] = {
     "step": step,
     "propagation": propagation,
     "scale": scale,
+    "accelerator": accelerator,
     "memory_budgets": memory_budgets,
     "planned_gpt3": planned_gpt3,
     "sampled_plans": sampled_plans,
@@ -96,10 +98,10 @@ def readme_rows() -> Iterator[str]:
         newest = [result for result in own if result.jax_release == own[0].jax_release]
         for k, result in enumerate(newest):
             first = "" if k else f" `{name}`: {about(module)}"
-            yield f"|{first} | {module.summary(result)} | {result.where} |"
+            found = module.summary(result)
             if result.options.get("corpus"):
-                errors = prediction.stored_errors()
-                yield f"| | errors of predicted peaks that reports state, of other people's programs: {errors} | |"
+                found += f"; errors of predicted peaks that reports state: {prediction.stored_errors()}"
+            yield f"|{first} | {found} | {result.where} |"
 
 
 def readme() -> str:

@@ -14,6 +14,7 @@ from support.kernel_checks import AHEAD_OF_TIME, MESHES, SIZES
 import sharding
 from sharding import P, ShardingError, cost, kernels
 from sharding.kernels import cross_entropy_gpu, cross_entropy_scan
+from sharding.kernels.cross_entropy_block import Cotangents
 
 RNG = np.random.default_rng(0)
 SCAN = "xla_chunked"
@@ -77,21 +78,33 @@ def test_tiles_on_gpus(options):
 @pytest.mark.slow
 @pytest.mark.skipif(not kernel_checks.HAS_MOSAIC_GPU, reason="JAX 0.11 has today's GPU kernels")
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("tokens, features, vocabulary", [(128, 320, 128), (300, 128, 1032), (5, 64, 120)])
+@pytest.mark.parametrize("tokens, features, vocabulary", [(128, 320, 256), (300, 128, 1032), (5, 64, 120)])
 def test_many_tiles_on_gpus(tokens, features, vocabulary, options):
     check("mosaic_gpu", (tokens,), features, vocabulary, "bfloat16", **options)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not kernel_checks.HAS_MOSAIC_GPU, reason="JAX 0.11 has today's GPU kernels")
+@pytest.mark.parametrize("options", [OPTIONS[1], OPTIONS[2]], ids=str)
+def test_many_blocks_on_gpus(monkeypatch, options):
+    monkeypatch.setattr(cross_entropy_gpu, "MOST_COLUMNS", 256)
+    check("mosaic_gpu", (70,), 64, 776, "bfloat16", **options)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not kernel_checks.HAS_MOSAIC_GPU, reason="JAX 0.11 has today's GPU kernels")
 def test_tiles_on_gpus_have_no_races():
-    x, w, labels = arrays((260,), 320, 392, "float16")
+    x, w, labels = arrays((260,), 320, 520, "bfloat16")
     static = {"softcap": None, "is_transposed": False}
     params = plgpu.InterpretGPUParams(detect_races=True, on_race="raise")
     found = cross_entropy_gpu.forward(x, w, None, labels[:, None], **static, interpret=params)
-    kernel_checks.assert_close(
-        found.logsumexp_T1, cross_entropy_scan.forward(x, w, None, labels[:, None], **static).logsumexp_T1
-    )
+    expected = cross_entropy_scan.forward(x, w, None, labels[:, None], **static)
+    kernel_checks.assert_close(found.logsumexp_T1, expected.logsumexp_T1)
+    ones = jnp.ones((260, 1))
+    cts = Cotangents(labels[:, None], expected.logsumexp_T1, ones, -ones)
+    gradients = cross_entropy_gpu.backward(x, w, None, cts, **static, interpret=params)
+    for one, other in zip(gradients[:2], cross_entropy_scan.backward(x, w, None, cts, **static)[:2], strict=True):
+        kernel_checks.assert_close(one, other)
 
 
 @pytest.mark.slow
