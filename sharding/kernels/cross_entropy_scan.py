@@ -117,7 +117,8 @@ def _over_blocks(
     """Adds all blocks: equal ones in a scan, then the rest."""
     columns = min(columns_of_block(tokens), vocabulary)
     if kernel is not None and vocabulary >= kernel.tile_columns:
-        columns = min(kernel.block_columns(tokens), vocabulary // kernel.tile_columns * kernel.tile_columns)
+        blocks = -(-vocabulary // kernel.block_columns(tokens))
+        columns = max(1, vocabulary // blocks // kernel.tile_columns) * kernel.tile_columns
     count, rest = divmod(vocabulary, columns)
     starts = jnp.arange(count, dtype=jnp.int32) * columns
     found = lax.scan(lambda so_far, at: (add(so_far, at, columns), None), start, starts)[0]
