@@ -23,7 +23,7 @@ from . import cross_entropy_block as block
 from . import cross_entropy_scan
 from .cross_entropy_block import Cotangents, Softmax
 from .cross_entropy_scan import LogitsKernel
-from .implementation import gpu_kernel, unsupported
+from .implementation import gpu_kernel, load, unsupported
 
 WARPGROUPS, ROWS, COLUMNS, DEEP = 2, 64, 256, 64
 """That compute; rows of the tile of each, its columns, and the features that a step loads."""
@@ -312,7 +312,7 @@ def _over_tiles(
 
 def _load(ref: Any, place: Any, axis: int) -> jax.Array:
     """A vector, in registers as what remains of a tile that is reduced along an axis."""
-    return plgpu.load(ref.at[place], layout=plgpu.Layout.WGMMA.reduce(axis), optimized=False)
+    return load(ref.at[place], plgpu.Layout.WGMMA.reduce(axis))
 
 
 def _columns(z_TC: jax.Array) -> jax.Array:

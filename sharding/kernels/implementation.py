@@ -135,6 +135,11 @@ def gpu_kernel(body: Callable[..., None], *, cost_estimate: pl.CostEstimate, **o
     return plgpu.kernel(body, **options)
 
 
+def load(ref: Any, layout: Any) -> jax.Array:
+    """What a reference to a GPU's global memory has, in a layout of registers."""
+    return getattr(plgpu, "load")(ref, layout=layout, optimized=False)  # noqa: B009 another signature in JAX 0.10
+
+
 def unsupported(implementation: str) -> str:
     """What a Pallas compiler needs and this machine lacks, or an empty text."""
     if implementation == "mosaic_gpu" and not compat.HAS_MOSAIC_GPU:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .implementation import gpu_kernel, unsupported
+from .implementation import gpu_kernel, load, unsupported
 
 ROWS = 64
 """Positions of a block: rows of a warpgroup's matrix layout."""
@@ -61,9 +61,7 @@ def rotated(x_BSND: jax.Array, cos_ZSH: jax.Array, sin_ZSH: jax.Array, *, interp
     def kernel(x: Any, cos_ref: Any, sin_ref: Any, out: Any) -> None:
         block = jax.lax.axis_index("block")
         here, table_rows = pl.ds(block * ROWS, ROWS), pl.ds(jax.lax.rem(block, table_blocks) * ROWS, ROWS)
-        cos, sin = (
-            plgpu.load(ref.at[table_rows, :], layout=plgpu.Layout.WGMMA, optimized=False) for ref in (cos_ref, sin_ref)
-        )
+        cos, sin = (load(ref.at[table_rows, :], plgpu.Layout.WGMMA) for ref in (cos_ref, sin_ref))
 
         def with_scratch(done: Any) -> None:
             def head(indices: Any, a_ref: Any, b_ref: Any) -> None:

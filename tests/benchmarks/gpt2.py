@@ -12,6 +12,7 @@ predicted, compiled, and of the device. All losses must agree, or the run fails.
 from __future__ import annotations
 
 import json
+import shutil
 import statistics
 import subprocess
 import sys
@@ -152,7 +153,10 @@ def _torch(options: Options) -> dict[str, Any] | None:
     """PyTorch's figures, or None if it can't run here."""
     device = "cpu" if jax.default_backend() == "cpu" else "cuda"
     needed = f"import torch; torch.zeros(1, device={device!r})"
-    if subprocess.run([options.peer, "-c", needed], capture_output=True).returncode:
+    if (
+        shutil.which(options.peer) is None
+        or subprocess.run([options.peer, "-c", needed], capture_output=True).returncode
+    ):
         print(f"PyTorch left out: {options.peer} has none for {device}")
         return None
     with tempfile.TemporaryDirectory() as folder:

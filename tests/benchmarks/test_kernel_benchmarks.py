@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from . import accelerator, kernels
+from . import accelerator, gpt2, kernels, result_file
 from .kernel_cases import CASES
 
 LONG = ("attention, 8,192 tokens", "attention, GPT-2 124M", "linear cross entropy, GPT-2 124M")
@@ -49,3 +49,17 @@ def test_parts_that_do_not_fit_are_named(monkeypatch, capsys):
     monkeypatch.setattr(accelerator, "parts", lambda options: [("training", None)])
     accelerator.main(accelerator.Options(smoke=True, minutes=-1))
     assert "left out, as -1 minutes are over: training" in capsys.readouterr().out
+
+
+def test_training_of_a_gpt_says_what_was_predicted(capsys):
+    options = gpt2.Options(smoke=True, batch=2, runs=1, kernels=("xla",), peer="no-such-python")
+    (row,) = gpt2.contenders(options)
+    assert "PyTorch left out: no-such-python has none for cpu" in capsys.readouterr().out
+    assert row["name"] == "ours, kernels xla" and "seconds" not in row
+    assert row["predicted_peak_bytes"] == pytest.approx(row["compiled_peak_bytes"], rel=0.1)
+
+
+def test_the_summary_compares_training_and_operations():
+    (file,) = result_file.FOLDER.glob("accelerator-nvidia-h200-*.json")
+    found = accelerator.summary(result_file.load(file))
+    assert found.startswith("GPT-2 124M: ") and "of PyTorch's compiled one" in found and "RMS norm " in found

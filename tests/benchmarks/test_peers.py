@@ -1,5 +1,6 @@
 """Peer libraries reproduce our losses with the same model, weights and tokens."""
 
+import dataclasses
 import json
 import shutil
 import subprocess
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from benchmarks import gpt_workload
+from benchmarks import gpt2, gpt_workload
 from benchmarks.peers import environment
 from sharding.models import gpt
 
@@ -114,3 +115,18 @@ def test_compiled_blocks_give_our_losses(torch_python: Path, tmp_path: Path, los
     assert {name: line["compiled"] for name, line in lines.items()} == {"1f1b": True, "zbv": False}
     for line in lines.values():
         np.testing.assert_allclose(line["losses"], losses, rtol=TOLERANCE)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("c++") is None, reason="compiling PyTorch's model needs a C++ compiler")
+@pytest.mark.parametrize("is_rotary", [True, False], ids=["rotary", "learned positions, tied"])
+def test_training_in_bfloat16_is_close_to_ours(torch_python: Path, tmp_path: Path, is_rotary: bool):
+    more = {} if is_rotary else {"positions": "learned", "tied": True}
+    config = dataclasses.replace(SMALL, **more)
+    gpt_workload.export(tmp_path / "gpt.npz", config, steps=STEPS)
+    command = [torch_python, PEERS / "torch_accelerator.py", tmp_path / "gpt.npz", "--device", "cpu", "--warmup", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    np.testing.assert_allclose(found["losses"], gpt_workload.losses(config, steps=STEPS), rtol=gpt2.TOLERANCE)
+    assert len(found["seconds"]) == 1
