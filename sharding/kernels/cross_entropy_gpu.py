@@ -110,9 +110,12 @@ def backward(
 
     That of a bias sums cotangents in float32, so with one XLA computes them.
     """
-    kernel = LogitsKernel(functools.partial(of_logits, interpret=interpret), COLUMNS, columns_of_block)
-    static = {"softcap": softcap, "is_transposed": is_transposed}
-    return cross_entropy_scan.backward(x_TM, w, bias_V, cts, **static, kernel=kernel if bias_V is None else None)
+    kernel = None
+    if bias_V is None and len(x_TM):
+        kernel = LogitsKernel(functools.partial(of_logits, interpret=interpret), COLUMNS, columns_of_block)
+    return cross_entropy_scan.backward(
+        x_TM, w, bias_V, cts, softcap=softcap, is_transposed=is_transposed, kernel=kernel
+    )
 
 
 def columns_of_block(tokens: int) -> int:

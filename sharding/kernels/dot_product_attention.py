@@ -37,7 +37,7 @@ IMPLEMENTATIONS = (
         name="cudnn",
         platforms=frozenset({"gpu"}),
         obstacle=attention_by_cudnn.obstacle,
-        why="the fastest on Hopper GPUs",
+        why="the fastest of JAX on Hopper GPUs",
     ),
     Candidate(
         name=CACHED,

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from sharding import compat, kernels
 from sharding.cost import op_seconds, work
@@ -177,6 +178,21 @@ def test_a_pallas_kernel_does_its_body_once_per_program_or_what_its_estimate_say
     estimate = pl.CostEstimate(flops=7, transcendentals=3, bytes_accessed=0)
     ((_, done),) = works(lambda x: rows_plus_one(x, estimate), x)
     assert done.flops == 7 + 3 * 10
+
+
+@pytest.mark.skipif(not compat.HAS_MOSAIC_GPU, reason="JAX 0.11 has today's GPU kernels")
+def test_copies_of_a_gpu_kernel_are_no_arithmetic():
+    def body(x_ref, out_ref):
+        def copied(block, barrier):
+            plgpu.copy_gmem_to_smem(x_ref, block, barrier)
+            plgpu.barrier_wait(barrier)
+            out_ref[...] = block[...] + 1.0
+
+        pl.run_scoped(copied, plgpu.SMEM((128,), jnp.float32), plgpu.Barrier())
+
+    run = plgpu.kernel(body, out_type=f32(128), grid=(3,), grid_names=("program",))
+    ((_, done),) = works(run, jnp.ones(128))
+    assert done.flops == 3 * 128
 
 
 def test_a_function_on_shards_does_what_its_equations_do():
