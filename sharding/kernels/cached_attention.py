@@ -85,8 +85,9 @@ def backward(
     ) -> Any:
         example = _Example(scores, q_THD, k_SGD, segments)
         dtype = q_THD.dtype
-        of_queries = q_THD, dout_THD, lse_TH[..., None], delta_TH[..., None]
-        q_GRTD, dout_GRTD, lse_GRT1, delta_GRT1 = map(example.queries, of_queries)
+        q_GRTD, dout_GRTD, lse_GRT1, delta_GRT1 = map(
+            example.queries, (q_THD, dout_THD, lse_TH[..., None], delta_TH[..., None])
+        )
         k_GSD, v_GSD = _keys(k_SGD), _keys(v_SGD)
         dq_GRTD, parts = jnp.zeros(q_GRTD.shape, example.wide), []
         for queries, keys in example.blocks_of_keys():
@@ -104,7 +105,10 @@ def backward(
             dv_GsD = example.einsum("gsn,gnd->gsd", weight_GsN, dout_GND)
             parts.append((dk_GsD, dv_GsD))
             dq_GDN = example.einsum("gsd,gsn->gdn", k_GsD, dscore_GsN)
-            dq_GRTD = dq_GRTD.at[:, :, queries].add(example.apart(jnp.swapaxes(dq_GDN, 1, 2)))
+            of_queries = example.apart(jnp.swapaxes(dq_GDN, 1, 2))
+            # Of all queries, the update would have no indices, at which XLA:CPU of JAX 0.11 crashes.
+            is_whole = of_queries.shape == dq_GRTD.shape
+            dq_GRTD = dq_GRTD + of_queries if is_whole else dq_GRTD.at[:, :, queries].add(of_queries)
         dk_GSD, dv_GSD = (jnp.concatenate(each, axis=1) for each in zip(*parts, strict=True))
         dk_SGD, dv_SGD = (jnp.swapaxes(x, 0, 1).astype(k_SGD.dtype) for x in (dk_GSD, dv_GSD))
         return example.results(dq_GRTD).astype(dtype), dk_SGD, dv_SGD
