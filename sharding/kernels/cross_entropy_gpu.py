@@ -112,16 +112,11 @@ def backward(
     """
     kernel = None
     if bias_V is None and len(x_TM):
-        kernel = LogitsKernel(functools.partial(of_logits, interpret=interpret), COLUMNS, columns_of_block)
+        columns = cross_entropy_scan.columns_of_block(2 * len(x_TM), BLOCK_BYTES, COLUMNS, MOST_COLUMNS)
+        kernel = LogitsKernel(functools.partial(of_logits, interpret=interpret), COLUMNS, columns)
     return cross_entropy_scan.backward(
         x_TM, w, bias_V, cts, softcap=softcap, is_transposed=is_transposed, kernel=kernel
     )
-
-
-def columns_of_block(tokens: int) -> int:
-    """A power of two."""
-    fit = BLOCK_BYTES // (2 * max(tokens, 1))
-    return 2 ** (min(max(fit, COLUMNS), MOST_COLUMNS).bit_length() - 1)
 
 
 def of_logits(

@@ -30,8 +30,8 @@ class LogitsKernel(NamedTuple):
     of_logits: Callable[..., jax.Array]
     """As `cross_entropy_gpu.of_logits`, of whole tiles of columns."""
     tile_columns: int
-    block_columns: Callable[[int], int]
-    """Number of tokens -> columns of a block."""
+    block_columns: int
+    """Of a block, at most."""
 
 
 def forward(
@@ -87,10 +87,10 @@ def backward(
     return of_x_TM.astype(x_TM.dtype), of_w, of_bias_V
 
 
-def columns_of_block(tokens: int) -> int:
+def columns_of_block(column_bytes: int, block_bytes: int, least: int, most: int) -> int:
     """A power of two."""
-    fit = BLOCK_BYTES // (4 * max(tokens, 1))
-    return 2 ** (min(max(fit, LEAST_COLUMNS), MOST_COLUMNS).bit_length() - 1)
+    fit = block_bytes // max(column_bytes, 1)
+    return 2 ** (min(max(fit, least), most).bit_length() - 1)
 
 
 def _block(
@@ -115,9 +115,9 @@ def _over_blocks(
     add: Callable[[Any, Any, int], Any], start: Any, tokens: int, vocabulary: int, kernel: LogitsKernel | None = None
 ) -> Any:
     """Adds all blocks: equal ones in a scan, then the rest."""
-    columns = min(columns_of_block(tokens), vocabulary)
+    columns = min(columns_of_block(4 * tokens, BLOCK_BYTES, LEAST_COLUMNS, MOST_COLUMNS), vocabulary)
     if kernel is not None and vocabulary >= kernel.tile_columns:
-        blocks = -(-vocabulary // kernel.block_columns(tokens))
+        blocks = -(-vocabulary // kernel.block_columns)
         columns = max(1, vocabulary // blocks // kernel.tile_columns) * kernel.tile_columns
     count, rest = divmod(vocabulary, columns)
     starts = jnp.arange(count, dtype=jnp.int32) * columns
