@@ -1,7 +1,7 @@
 """Eight virtual CPU devices and strict JAX settings for every test."""
 
 import os
-from collections import Counter
+import zlib
 from pathlib import Path
 
 # Without this every xdist worker starts as many XLA threads as the machine has cores. XLA reads it when it starts, so
@@ -22,8 +22,8 @@ INDEPENDENT_OF_JAX = (
 )
 """Searches for plans, the supervision of processes, the commands of benchmarks, and what notebooks say."""
 
-QUICK_CASES = 3
-"""Of as many cases of a test in turn, one is quick on the oldest JAX."""
+QUICK_CASES, QUICK_KERNEL_CASES = 4, 2
+"""Of as many cases of a test, about one is quick: on the oldest JAX, and of interpreted kernels on newer ones."""
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
@@ -38,17 +38,19 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """On the oldest JAX, the quick tests are one case in three of each, and one test of what hardly depends on JAX."""
-    if jax.__version_info__ >= (0, 11):
-        return
-    files, cases = set[str](), Counter[tuple[str, str]]()
+    """Leaves some cases to the slow tests; on the oldest JAX, also all but a test of what hardly depends on JAX."""
+    is_oldest = jax.__version_info__ < (0, 11)
+    files, tests = set[str](), set[tuple[str, str]]()
     for item in items:
         path, name = item.path.relative_to(Path(__file__).parent).as_posix(), item.name.partition("[")[0]
-        is_late = path in files and path.startswith(INDEPENDENT_OF_JAX)
-        if is_late or cases[path, name] % QUICK_CASES:
+        is_late = is_oldest and path in files and path.startswith(INDEPENDENT_OF_JAX)
+        apart = QUICK_CASES if is_oldest else QUICK_KERNEL_CASES if path.startswith("kernels/") else 1
+        # By a hash of its parameters: cases in turn would be of one value of a parameter that varies first.
+        is_left_out = (path, name) in tests and zlib.crc32(item.name.encode()) % apart
+        if is_late or is_left_out:
             item.add_marker(pytest.mark.slow)
         files.add(path)
-        cases[path, name] += 1
+        tests.add((path, name))
 
 
 @pytest.fixture
