@@ -105,9 +105,9 @@ def value_and_grad(loss_of: Callable[[Any, jax.Array], jax.Array], parts: int) -
     return over_parts
 
 
-def single(parts: int = 1) -> Contender:
-    """One device, with the full batch or microbatches."""
-    graph, params = nnx.split(gpt_workload.model(), nnx.Param)
+def gpt_step(config: gpt.Config = gpt_workload.CONFIG, *, parts: int = 1) -> tuple[Step, Any]:
+    """A train step of a GPT, with the full batch or microbatches, and its initial state."""
+    graph, params = nnx.split(gpt_workload.model(config), nnx.Param)
     both = value_and_grad(lambda p, tokens: gpt.next_token_loss(nnx.merge(graph, p), tokens), parts)
 
     def step(state: Any, tokens: jax.Array) -> tuple[Any, jax.Array]:
@@ -115,13 +115,18 @@ def single(parts: int = 1) -> Contender:
         loss, gradients = both(params, tokens)
         return updated(params, opt_state, gradients), loss
 
+    return step, (params, gpt_workload.OPTIMIZER.init(params))
+
+
+def single(parts: int = 1) -> Contender:
+    """One device, with the full batch or microbatches."""
+    step, state = gpt_step(parts=parts)
     run = sharding.jit(step, donate_argnums=0)
 
     def once(state: Any, tokens: jax.Array) -> tuple[Any, jax.Array]:
         with sharding.mesh(data=1):
             return run(state, tokens)
 
-    state = params, gpt_workload.OPTIMIZER.init(params)
     name = "single" + (f", {parts} microbatches" if parts > 1 else "")
     return Contender(name=name, step=once, state=state)
 

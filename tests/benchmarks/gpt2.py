@@ -12,6 +12,7 @@ predicted, compiled, and of the device. All losses must agree, or the run fails.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import statistics
 import subprocess
@@ -24,14 +25,13 @@ from typing import Any
 
 import jax
 import numpy as np
-from flax import nnx
 
 import sharding
 from sharding.launch import utilization
 from sharding.models import gpt
 
 from . import command_line, gpt_workload
-from .contenders import PEERS, updated
+from .contenders import PEERS, gpt_step
 from .ratios import Ratio, rounded
 from .result_file import Row, measured
 
@@ -73,12 +73,18 @@ class Options:
 
 def main(options: Options) -> None:
     """Trains all contenders and prints a table."""
+    share_memory()
     if options.alone:
         print(json.dumps(trained(options, options.alone)))
         return
     rows = list(contenders(options))
     if options.json is not None:
         measured("gpt2", options, rows, num_devices=1).save(options.json)
+
+
+def share_memory() -> None:
+    """Leaves a GPU's memory to other processes; call before any other use of JAX."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 
 def contenders(options: Options) -> list[Row]:
@@ -106,16 +112,9 @@ def contenders(options: Options) -> list[Row]:
 def trained(options: Options, choice: str) -> dict[str, Any]:
     """Times, losses and memory of ours, in this process."""
     config = replace(options.config, kernels=choice)
-    graph, params = nnx.split(gpt_workload.model(config), nnx.Param)
-
-    def step(state: Any, tokens: jax.Array) -> tuple[Any, jax.Array]:
-        params, opt_state = state
-        loss, gradients = jax.value_and_grad(lambda p: gpt.next_token_loss(nnx.merge(graph, p), tokens))(params)
-        return updated(params, opt_state, gradients), loss
-
+    step, state = gpt_step(config)
     with sharding.mesh(data=1, devices=jax.devices()[:1]) as mesh:
         jitted = sharding.jit(step, donate_argnums=0)
-        state = params, gpt_workload.OPTIMIZER.init(params)
         tokens = gpt_workload.tokens(config, steps=options.steps, batch=options.batch)
         batches = list(map(jax.device_put, tokens))
         completion = jitted.complete(state, batches[0])

@@ -40,6 +40,11 @@ class Case:
     peers: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     """Other libraries' functions of the same arrays."""
 
+    @property
+    def directions(self) -> tuple[bool, ...]:
+        """Whether gradients are computed: without and, if any argument has some, with."""
+        return (False, True) if self.wrt else (False,)
+
     def args(self, is_tiny: bool) -> tuple[Any, ...]:
         """The arguments."""
         return self.make(*(self.tiny if is_tiny else self.sizes))

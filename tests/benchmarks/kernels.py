@@ -75,7 +75,7 @@ def main(options: Options) -> None:
         rows += matmul(options.turns)
     for case in CASES:
         if not options.only or case.name in options.only:
-            for has_gradients in (False, True) if case.wrt else (False,):
+            for has_gradients in case.directions:
                 rows += measure(case, has_gradients, is_smoke, options.turns)
     if options.json is not None:
         measured("kernels", options, rows, num_devices=1).save(options.json)
@@ -112,7 +112,7 @@ def timed(
     flops = case.flops(args[has_gradients:]) * (3.5 if has_gradients else 1)
     rows = []
     for name, median in medians.items():
-        row: Row = {"kind": "kernel", "name": label(case, has_gradients, name)}
+        row: Row = {"kind": "kernel", "name": f"{label(case, has_gradients)}: {name}"}
         ratio = Ratio.of_pairs(seconds[name], seconds[best])
         if is_smoke:
             row["kind"] = "smoke test"
@@ -126,9 +126,9 @@ def timed(
     return rows
 
 
-def label(case: Case, has_gradients: bool, implementation: str) -> str:
-    """The name of a row."""
-    return f"{case.name}{', gradients' * has_gradients}: {implementation}"
+def label(case: Case, has_gradients: bool) -> str:
+    """The operation in names of rows."""
+    return f"{case.name}{', gradients' * has_gradients}"
 
 
 def matmul(turns: int) -> list[Row]:

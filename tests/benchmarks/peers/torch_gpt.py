@@ -2,9 +2,8 @@
 
 Imports PyTorch and nothing of ours; runs in the environment of `environment`. The file that `gpt_workload.export`
 writes holds the weights of a `models.gpt` (as many key and value heads as query heads) by path, and `tokens`
-[steps, B, S + 1]. The model is the same function in idiomatic PyTorch: `Linear` layers and
-PyTorch's own attention, norm and cross entropy kernels; with `--compile` each block goes through `torch.compile`, which
-needs a C++ compiler.
+[steps, B, S + 1]. The model is the same function in idiomatic PyTorch: `Linear` layers and PyTorch's own attention,
+norm and cross entropy kernels; with `--compile` each block goes through `torch.compile`, which needs a C++ compiler.
 
 Each printed line is one configuration as JSON:
   - name, processes, threads, compiled: `single` is one process with the full batch;
@@ -89,8 +88,10 @@ class Stage(nn.Module):
                 block.compile()
         ends = last == num_layers(weights)
         self.norm = _norm(weights["final_norm/scale"]) if ends else None
-        self.head = _linear(weights.get("head/table", weights["embed/table"])) if ends else None
-        if self.head is not None and self.embed is not None and "head/table" not in weights:
+        # A tied head needs the embedding in its own stage.
+        is_tied = self.embed is not None and "head/table" not in weights
+        self.head = _linear(weights["embed/table" if is_tied else "head/table"]) if ends else None
+        if self.head is not None and self.embed is not None and is_tied:
             self.head.weight = self.embed.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
