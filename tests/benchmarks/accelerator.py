@@ -86,9 +86,9 @@ def _save(rows: list[Row], options: Options) -> None:
 def summary(result: Result) -> str:
     """Training beside PyTorch, and each operation beside the fastest implementation."""
     found = {row["name"]: row for row in result.of_kind("training")}
-    ours, peer = found["ours, kernels auto"], found.get("PyTorch, compiled")
-    texts = [f"GPT-2 124M: {ours['tokens_per_second']:,.0f} tokens/s in bfloat16"]
-    if peer is not None:
+    ours, peer = found.get("ours, kernels auto"), found.get("PyTorch, compiled")
+    texts = [] if ours is None else [f"GPT-2 124M: {ours['tokens_per_second']:,.0f} tokens/s in bfloat16"]
+    if ours is not None and peer is not None:
         texts += [
             f"step {Ratio.of_row(ours)} of PyTorch's compiled one",
             f"peak memory {ours['peak_bytes'] / peer['peak_bytes']:.2f} of its",
