@@ -1,7 +1,7 @@
-"""Combining of all-reduces over the same devices, as on XLA:CPU.
+"""Combining of collectives over the same devices, as on XLA:CPU and XLA:GPU.
 
-Operands first, a collective joins the open batch of its group, unless it depends on that batch: then it opens the
-next (openxla/xla, `service/collective_combiner_utils.h`, `cpu/cpu_all_reduce_combiner.cc`).
+Operands first, a collective joins the open batch of its group, unless it depends on that batch or is too large for it:
+then it opens the next (openxla/xla, `service/collective_combiner_utils.h`, `cpu/cpu_all_reduce_combiner.cc`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ def combined_collectives(
     operands: Sequence[Sequence[int]],
     groups: Mapping[int, object],
     ends: Sequence[int],
+    sizes: Mapping[int, int] | None = None,
+    most_bytes: int | None = None,
 ) -> list[list[int]]:
     """The ops of a program in a topological order, combined collectives as one entry.
 
@@ -20,15 +22,20 @@ def combined_collectives(
         operands: per op those whose results it reads.
         groups: collective -> what it shares with those that it may be combined with.
         ends: the ops from which the program is walked, operands first: those that make its results.
+        sizes: collective -> its bytes, where a batch has a limit.
+        most_bytes: of a batch.
     """
-    batches = _Batches()
+    sizes = sizes or {}
+    if most_bytes is not None:
+        groups = {k: group for k, group in groups.items() if sizes[k] <= most_bytes}
+    batches = _Batches(most_bytes)
     needed = [0] * len(operands)
     batch_of: dict[int, int] = {}
     for k in postorder([*ends, *range(len(operands))], operands):
         for j in operands[k]:
             needed[k] |= needed[j]
         if k in groups:
-            batch_of[k] = batches.join(groups[k], needed[k])
+            batch_of[k] = batches.join(groups[k], needed[k], sizes.get(k, 0))
             needed[k] = 1 << batch_of[k]
     first: dict[int, int] = {}
     leader = [first.setdefault(batch_of[k], k) if k in batch_of else k for k in range(len(operands))]
@@ -42,28 +49,37 @@ def combined_collectives(
 class _Batches:
     """Combined collectives by number. Sets of batches are integers with a bit for each."""
 
-    def __init__(self):
+    def __init__(self, most_bytes: int | None):
+        self.most_bytes = most_bytes
+        self.num_bytes: list[int] = []
+        """Per batch."""
         self.open: dict[object, int] = {}
         self.before: list[int] = []
         """Per batch those that it depends on, and itself."""
         self.read = 0
         """The batches that others depend on."""
 
-    def join(self, group: object, needed: int) -> int:
+    def join(self, group: object, needed: int, num_bytes: int) -> int:
         """The batch of a collective that depends on the batches `needed`."""
         rest = needed
         while rest:
             before = self.before[rest.bit_length() - 1]
             needed, rest = needed | before, rest & ~before
         found = self.open.get(group)
-        if found is None or needed >> found & 1:
+        if found is None or needed >> found & 1 or self.is_full(found, num_bytes):
             found = self.open[group] = len(self.before)
             self.before.append(1 << found)
+            self.num_bytes.append(0)
+        self.num_bytes[found] += num_bytes
         if self.read >> found & 1 and needed & ~self.before[found]:
             self.before = [others | needed if others >> found & 1 else others for others in self.before]
         self.before[found] |= needed
         self.read |= needed
         return found
+
+    def is_full(self, batch: int, num_bytes: int) -> bool:
+        """Whether a batch has no space for a collective."""
+        return self.most_bytes is not None and self.num_bytes[batch] + num_bytes > self.most_bytes
 
 
 def postorder(ends: Iterable[int], operands: Mapping[int, Sequence[int]] | Sequence[Sequence[int]]) -> list[int]:

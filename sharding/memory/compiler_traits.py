@@ -26,15 +26,21 @@ class CompilerTraits:
     """Whether a library runs dots and convolutions, their operands transposed to its order, and large reductions with
     the elementwise ops around them, a loop computes random bits, and what a scatter updates is copied as soon as it is
     there; others choose layouts so that no transpose is needed."""
+    uses_cudnn: bool = False
+    """Whether cuDNN runs convolutions."""
     reduces_in_place: bool = True
     """Whether an all-reduce writes into its operand's buffer, and a reduce-scatter stores only its result; otherwise it
     is an all-reduce and a slice."""
     gathers_leading_dim: bool = False
     """Whether an all-gather concatenates shards along the leading dim; arrays gathered along another are transposed."""
+    combines_all: bool = False
+    """Whether all-gathers and reduce-scatters are combined as all-reduces are."""
     stored_once: frozenset[str] = frozenset({"gather", "threefry2x32", "threefry4x32"})
     """Primitives that are stored rather than computed in each of several consumers."""
     counts_bytes: bool = True
     """Whether bytes decide what several consumers compute again, or else elements."""
+    block_elements: int = 0
+    """How many elements one block of threads reduces to one: what it reads is stored, as it would compute it slowly."""
     schedule: Schedule = "least memory"
     """The order of the kernels."""
     rounds_early: bool = False
@@ -42,6 +48,8 @@ class CompilerTraits:
     are stored before they are rounded."""
     fuses_into_products: bool = False
     """Whether the kernels of products and convolutions compute their operands, and what follows them."""
+    fuses_prologues: bool = False
+    """Whether the kernels of products compute what needs no more reads than their operands."""
     merges_products: bool = False
     """Whether products that share an operand are slices of one."""
 
@@ -58,5 +66,12 @@ TRAITS: Mapping[Platform, CompilerTraits] = {
         schedule="breadth first",
     ),
     "tpu": CompilerTraits(rounds_early=True, fuses_into_products=True),
-    "gpu": CompilerTraits(schedule="latency hiding", merges_products=True),
+    "gpu": CompilerTraits(
+        uses_cudnn=True,
+        combines_all=True,
+        block_elements=2**14,
+        schedule="latency hiding",
+        merges_products=True,
+        fuses_prologues=True,
+    ),
 }

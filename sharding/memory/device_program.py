@@ -12,6 +12,7 @@ from .dead_results import drop_dead_results
 from .emitter import Emitter
 from .equation_lowering import Env, Handler, Lowering
 from .instruction import Body, Instruction, users
+from .product_fusion import fuse_products
 from .product_merging import merge_products
 
 HANDLERS: dict[str, Handler] = {
@@ -66,6 +67,8 @@ def lower(assignment: Assignment, traits: CompilerTraits) -> DeviceProgram:
     drop_dead_results(emitter.body)
     if traits.merges_products:
         merge_products(emitter.body)
+    if traits.fuses_prologues:
+        fuse_products(emitter.body)
     if traits.rounds_early:
         keep_unrounded(emitter.body)
     kept = frozenset(x for x, is_used in zip(inputs, g.inputs_used, strict=True) if is_used)

@@ -30,7 +30,7 @@ class Emitter:
     """
 
     def __init__(self, sizes: Mapping[str, int], cursor: Cursor, traits: CompilerTraits, *, permutes: bool = True):
-        self.body = Body(counts_bytes=traits.counts_bytes)
+        self.body = Body(counts_bytes=traits.counts_bytes, block_elements=traits.block_elements)
         self.sizes = sizes
         self.traits = traits
         self.permutes = permutes
@@ -102,6 +102,13 @@ class Emitter:
             for k, (shape, itemsize, value, eqn) in enumerate(elements)
         ]
 
+    def transposed(self, x: Instruction, order: Sequence[int]) -> Instruction:
+        """An array with its dims permuted."""
+        if x.is_in_order(order):
+            return x
+        shape, facts = [x.shape[d] for d in order], {"value": x.value, "eqn": x.eqn}
+        return self.emit("transpose", "fusible", [x], shape, x.itemsize, key=tuple(order), **facts)
+
     def local_shape(self, shape: tuple[int, ...], spec: Spec) -> tuple[int, ...]:
         """The local shape of an array of a global shape, padded as XLA pads."""
         found = self._local_shapes.get((id(spec), shape))
@@ -142,13 +149,15 @@ class Emitter:
         if step.kind == "all-gather" and self.traits.gathers_leading_dim:
             return self.all_gather(x, shape, itemsize, step)
         if step.kind in ("all-gather", "collective-permute"):
-            return self.emit(step.kind, "unfusible", [x], shape, itemsize, key=key, **sent)
+            group = step.axes if self.traits.combines_all and step.kind == "all-gather" else None
+            return self.emit(step.kind, "unfusible", [x], shape, itemsize, key=key, group=group, **sent)
         if step.kind == "all-to-all":
             pieces = self.emit("slice", "fusible", [x], shape, itemsize, key=key, **facts)
             received = self.emit(step.kind, "unfusible", [pieces], shape, itemsize, key=key, **sent)
             return self.emit("concatenate", "unfusible", [received], shape, itemsize, key=key, **facts)
         if step.kind == "reduce-scatter" and self.traits.reduces_in_place:
-            return self.emit(step.kind, "unfusible", [x], shape, itemsize, **sent)
+            group = (step.axes, itemsize) if self.traits.combines_all else None
+            return self.emit(step.kind, "unfusible", [x], shape, itemsize, group=group, **sent)
         if step.kind == "reduce-scatter":
             x = self.all_reduce(x, itemsize, step.axes)
         if x.shape != shape:
@@ -160,14 +169,18 @@ class Emitter:
         facts: Mapping[str, Any] = {"value": x.value, "eqn": x.eqn}
         dim = next((d for d, (have, need) in enumerate(zip(x.shape, shape, strict=True)) if have != need), 0)
         order = [dim, *(d for d in range(len(shape)) if d != dim)]
-        moves = math.prod(shape[:dim]) > 1
-        if moves:
-            turned = [x.shape[d] for d in order]
-            x = self.emit("transpose", "fusible", [x], turned, itemsize, key=tuple(order), **facts)
-        gathered = [shape[d] for d in order] if moves else shape
-        x = self.emit(step.kind, "unfusible", [x], gathered, itemsize, key=step.spec.axes, axes=step.axes, **facts)
-        back = tuple(order.index(d) for d in range(len(shape)))
-        return self.emit("transpose", "fusible", [x], shape, itemsize, key=back, **facts) if moves else x
+        x = self.transposed(x, order)
+        gathered = self.emit(
+            step.kind,
+            "unfusible",
+            [x],
+            [shape[d] for d in order],
+            itemsize,
+            key=step.spec.axes,
+            axes=step.axes,
+            **facts,
+        )
+        return self.transposed(gathered, [order.index(d) for d in range(len(shape))])
 
     def all_reduce(self, x: Instruction, itemsize: int, axes: tuple[Axis, ...]) -> Instruction:
         """An all-reduce of partial sums; 16-bit floats are reduced in 32 bits."""

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from .. import compat
+from ..cost.gpu_latencies import Product
 from ..graph import CALLS, Graph, Op, Scope
 from ..propagation import Assignment
 from ..rewrite import xla_workarounds
@@ -276,6 +277,7 @@ class Lowering:
             "expensive": primitive_traits.is_expensive(name, eqn, traits),
             "in_place": ((0, 0),) if primitive_traits.updates(name) and operands[0] is not None else (),
             "fuses_operands": traits.fuses_into_products and name in PRODUCTS,
+            "product": matrix_product(eqn, present, itemsize) if name == "dot_general" else None,
         }
         if traits.uses_library:
             if name.startswith("scatter") and present[0].role != "argument":
@@ -304,6 +306,24 @@ class Lowering:
             if x is not None and x.value is None and not compat.is_drop(v):
                 x.value, x.eqn = self.graph_value(v, scope), eqn
         return results
+
+
+def matrix_product(eqn: Any, operands: Sequence[Instruction], itemsize: int) -> Product | None:
+    """The sizes of a `dot_general` on one device; None where an operand is a constant."""
+    if len(operands) != 2:
+        return None
+    summed, batch = eqn.params["dimension_numbers"]
+    left, right = operands
+    num_summed, num_batch = (math.prod(left.shape[d] for d in dims[0]) for dims in (summed, batch))
+    each = num_summed * num_batch
+    return Product(
+        batch=num_batch,
+        rows=left.num_elements // max(1, each),
+        columns=right.num_elements // max(1, each),
+        summed=num_summed,
+        operand_itemsize=min(left.itemsize, right.itemsize),
+        itemsize=itemsize,
+    )
 
 
 def stretched(x: Instruction, shape: Sequence[int], emitter: Emitter) -> Instruction:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from .cudnn_convolutions import cudnn_convolution
 from .emitter import Emitter
 from .instruction import Instruction
 from .library_calls import library_call
@@ -35,12 +36,20 @@ Expansion = Callable[[LocalOp], Instruction | None]
 """The result of an op; None where it runs as it is."""
 
 
+def convolution(op: LocalOp) -> Instruction | None:
+    """A library's on CPUs and GPUs."""
+    traits, parts = op.emitter.traits, (op.eqn, op.operands, op.shape, op.itemsize, op.emitter)
+    if traits.uses_library:
+        return library_call(*parts, op.facts)
+    return cudnn_convolution(*parts, op.facts) if traits.uses_cudnn else None
+
+
 def product(op: LocalOp) -> Instruction | None:
     """On CPUs a library's; elsewhere the product of a matrix and a vector, or one per batch, is a reduction, and one
     that sums nothing is elementwise."""
     if op.emitter.traits.uses_library:
         return library_call(op.eqn, op.operands, op.shape, op.itemsize, op.emitter, op.facts)
-    if op.eqn.primitive.name != "dot_general" or len(op.operands) != 2:
+    if len(op.operands) != 2:
         return None
     summed, _ = op.eqn.params["dimension_numbers"]
     if math.prod(op.operands[0].shape[d] for d in summed[0]) == 1:
@@ -95,7 +104,7 @@ def scattered(op: LocalOp) -> Instruction | None:
 
 
 EXPANSIONS: Mapping[str, Expansion] = {
-    "conv_general_dilated": product,
+    "conv_general_dilated": convolution,
     "dot_general": product,
     "scatter": scattered,
     "scatter-add": scattered,

@@ -37,7 +37,11 @@ class Kernel:
 
 
 def fuse(
-    instructions: Sequence[Instruction], results: Sequence[Instruction], *, counts_bytes: bool = True
+    instructions: Sequence[Instruction],
+    results: Sequence[Instruction],
+    *,
+    counts_bytes: bool = True,
+    block_elements: int = 0,
 ) -> list[Kernel]:
     """The kernels of a body in the order of their roots.
 
@@ -45,12 +49,19 @@ def fuse(
         instructions: operands before their users.
         results: always stored.
         counts_bytes: whether bytes decide what is computed again, not elements as on XLA:CPU.
+        block_elements: how many elements one block of threads reduces to one, which are stored for it.
     """
-    return _Fusion(instructions, results, counts_bytes).kernels()
+    return _Fusion(instructions, results, counts_bytes, block_elements).kernels()
 
 
 class _Fusion:
-    def __init__(self, instructions: Sequence[Instruction], results: Sequence[Instruction], counts_bytes: bool):
+    def __init__(
+        self,
+        instructions: Sequence[Instruction],
+        results: Sequence[Instruction],
+        counts_bytes: bool,
+        block_elements: int,
+    ):
         self.instructions = instructions
         self.place = {one: k for k, one in enumerate(instructions)}
         self.users = users(instructions)
@@ -62,6 +73,8 @@ class _Fusion:
             if one.is_library_reduction:
                 self.stored.add(self.library_result(one))
                 self.read_by_library.update(self.library_operands(one))
+            if one.name in REDUCTIONS and one.num_elements == 1 and one.operands[0].num_elements <= block_elements:
+                self.stored.update(one.operands)
         self.stored.update(self.ends_of_products())
         self.recomputed = set() if counts_bytes else {*filter(self.is_recomputed, instructions)}
         self.once = self.costly({one: one.num_bytes if counts_bytes else one.num_elements for one in instructions})

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from ..cost.gpu_latencies import Product
 from ..spec import Axis
 
 Phase = Literal["", "forward", "backward"]
@@ -42,6 +43,8 @@ class Instruction:
     element: int = 0
     """The index of a tuple element."""
     bodies: tuple[Body, ...] = ()
+    product: Product | None = None
+    """The sizes of a matrix product that a kernel computes."""
     value: int | None = None
     """The graph's value that it computes or moves."""
     eqn: Any = None
@@ -53,6 +56,11 @@ class Instruction:
 
     def __repr__(self) -> str:
         return f"{self.name}{list(self.shape)}"
+
+    def is_in_order(self, order: Sequence[int]) -> bool:
+        """Whether only dims of size 1 move if its dims are ordered so."""
+        large = [d for d in order if self.shape[d] > 1]
+        return large == sorted(large)
 
     @property
     def itemsize(self) -> int:
@@ -76,6 +84,7 @@ class Body:
     """Instructions that run although no result depends on them, such as callbacks that print."""
     counts_bytes: bool = True
     """See `fusion.fuse`."""
+    block_elements: int = 0
     all_names: frozenset[str] | None = None
     """What `names` found: each level around asks for it."""
 

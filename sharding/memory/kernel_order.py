@@ -59,15 +59,14 @@ def result_by_result(kernels: Sequence[Kernel], results: Sequence[Instruction]) 
 
 def xla_cpu_order(kernels: Sequence[Kernel], results: Sequence[Instruction]) -> list[Step]:
     """Breadth first, all-reduces combined, as on XLA:CPU."""
-    units = _combined(kernels, results)
+    units = _combined([[kernel] for kernel in kernels], results)
     ready = TopologicalSorter(dict(enumerate(_dependencies(units))))  # first in, first out
     return [Step(units[k]) for k in ready.static_order()]
 
 
 def xla_gpu_order(kernels: Sequence[Kernel], results: Sequence[Instruction]) -> list[Step]:
-    """Siblings fused, and collectives overlapped with other kernels, as on XLA:GPU."""
-    del results
-    units = fuse_siblings(kernels)
+    """Siblings fused, and collectives combined and overlapped with other kernels, as on XLA:GPU."""
+    units = _combined(fuse_siblings(kernels), results, gpu_latencies.MOST_COMBINED_BYTES)
     works = [_work(unit, tuple(after)) for unit, after in zip(units, _dependencies(units), strict=True)]
     return _overlapped_steps(units, latency_hiding_order(works))
 
@@ -80,13 +79,21 @@ ORDERS: Mapping[Schedule, Sequence[Order]] = {
 """Those of which the compiler takes the one that needs least memory."""
 
 
-def _combined(kernels: Sequence[Kernel], results: Sequence[Instruction]) -> list[list[Kernel]]:
-    """The kernels in a topological order, combined collectives as one entry."""
-    index = {kernel.root: k for k, kernel in enumerate(kernels)}
-    operands = [[index[x] for x in kernel.operands] for kernel in kernels]
-    groups = {k: kernel.root.group for k, kernel in enumerate(kernels) if kernel.root.group is not None}
-    units = combined_collectives(operands, groups, [index[x] for x in results])
-    return [[kernels[k] for k in unit] for unit in units]
+def _combined(
+    units: Sequence[Sequence[Kernel]], results: Sequence[Instruction], most_bytes: int | None = None
+) -> list[list[Kernel]]:
+    """Units in a topological order, combined collectives as one.
+
+    Args:
+        most_bytes: of the results of one.
+    """
+    roots = [unit[0].root for unit in units]
+    index = {kernel.root: k for k, unit in enumerate(units) for kernel in unit}
+    groups = {k: (root.name, root.group) for k, root in enumerate(roots) if root.group is not None}
+    sizes = {k: roots[k].num_bytes for k in groups}
+    ends = [index[x] for x in results]
+    merged = combined_collectives(_dependencies(units), groups, ends, sizes, most_bytes)
+    return [[kernel for k in unit for kernel in units[k]] for unit in merged]
 
 
 def _dependencies(units: Sequence[Sequence[Kernel]]) -> list[list[int]]:
@@ -119,7 +126,10 @@ def _kernel_us(kernel: Kernel) -> float:
         return 0.0
     if root.name == "conv_general_dilated":
         return gpu_latencies.CONVOLUTION_US
-    return (root.num_bytes + sum(x.num_bytes for x in kernel.operands)) / gpu_latencies.BYTES_PER_US
+    num_bytes = root.num_bytes + sum(x.num_bytes for x in kernel.operands)
+    if root.product is not None:
+        return gpu_latencies.product_us(root.product, num_bytes)
+    return num_bytes / gpu_latencies.BYTES_PER_US
 
 
 def _overlapped_steps(units: Sequence[list[Kernel]], order: Sequence[tuple[int, Part]]) -> list[Step]:

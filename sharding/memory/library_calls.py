@@ -48,11 +48,11 @@ def library_call(
         lhs, rhs, out = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
         orders, order = [[lhs[0], *lhs[2:], lhs[1]], [*rhs[2:], rhs[1], rhs[0]]], [out[0], *out[2:], out[1]]
     stored = [
-        _transposed(widened(x, emitter) if wide else x, dims, emitter) for x, dims in zip(operands, orders, strict=True)
+        emitter.transposed(widened(x, emitter) if wide else x, dims) for x, dims in zip(operands, orders, strict=True)
     ]
     made = emitter.emit(name, "unfusible", stored, [shape[d] for d in order], 4 if wide else itemsize, **facts)
     made = rounded(made, emitter) if wide and is_half else made
-    return _transposed(made, [order.index(d) for d in range(len(order))], emitter)
+    return emitter.transposed(made, [order.index(d) for d in range(len(order))])
 
 
 def _dot_orders(eqn: Any, operands: Sequence[Instruction]) -> tuple[list[list[int]], bool]:
@@ -64,7 +64,7 @@ def _dot_orders(eqn: Any, operands: Sequence[Instruction]) -> tuple[list[list[in
         order, turned = [*batch, *free, *summed], [*batch, *summed, *free]
         if k == 1:
             order, turned = turned, order
-        can_turn = len(free) == len(summed) == 1 and _is_in_order(x, turned) and not _is_in_order(x, order)
+        can_turn = len(free) == len(summed) == 1 and x.is_in_order(turned) and not x.is_in_order(order)
         is_turned = is_turned or (can_turn and k == 0)
         found.append(turned if can_turn else order)
     return found, is_turned
@@ -93,21 +93,7 @@ def _is_transposed(x: Instruction) -> bool:
         x = x.operands[0]
     if x.name != "transpose" or x.eqn is None or x.eqn.primitive.name != "transpose":
         return False
-    return not _is_in_order(x.operands[0], x.eqn.params["permutation"])
-
-
-def _is_in_order(x: Instruction, order: Sequence[int]) -> bool:
-    """Whether only dims of size 1 move if its dims are ordered so."""
-    large = [d for d in order if x.shape[d] > 1]
-    return large == sorted(large)
-
-
-def _transposed(x: Instruction, order: Sequence[int], emitter: Emitter) -> Instruction:
-    """An array with its dims permuted."""
-    if _is_in_order(x, order):
-        return x
-    shape = [x.shape[d] for d in order]
-    return emitter.emit("transpose", "fusible", [x], shape, x.itemsize, key=tuple(order), value=x.value, eqn=x.eqn)
+    return not x.operands[0].is_in_order(x.eqn.params["permutation"])
 
 
 def is_computed_in_f32(eqn: Any, traits: CompilerTraits) -> bool:

@@ -28,7 +28,7 @@ BARRIER = "optimization_barrier"
 
 IDENTITIES = frozenset(
     """
-    annotate barrier copy_p device_put name optimization_barrier pbroadcast pvary reshard same sharding_constraint
+    annotate barrier copy copy_p device_put name optimization_barrier pbroadcast pvary reshard same sharding_constraint
     """.split()
 )
 """Primitives whose results are their operands."""

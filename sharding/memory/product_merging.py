@@ -8,6 +8,7 @@ of merged `q`, `k` and `v` lives as long as any of them, and one product hides l
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from ..cost.collective_combining import postorder
 from .instruction import Body, Instruction, users
@@ -127,6 +128,10 @@ def _merged(products: Sequence[Instruction], side: int) -> Instruction:
     operands = [*first.operands, *(one.operands[1 - side] for one in products[1:])]
     count, num_bytes = sum(one.num_elements for one in products), sum(one.num_bytes for one in products)
     made = Instruction(first.name, first.role, operands, (count,), num_bytes, eqn=first.eqn, phase=first.phase)
+    sizes = [one.product for one in products if one.product is not None]
+    if len(sizes) == len(products):
+        name = "rows" if side else "columns"
+        made.product = replace(sizes[0], **{name: sum(getattr(one, name) for one in sizes)})
     for one in products:
-        one.name, one.role, one.operands = "slice", "fusible", [made]
+        one.name, one.role, one.operands, one.product = "slice", "fusible", [made], None
     return made

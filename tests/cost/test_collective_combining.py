@@ -7,7 +7,7 @@ import pytest
 from sharding.cost.collective_combining import combined_collectives
 
 
-def combined(reads, groups, *, ends=None):
+def combined(reads, groups, *, ends=None, sizes=None, most=None):
     """The batches of a program: op -> the ops that it reads."""
     names = list(reads)
     place = {name: k for k, name in enumerate(names)}
@@ -15,6 +15,8 @@ def combined(reads, groups, *, ends=None):
         [[place[x] for x in reads[name]] for name in names],
         {place[name]: group for name, group in groups.items()},
         [place[x] for x in ends or names[-1:]],
+        {place[name]: n for name, n in (sizes or {}).items()},
+        most,
     )
     return [frozenset(names[k] for k in unit) for unit in units]
 
@@ -62,10 +64,11 @@ def postorder(reads, ends, partner):
     return list(order)
 
 
-def slowly_combined(reads, groups, ends):
+def slowly_combined(reads, groups, ends, sizes=None, most=float("inf")):
     """The batches, visiting every op again after each combination."""
     partner = {name: (name,) for name in reads}
-    done = set()
+    sizes = sizes or dict.fromkeys(reads, 0)
+    done = {name for name in reads if sizes[name] > most}
     while True:
         order = postorder(reads, ends, partner)
         first = next((b for b in order if b[0] in groups and not done & {*b}), None)
@@ -75,7 +78,8 @@ def slowly_combined(reads, groups, ends):
         for batch in order[order.index(first) + 1 :]:
             depends = behind & {partner[x] for name in batch for x in reads[name]}
             is_same_group = groups.get(batch[0]) == groups[first[0]] and not done & {*batch}
-            if depends and is_same_group:
+            is_full = sum(sizes[name] for name in (*joined, *batch)) > most
+            if is_same_group and (depends or is_full):
                 break
             if depends:
                 behind.add(batch)
@@ -101,6 +105,16 @@ def random_program(seed, kinds):
 def test_combining_agrees_with_the_reference(seed):
     reads, groups, ends = random_program(seed, ["data"])
     assert {*combined(reads, groups, ends=ends)} == slowly_combined(reads, groups, ends)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_batches_of_limited_size_agree_with_the_reference(seed):
+    reads, groups, ends = random_program(seed, ["data"])
+    rng = random.Random(seed)
+    sizes, most = {k: rng.randint(1, 8) for k in reads}, rng.randint(4, 16)
+    found = combined(reads, groups, ends=ends, sizes=sizes, most=most)
+    assert {*found} == slowly_combined(reads, groups, ends, sizes, most)
+    assert all(len(unit) == 1 or sum(sizes[k] for k in unit) <= most for unit in found)
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -56,7 +56,10 @@ def test_a_reduce_scatter_stores_its_shard(platform, share):
 
 
 def test_what_only_products_read_takes_half_on_tpu():
-    """A carry, its next value and the matrix; the product is added to the other carry in place."""
+    """A carry, its next value and the matrix; the product is added to the other carry in place.
+
+    XLA:GPU rounds nothing, and reads the matrix where it is.
+    """
 
     def rolled(x, w):
         def body(carry, _):
@@ -66,7 +69,7 @@ def test_what_only_products_read_takes_half_on_tpu():
         return jax.lax.scan(body, (jnp.sin(x), x), None, length=4)[0][1]
 
     assert temporaries(rolled, FULL, FULL, platform="tpu") == 3 * N * N * 2
-    assert temporaries(rolled, FULL, FULL, platform="gpu") == 3 * N * N * 4
+    assert temporaries(rolled, FULL, FULL, platform="gpu") == 2 * N * N * 4
 
 
 def test_a_tpu_stores_a_stack_of_what_it_rounds_in_half_the_bytes():

@@ -30,8 +30,8 @@ def scanned(w, x):
 
 @pytest.mark.parametrize("f", [loss, scanned])
 def test_instructions_belong_to_the_pass_that_computes_them(f):
-    alone = {one.phase for one in instructions(f, SQUARE, SQUARE) if one.name != "argument"}
-    both = instructions(jax.value_and_grad(f), SQUARE, SQUARE)
+    alone = {one.phase for one in instructions(f, SQUARE, SQUARE, platform="tpu") if one.name != "argument"}
+    both = instructions(jax.value_and_grad(f), SQUARE, SQUARE, platform="tpu")
     (outside,) = alone
     phases = {name: [one.phase for one in both if one.name == name] for name in ("tanh", "dot_general")}
     assert phases["tanh"] == ["forward"]
@@ -77,7 +77,7 @@ def test_the_result_of_a_function_on_shards_is_the_value_of_the_program():
     double = kernels.with_rule(lambda x: jnp.sin(x) * 2, "a b -> a b")
     with sharding.mesh(data=1, devices=jax.devices()[:1]):
         assignment = sharding.jit(lambda x: double(x) @ x).complete(SQUARE).assignment
-    body = lower(assignment, TRAITS["gpu"]).body
+    body = lower(assignment, TRAITS["tpu"]).body
     dot = next(one for one in body.instructions if one.name == "dot_general")
     x, doubled = dot.operands[1], dot.operands[0]
     op = next(op for op in assignment.graph.ops if op.name == "dot_general")
@@ -85,7 +85,7 @@ def test_the_result_of_a_function_on_shards_is_the_value_of_the_program():
     assert doubled.eqn.primitive.name == "kernel_call"
     passed = kernels.with_rule(lambda x: x, "a b -> a b")
     with sharding.mesh(data=1, devices=jax.devices()[:1]):
-        body = lower(sharding.jit(lambda x: passed(x) @ x).complete(SQUARE).assignment, TRAITS["gpu"]).body
+        body = lower(sharding.jit(lambda x: passed(x) @ x).complete(SQUARE).assignment, TRAITS["tpu"]).body
     dot = next(one for one in body.instructions if one.name == "dot_general")
     assert (
         dot.operands[0] is dot.operands[1] is body.arguments[0] and dot.operands[0].value == assignment.graph.inputs[0]

@@ -93,6 +93,15 @@ def test_independent_collectives_of_one_group_are_combined_on_cpus():
     assert [len(step.kernels) for step in xla_cpu_order([x, *grouped, after, end], [end.root])] == [1, 3, 1, 1]
 
 
+def test_collectives_are_combined_up_to_some_bytes_on_gpus():
+    x = kernel("x")
+    grouped = [kernel("all-gather", x, size=12 * MEGABYTES, group="data") for _ in range(5)]
+    large = kernel("all-gather", x, size=40 * MEGABYTES, group="data")
+    end = kernel("end", *grouped, large)
+    steps = xla_gpu_order([x, *grouped, large, end], [end.root])
+    assert sorted(len(step.kernels) for step in steps) == [1, 1, 1, 1, 2, 2]
+
+
 @pytest.mark.parametrize("name", ORDERS)
 @pytest.mark.parametrize("seed", range(20))
 def test_a_random_program_runs_every_kernel_once_after_its_operands(seed, name):
