@@ -50,6 +50,8 @@ class CompilerTraits:
     """Whether the kernels of products and convolutions compute their operands, and what follows them."""
     fuses_prologues: bool = False
     """Whether the kernels of products compute what needs no more reads than their operands."""
+    merges_sums: bool = False
+    """Whether partial sums that are all-reduced and added are added first."""
     merges_products: bool = False
     """Whether products that share an operand are slices of one."""
 
@@ -65,13 +67,14 @@ TRAITS: Mapping[Platform, CompilerTraits] = {
         counts_bytes=False,
         schedule="breadth first",
     ),
-    "tpu": CompilerTraits(rounds_early=True, fuses_into_products=True),
+    "tpu": CompilerTraits(rounds_early=True, merges_sums=True, fuses_into_products=True),
     "gpu": CompilerTraits(
         uses_cudnn=True,
         combines_all=True,
         block_elements=2**14,
         schedule="latency hiding",
         merges_products=True,
+        merges_sums=True,
         fuses_prologues=True,
     ),
 }

@@ -14,6 +14,7 @@ from .equation_lowering import Env, Handler, Lowering
 from .instruction import Body, Instruction, users
 from .product_fusion import fuse_products
 from .product_merging import merge_products
+from .sum_merging import merge_sums
 
 HANDLERS: dict[str, Handler] = {
     "cond": control_flow_lowering.cond,
@@ -65,6 +66,8 @@ def lower(assignment: Assignment, traits: CompilerTraits) -> DeviceProgram:
         outputs.append(x)
     emitter.body.results = outputs
     drop_dead_results(emitter.body)
+    if traits.merges_sums:
+        merge_sums(emitter.body)
     if traits.merges_products:
         merge_products(emitter.body)
     if traits.fuses_prologues:
