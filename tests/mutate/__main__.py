@@ -4,6 +4,7 @@
     python -m tests.mutate --only sharding/propagation         # of one room
     python -m tests.mutate --tests tests/cost tests/explain    # other tests than those of the rooms
     python -m tests.mutate --lines /tmp/lines                  # keep what each test executes for the next run
+    python -m tests.mutate --slow                              # also through slow tests, where the quick ones miss it
 
 The tests run once without a fault, which shows what lines each of them executes (`sys.monitoring`, Python 3.12). A
 mutant then goes only through the tests that execute its line, the most specific first. A mutant that changes nothing
@@ -27,6 +28,12 @@ from .mutants import ROOMS, Mutant, sample
 
 ROOT = Path(__file__).parents[2]
 
+QUICK, SLOW = "not slow", "slow"
+"""The markers that select tests."""
+
+SUFFIXES = {QUICK: "", SLOW: "_slow"}
+"""Of the files of what the tests execute that a marker selects."""
+
 
 class Copy:
     """A copy of the repository in which one file at a time is changed."""
@@ -42,26 +49,28 @@ class Copy:
         for name in ("models", "launch"):  # as installed; an editable installation would find the originals
             (root / "sharding" / name).symlink_to(root / name)
 
-    def coverage(self, paths: tuple[str, ...]) -> Coverage:
-        """What each test of some paths executes, from a run without a fault."""
+    def coverage(self, paths: tuple[str, ...], marked: str) -> Coverage:
+        """What each test of some paths executes that is marked as asked, from a run without a fault."""
         found: Coverage = {}
         for path in paths:
-            file = self.lines / f"{path.replace('/', '_')}.json"
+            file = self.lines / f"{path.replace('/', '_')}{SUFFIXES[marked]}.json"
             if not file.exists():
                 recorder = LineRecorder(self.root, tuple(f"{room}/" for room in ROOMS), file)
-                if forked_pytest.run(self.root, [path], plugins=[recorder]) not in (0, 5):  # 5: no test was selected
+                ended = forked_pytest.run(self.root, ["-m", marked, path], plugins=[recorder])
+                if ended not in (0, 5):  # 5: no test was selected
                     raise SystemExit(f"{path} fails without any fault")
             found |= read(file)
         return found
 
-    def catches(self, mutant: Mutant, tests: tuple[str, ...], seconds: float) -> bool:
+    def catches(self, mutant: Mutant, tests: tuple[str, ...], marked: str, seconds: float) -> bool:
         """Whether one of the tests fails with a mutant, or all take longer than some seconds."""
         file = self.root / mutant.path
         before = file.read_text()
         file.write_text(mutant.source)
         files = sorted({name.split("::")[0] for name in tests})
         try:
-            return forked_pytest.run(self.root, files, plugins=[InOrder(tests)], seconds=seconds) != 0
+            arguments = ["-m", marked, *files]
+            return forked_pytest.run(self.root, arguments, plugins=[InOrder(tests)], seconds=seconds) != 0
         finally:
             file.write_text(before)
 
@@ -73,15 +82,31 @@ def mirrored(root: Path, path: str) -> tuple[str, ...]:
     return tuple(one.as_posix() for one in found if (root / one).exists())
 
 
-def _caught_by(copy: Copy, mutant: Mutant, paths: tuple[str, ...], seconds: float) -> str:
-    """How a mutant ends: `caught`, `survived`, or `not executed` by any test."""
+def _end(copy: Copy, mutant: Mutant, paths: tuple[str, ...], marked: str, seconds: float) -> str:
+    """How a mutant ends that goes through the tests of a marker: `caught`, `survived`, or `not executed` by any."""
     own = mirrored(copy.root, mutant.path)
-    coverage = copy.coverage(paths or own[-1:])
+    coverage = copy.coverage(paths or own[-1:], marked)
     tests = covering_tests(coverage, mutant, mirrored=own[0] if own else "", seconds=seconds)
     if not tests:
         return "not executed"
     limit = 60 + 10 * sum(coverage[name].seconds for name in tests)  # of wall-clock time, on a busy machine
-    return "caught" if copy.catches(mutant, tests, limit) else "survived"
+    return "caught" if copy.catches(mutant, tests, marked, limit) else "survived"
+
+
+def _end_of_slow(copy: Copy, mutant: Mutant, paths: tuple[str, ...], seconds: float, quick: str) -> str:
+    """How a mutant ends that quick tests miss: `caught by slow` ones, or as with the quick ones if none executes it."""
+    slow = _end(copy, mutant, paths, SLOW, seconds)
+    return {"caught": "caught by slow", "survived": "survived", "not executed": quick}[slow]
+
+
+def _print_shares(mutants: list[Mutant], ends: list[str], caught: tuple[str, ...], tests: str) -> None:
+    """Prints how many mutants of each room ended in one of some ways."""
+    total = collections.Counter(mutant.room for mutant in mutants)
+    found = collections.Counter(mutant.room for mutant, end in zip(mutants, ends, strict=True) if end in caught)
+    for room in sorted(total):
+        print(f"{room:32} {found[room]:3} of {total[room]}")
+    share = 100 * found.total() / max(1, len(mutants))
+    print(f"{'all':32} {found.total():3} of {len(mutants)} caught by {tests} tests ({share:.0f} %)")
 
 
 def main() -> int:
@@ -92,6 +117,7 @@ def main() -> int:
     parser.add_argument(
         "--tests", nargs="*", default=[], help="files or folders of tests; those of the room by default"
     )
+    parser.add_argument("--slow", action="store_true", help="also run slow tests, on the mutants that quick ones miss")
     parser.add_argument("--seconds", type=float, default=120, help="CPU time of the tests that a mutant may go through")
     parser.add_argument("--lines", type=Path, default=None, help="folder to keep what each test executes")
     parser.add_argument("--json", type=Path, default=None, help="file for the results")
@@ -99,7 +125,7 @@ def main() -> int:
     if sys.version_info < (3, 12):
         raise SystemExit("needs Python 3.12 or newer, which tells the lines that tests execute: make mutate VENV=...")
     mutants = sample(ROOT, args.sample, seed=args.seed, prefixes=tuple(args.only))
-    caught: collections.Counter[str] = collections.Counter()
+    ends: list[str] = []
     results = []
     with tempfile.TemporaryDirectory() as folder:
         lines = args.lines or Path(folder) / "lines"
@@ -107,17 +133,17 @@ def main() -> int:
         copy = Copy(Path(folder) / "copy", lines)
         forked_pytest.preload()
         for k, mutant in enumerate(mutants, 1):
-            end = _caught_by(copy, mutant, tuple(args.tests), args.seconds)
-            caught[mutant.room] += end == "caught"
+            end = _end(copy, mutant, tuple(args.tests), QUICK, args.seconds)
+            if args.slow and end != "caught":
+                end = _end_of_slow(copy, mutant, tuple(args.tests), args.seconds, end)
+            ends.append(end)
             results.append({"path": mutant.path, "line": mutant.line, "change": mutant.change, "end": end})
             print(f"{k}/{len(mutants)} {mutant.path}:{mutant.line} {end}", flush=True)
             if end != "caught":
                 print(mutant.change, flush=True)
-    total = collections.Counter(mutant.room for mutant in mutants)
-    for room in sorted(total):
-        print(f"{room:32} {caught[room]:3} of {total[room]}")
-    share = 100 * caught.total() / max(1, len(mutants))
-    print(f"{'all':32} {caught.total():3} of {len(mutants)} caught ({share:.0f} %)")
+    _print_shares(mutants, ends, ("caught",), "quick")
+    if args.slow:
+        _print_shares(mutants, ends, ("caught", "caught by slow"), "quick and slow")
     if args.json is not None:
         args.json.write_text(json.dumps(results, indent=1))
     return 0
