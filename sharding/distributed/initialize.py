@@ -106,7 +106,7 @@ def _identity(given: tuple[str | None, int | None, int | None], asked: str) -> _
     else:
         if not processes.is_address(coordinator):
             faults.append(f"coordinator {coordinator!r} is not host:port")
-        if num_processes < 1 or not 0 <= process < num_processes:
+        if not 0 <= process < num_processes:
             faults.append(f"process {process} of {num_processes}")
         if not faults:
             devices = None if local is None else tuple(local)
