@@ -7,7 +7,7 @@ import random
 import pytest
 
 from sharding.errors import ShardingError
-from sharding.pipeline.cutting import Submesh, alpa, pipedream, submeshes
+from sharding.pipeline.cutting import Submesh, alpa, alpa_planner, pipedream, submeshes
 
 WORK = [3, 1, 4, 1, 5, 9]
 
@@ -72,6 +72,24 @@ def test_least_of_all(seed):
         for mesh, own in zip(plan.submeshes, plan.devices, strict=True):
             assert len({device // devices for device in own}) == mesh.hosts
             assert len(own) == mesh.size
+
+
+def test_slowest_stages_that_differ_by_rounding_are_tried_once(monkeypatch):
+    def slowest_tried(noise):
+        tried = []
+        least_of = alpa_planner._Table.least
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                alpa_planner._Table, "least", lambda table, slowest: tried.append(slowest) or least_of(table, slowest)
+            )
+
+            def seconds(own, mesh):
+                return len(own) * (0.5 + 0.5 / mesh.size) * (1 + noise * own.start)
+
+            alpa(seconds, layers=6, hosts=1, devices=4, microbatches=1)
+        return len(tried)
+
+    assert slowest_tried(1e-9) < slowest_tried(1e-3)
 
 
 def test_submeshes_are_parts_of_a_host_or_whole_hosts():
