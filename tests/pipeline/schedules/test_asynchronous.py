@@ -102,6 +102,14 @@ def test_staleness_of_wave_synchronous_workers(concurrent, distance):
     assert schedule.simulate().staleness == (missed,) * 4
 
 
+@pytest.mark.parametrize("stages", STAGES)
+def test_the_last_stage_of_any_number_of_minibatches_keeps_one(stages):
+    """Its backward follows its forward at once; minibatches in flight wait at earlier stages."""
+    for concurrent in range(1, 2 * stages):
+        schedule = schedules.hetpipe(stages=stages, microbatches=20, concurrent=concurrent)
+        assert [task.kind for task in schedule.orders[-1]] == ["forward", "backward"] * 20
+
+
 @pytest.mark.parametrize("concurrent", [1, 2, 4])
 @pytest.mark.parametrize("distance", [0, 1, 2])
 def test_versions_are_guaranteed(concurrent, distance):
