@@ -92,6 +92,14 @@ def test_the_gradient_of_a_maximum_over_windows_is_near(window):
     assert abs(peak.ratio - 1) <= 0.1, peak
 
 
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_the_gradient_of_a_maximum_over_windows_is_added_to_zeros_in_place(platform):
+    weights, x = [floats(8, 16)], floats(16, 32, 32, 8)
+    buffers = memory_of(pooled(2), weights, x, platform=platform).lifetimes.buffers
+    stored = [[root.name for _, root in buffer.makers] for buffer in buffers]
+    assert [names for names in stored if "scatter_add" in names] == [["broadcast", "scatter_add"]]
+
+
 def test_a_gpu_computes_the_indices_of_windows_where_they_are_read():
     weights, x = [floats(8, 16)], floats(16, 32, 32, 8)
     cpu, gpu = (num_stored(memory_of(pooled(2), weights, x, platform=p), "iota") for p in ("cpu", "gpu"))
