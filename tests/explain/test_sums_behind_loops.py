@@ -87,10 +87,19 @@ def sliced(xs, ys):
     return jax.lax.scan(body, jnp.ones(()), (xs, ys))[1]
 
 
+def scattered_over_one_axis(xs, ys):
+    def body(c, xy):
+        return c * 2, sharding.annotate(jnp.einsum("bsm,bsk->mk", xy[0] + c, xy[1]), P("data"))
+
+    return jax.lax.scan(body, jnp.ones(()), (xs, ys))[1]
+
+
 X = [jax.ShapeDtypeStruct((2, 16, 8, 8, 32), "float32")] * 2
+ROWS = [jax.ShapeDtypeStruct((2, 64, 128, 32), "float32")] * 2
 WEIGHTS = jax.ShapeDtypeStruct((2, 512, 512), "float32"), jax.ShapeDtypeStruct((64, 64, 512), "float32")
 OTHERS = {
     "over two axes": (two_axes, WEIGHTS, (P(None, "fsdp"), P(("data", "fsdp"))), {"data": 2, "fsdp": 2, "model": 2}),
+    "scattered over one axis": (scattered_over_one_axis, ROWS, P(None, "data", "model"), SIZES),
     "sliced": (sliced, X, (P(None, "data", None, "model"),) * 2, SIZES),
 }
 
@@ -107,3 +116,10 @@ def test_a_slice_keeps_its_sum_in_the_loop():
     with sharding.mesh(SIZES):
         ledger = sharding.jit(sliced, in_shardings=P(None, "data", None, "model")).complete(*X).communication()
     assert ledger.lowered("tpu").by_kind()["all-reduce"][0] == 2
+
+
+def test_a_sum_is_scattered_in_the_loop_and_reduced_over_the_other_axis_behind_it():
+    with sharding.mesh(SIZES):
+        completion = sharding.jit(scattered_over_one_axis, in_shardings=P(None, "data", "model")).complete(*ROWS)
+    found = completion.communication().lowered("tpu").by_kind()
+    assert found == {"reduce-scatter": (2, 2 * 32 * 32 * 4), "all-reduce": (1, 2 * 16 * 32 * 4)}
