@@ -12,7 +12,8 @@ from support.train_steps.small_models import STEPS
 
 import sharding
 from sharding import P, ShardingError, annotate
-from sharding.propagation import shardy
+from sharding.propagation import shardy, shardy_results
+from sharding.spec import Dim
 
 SIZES = {"data": 2, "tensor": 4}
 U = P.UNCONSTRAINED
@@ -198,3 +199,10 @@ def test_without_the_pipeline_too(monkeypatch):
     monkeypatch.setattr(shardy, "_PIPELINE", "builtin.module(sdy-no-such-pass)")
     with pytest.raises(ShardingError, match=r"(?s)engine='shardy'.*sdy-no-such-pass.*engine='xla'"):
         complete()
+
+
+@pytest.mark.parametrize("axes", [(), ("data",), ("data", ("tensor", 2, 2)), (("tensor", 1, 2), "data")])
+def test_axes_and_parts_of_axes_are_read_as_written(axes):
+    dims = [Dim(axes=axes), Dim(axes=axes, open=True), Dim(axes=axes, priority=1)]
+    text = f"[{', '.join(map(shardy._dim_text, dims))}]"
+    assert shardy_results.dims(text) == (axes,) * 3
