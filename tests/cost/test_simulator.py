@@ -104,7 +104,8 @@ def test_bounds(program):
 def test_critical_path_has_no_gap(program):
     timeline = simulate(program[0])
     path = [timeline[name] for name in timeline.critical_path()]
-    assert path[0].start_seconds == 0.0
+    (first,) = (task for task in program[0] if task.name == timeline.critical_path()[0])
+    assert path[0].start_seconds == 0.0 and not first.after
     assert path[-1].end_seconds == timeline.makespan_seconds
     for one, following in zip(path[:-1], path[1:], strict=True):
         assert one.end_seconds == following.start_seconds
