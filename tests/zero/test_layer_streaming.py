@@ -100,12 +100,13 @@ def test_training_is_that_in_memory(tmp_path, name):
         np.testing.assert_allclose(optimizer.read(found), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_an_update_by_given_gradients_is_that_of_optax(tmp_path):
+@pytest.mark.parametrize("tile_bytes", [1, 40])  # a row is the least
+def test_an_update_by_given_gradients_is_that_of_optax(tmp_path, tile_bytes):
     tx, own = (
         OPTIMIZERS["adamw"],
         {"a": np.ones((7, 5), np.float32), "b": np.float32(2), "empty": np.ones((0, 3), np.float32)},
     )
-    optimizer = zero.DiskOptimizer(tx, tmp_path, tile_bytes=40)
+    optimizer = zero.DiskOptimizer(tx, tmp_path, tile_bytes=tile_bytes)
     optimizer.init({"a": lambda: own["a"], "b": own["b"], "empty": own["empty"]})
     state, update = tx.init(own), jax.jit(tx.update)
     for step in range(3):
@@ -149,6 +150,12 @@ def test_a_damaged_file_is_an_error_before_it_is_used(tmp_path):
     flip_bit(max(tmp_path.glob("*.0"), key=lambda path: path.stat().st_size))
     with pytest.raises(ShardingError, match="another checksum"):
         trainer.step(*batch(0))
+
+
+@pytest.mark.parametrize("options", [{"tile_bytes": 0}, {"window": 0}])
+def test_no_bytes_or_tiles_are_refused(tmp_path, options):
+    with pytest.raises(ShardingError, match="at least 1"):
+        zero.DiskOptimizer(optax.sgd(0.1), tmp_path, **options)
 
 
 def test_optimizers_that_mix_elements_are_refused(tmp_path):
