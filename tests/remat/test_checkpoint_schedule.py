@@ -102,6 +102,11 @@ def test_chart_shows_every_state_that_is_held(s, tmp_path):
     assert step == 1 or s.steps > 40
     apart = np.diff([y for _, y in rows])
     assert apart == pytest.approx(apart.mean(), abs=0.2) and apart.min() > 10
+    across, down = map(float, re.search(r'<svg [^>]*?width="(\d+)" height="(\d+)"', svg).groups())
+    bar = r'<rect x="([\d.]+)" y="([\d.]+)" width="([\d.]+)" height="([\d.]+)"[^>]*><title>'
+    ends = [(float(x) + float(w), float(y) + float(h)) for x, y, w, h in re.findall(bar, svg)]
+    (legend,) = {float(y) for y in re.findall(r'y="([\d.]+)"[^>]*>(?:held state|record|backward|forward)<', svg)}
+    assert max(x for x, _ in ends) <= across and max(y for _, y in ends) <= legend < down
     s.plot().save(tmp_path / "chart.svg")
     assert (tmp_path / "chart.svg").read_text() == svg
 
