@@ -37,6 +37,7 @@ Axes = tuple[tuple[Axis, ...], ...]
 
 _PIPELINE = "builtin.module(sdy-propagation-pipeline)"
 _LAST = "sdy-user-priority-propagate"
+_PART_OF_AXIS = re.compile(r'"\w+":\(\d+\)\d+')
 _RELEASES = "JAX 0.10.2 to 0.12.0"
 
 
@@ -121,32 +122,48 @@ def _propagated(graph: Graph, program: Any, mesh: AbstractMesh, platform: str) -
 
 
 def run(lowered: Any, graph: Graph, marks: Sequence[Mark]) -> Any:
-    """Returns a copy of a lowered program's module after propagation; JAX caches the original."""
+    """Returns a copy of a lowered program's module after propagation; JAX caches the original.
+
+    It records no edges where parts of an axis shard an array: Shardy then reads past the end of a list of axes, which
+    may abort the process (`createSourceMap` in `source_sharding.cc`, in JAX 0.10.2 and 0.12).
+    """
     try:
         ir, passmanager = compat.mlir_passes()
         module = lowered.compiler_ir()
         with module.context:
-            passes = passmanager.PassManager.parse(_recording_pipeline(str(passmanager.PassManager.parse(_PIPELINE))))
-            passes.enable_verifier(False)  # recorded edges on a loop's edge op fail verification
+            pipeline = _until_propagation(str(passmanager.PassManager.parse(_PIPELINE)))
+            silent, recording = map(passmanager.PassManager.parse, (pipeline, _recording(pipeline)))
+            recording.enable_verifier(False)  # recorded edges on a loop's edge op fail verification
     except (ImportError, AttributeError, ValueError) as error:
         raise _unsupported(error) from error
     with module.context:
-        copy = ir.Module.parse(module.operation.get_asm(enable_debug_info=True))
-        _write_annotations(ir, copy, graph, marks)
-        passes.run(copy.operation)
-    return copy
+        text = module.operation.get_asm(enable_debug_info=True)
+
+        def propagated(passes: Any) -> Any:
+            copy = ir.Module.parse(text)
+            _write_annotations(ir, copy, graph, marks)
+            passes.run(copy.operation)
+            return copy
+
+        found = propagated(silent)
+        has_parts = _PART_OF_AXIS.search(found.operation.get_asm(large_elements_limit=16))
+        return found if has_parts else propagated(recording)
 
 
-def _recording_pipeline(pipeline: str) -> str:
-    """Returns the pipeline up to the propagation pass, with recording switched on."""
+def _until_propagation(pipeline: str) -> str:
+    """Returns the pipeline up to the propagation pass."""
     before, last, rest = pipeline.partition(_LAST)
     if not last:
         raise ValueError(f"the pipeline has no {_LAST}")
     text = before + last + rest[: rest.index("}") + 1]
     # The module-dumping pass is not registered.
-    text = text.replace("sdy-save-module,", "")
+    return text.replace("sdy-save-module,", "") + ")"
+
+
+def _recording(pipeline: str) -> str:
+    """Returns the pipeline with recording switched on."""
     # Not debug-sharding-origins, which is unused and crashes on a group in a loop.
-    return re.sub(r"(debug-propagation[\w-]+)=false", r"\1=true", text) + ")"
+    return re.sub(r"(debug-propagation[\w-]+)=false", r"\1=true", pipeline)
 
 
 def _unsupported(error: Exception) -> ShardingError:

@@ -170,6 +170,15 @@ def test_sub_axes_open_dims_and_uneven_dims():
     assert c.spec("y") == P() and len(c.uneven) == 3
 
 
+def test_a_reshape_that_merges_parts_of_an_axis():
+    """Recording where the axes come from, Shardy would read past the end of a list of axes and abort."""
+    options = {"in_shardings": P(U, U, U), "out_shardings": P("all"), "engine": "shardy"}
+    with sharding.mesh(all=4, devices=4):
+        c = sharding.jit(lambda x: x.reshape(288), **options).complete(jax.ShapeDtypeStruct((6, 6, 8), jnp.float32))
+    assert str(c.assignment.specs[c.value("x")]) == "[all:(1)2, -, -]"
+    assert "no origin recorded" in str(c.why("x", dim=0))
+
+
 def test_under_grad_with_closed_over_tracers():
     params, x = arrays()
 
