@@ -323,6 +323,12 @@ def test_generate_samples_by_the_key():
     assert (tokens(0) < SMALL.vocab).all()
 
 
+def test_the_lower_the_temperature_the_likelier_the_next_token():
+    model, prompt = _model(layers=1), _tokens(length=3)
+    cold, greedy = (_generate(model, prompt, 0, steps=12, temperature=temperature) for temperature in (1e-6, 0))
+    np.testing.assert_array_equal(cold, greedy)
+
+
 def test_a_sequence_beyond_the_context_is_an_error():
     with pytest.raises(ValueError, match="17 tokens in a sequence exceed the context of 16"):
         _model()(_tokens(length=17))

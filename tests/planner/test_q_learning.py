@@ -43,6 +43,13 @@ def test_only_options_are_taken(seed):
     assert learner.best is None or problem.is_feasible(learner.best)
 
 
+def test_nothing_follows_the_last_decision_of_an_episode():
+    learner = Learner(random_problem(3, nodes=8, forbidden=0.0), seed=0)
+    learner.episode(1.0)
+    follows = learner.memory.next_options[: learner.num_decisions].any(axis=1)
+    assert follows.tolist() == [True] * (learner.num_decisions - 1) + [False]
+
+
 def test_linked_nodes_are_no_decisions():
     linked = np.where(np.eye(3) > 0, 0, planner.FORBIDDEN)
     counts = []

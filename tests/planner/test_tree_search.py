@@ -49,6 +49,16 @@ def test_every_episode_ends_and_none_is_better_than_the_best():
     assert search.best.cost == five_nodes().cost(search.best.choice)
 
 
+def test_mean_costs_are_of_what_was_found():
+    search = TreeSearch(grid(0, 4), seed=0)
+    for _ in range(40):
+        search.episode()
+    root = next(iter(search.states.values()))
+    means = root.total[root.visits > 0] / root.visits[root.visits > 0]
+    assert root.visits.sum() >= 39
+    assert search.best.cost <= means.min() and means.max() <= search.highest
+
+
 def layers(count):
     """Equal layers of two ops: costs by formula, an op that is replicated costs much."""
     pair = [[9, 1, 1], [9, 1, 1]] * count
