@@ -57,6 +57,13 @@ def test_the_limit_holds(seed):
         assert solution.cost >= planner.solve(problem, "tensoropt").cost
 
 
+def test_the_edges_of_a_node_that_another_forces_count_once():
+    linked = np.where(np.eye(2) > 0, 0, planner.FORBIDDEN)
+    problem = planner.Problem.of([[0, 90], [0, 80], [0, 5]], [(0, 1, linked), (1, 2, [[4, 0], [0, 0]])])
+    solution = planner.solve(problem, "mindspore")
+    assert (solution.choice.tolist(), solution.cost) == ([0, 0, 0], 4)
+
+
 def test_a_dead_end_is_refused():
     # The first node's cheapest strategy leaves two colours to three nodes that all must differ.
     forbid = planner.FORBIDDEN
