@@ -67,8 +67,9 @@ def shardings(graph: Graph, program: Any, mesh: AbstractMesh, platform: str = "c
 
 
 def _run_shardy(graph: Graph, program: Any, mesh: AbstractMesh, platform: str) -> _ShardyResult:
-    module, marks = _propagated(graph, program, mesh, platform)
-    return _ShardyResult(graph, marks, shardy_results.read(module), module)
+    passes, marks = _marked(graph, program, mesh, platform)
+    module = passes.run(records=False)
+    return _ShardyResult(graph, marks, shardy_results.read(module), module, passes)
 
 
 def _assignment(
@@ -112,42 +113,50 @@ def _engine_with(graph: Graph, sizes: Mapping[str, int], given: Mapping[int, Axe
 # Running the pass
 
 
-def _propagated(graph: Graph, program: Any, mesh: AbstractMesh, platform: str) -> tuple[Any, list[Mark]]:
-    """Returns the module of the marked program after propagation, and its marks."""
+def _marked(graph: Graph, program: Any, mesh: AbstractMesh, platform: str) -> tuple[_Passes, list[Mark]]:
+    """Returns the pass over the marked program, and the program's marks."""
     marked = MarkedProgram(graph, program, mesh)
     jitted = jax.jit(marked.run, in_shardings=marked.in_shardings, keep_unused=True)  # arguments are found by place
     traced = jitted.trace(*marked.avals)
     lowered = traced.lower(lowering_platforms=(platform,))
-    return run(lowered, graph, marked.marks), marked.marks
+    return _Passes.of(lowered, graph, marked.marks), marked.marks
 
 
-def run(lowered: Any, graph: Graph, marks: Sequence[Mark]) -> Any:
-    """Returns a copy of a lowered program's module after propagation; JAX caches the original.
+@dataclass(frozen=True, kw_only=True)
+class _Passes:
+    """Shardy's propagation over a lowered program, with and without recording where each axis comes from."""
 
-    It records no edges where parts of an axis shard an array: Shardy then reads past the end of a list of axes, which
-    may abort the process (`createSourceMap` in `source_sharding.cc`, in JAX 0.10.2 and 0.12).
-    """
-    try:
-        ir, passmanager = compat.mlir_passes()
-        module = lowered.compiler_ir()
-        with module.context:
-            pipeline = _until_propagation(str(passmanager.PassManager.parse(_PIPELINE)))
-            silent, recording = map(passmanager.PassManager.parse, (pipeline, _recording(pipeline)))
-            recording.enable_verifier(False)  # recorded edges on a loop's edge op fail verification
-    except (ImportError, AttributeError, ValueError) as error:
-        raise _unsupported(error) from error
-    with module.context:
-        text = module.operation.get_asm(enable_debug_info=True)
+    ir: Any
+    context: Any
+    text: str
+    """The module before propagation."""
+    pipeline: str
+    manager: Any
+    graph: Graph
+    marks: Sequence[Mark]
 
-        def propagated(passes: Any) -> Any:
-            copy = ir.Module.parse(text)
-            _write_annotations(ir, copy, graph, marks)
-            passes.run(copy.operation)
-            return copy
+    @classmethod
+    def of(cls, lowered: Any, graph: Graph, marks: Sequence[Mark]) -> _Passes:
+        try:
+            ir, passmanager = compat.mlir_passes()
+            module = lowered.compiler_ir()
+            with module.context as context:
+                pipeline = _until_propagation(str(passmanager.PassManager.parse(_PIPELINE)))
+                text = module.operation.get_asm(enable_debug_info=True)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise _unsupported(error) from error
+        manager = passmanager.PassManager
+        return cls(ir=ir, context=context, text=text, pipeline=pipeline, manager=manager, graph=graph, marks=marks)
 
-        found = propagated(silent)
-        has_parts = _PART_OF_AXIS.search(found.operation.get_asm(large_elements_limit=16))
-        return found if has_parts else propagated(recording)
+    def run(self, *, records: bool) -> Any:
+        """Returns a module after propagation."""
+        with self.context:
+            passes = self.manager.parse(_recording(self.pipeline) if records else self.pipeline)
+            passes.enable_verifier(False)  # recorded edges on a loop's edge op fail verification
+            module = self.ir.Module.parse(self.text)
+            _write_annotations(self.ir, module, self.graph, self.marks)
+            passes.run(module.operation)
+            return module
 
 
 def _until_propagation(pipeline: str) -> str:
@@ -221,16 +230,35 @@ class _ShardyResult:
 
     graph: Graph
     marks: Sequence[Mark]
-    record: PropagationRecord
+    silent: PropagationRecord
+    """Without edges."""
     module: Any
-    """Owns the recorded MLIR values."""
+    """Owns its MLIR values."""
+    passes: _Passes
+
+    @cached_property
+    def recorded(self) -> tuple[PropagationRecord, Any]:
+        """The record with the edges, and the module that owns its MLIR values.
+
+        Only for a reason that someone asks for: as it records, Shardy may read past the end of a list of axes and
+        abort the process (`createSourceMap` in `source_sharding.cc` of JAX 0.10.2 to 0.12), mostly where parts of an
+        axis shard an array. No edges are recorded there.
+        """
+        if _PART_OF_AXIS.search(self.module.operation.get_asm(large_elements_limit=16)):
+            return self.silent, self.module
+        module = self.passes.run(records=True)
+        return shardy_results.read(module), module
+
+    @property
+    def record(self) -> PropagationRecord:
+        return self.recorded[0]
 
     @cached_property
     def shardings(self) -> dict[int, Axes]:
         """Value -> its axes, for every value that Shardy sees."""
         annotations = value_annotations(self.graph)
         known = {v: annotations[v].spec.axes for v in self.graph.inputs if v in annotations}
-        return known | {self.marks[number].value: dims for number, dims in self.record.marks.items()}
+        return known | {self.marks[number].value: dims for number, dims in self.silent.marks.items()}
 
     @cached_property
     def nodes(self) -> dict[int, list[Any]]:

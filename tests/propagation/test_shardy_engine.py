@@ -171,12 +171,28 @@ def test_sub_axes_open_dims_and_uneven_dims():
 
 
 def test_a_reshape_that_merges_parts_of_an_axis():
-    """Recording where the axes come from, Shardy would read past the end of a list of axes and abort."""
+    """Recording where the axes come from, Shardy reads past the end of a list of axes and aborts."""
     options = {"in_shardings": P(U, U, U), "out_shardings": P("all"), "engine": "shardy"}
     with sharding.mesh(all=4, devices=4):
         c = sharding.jit(lambda x: x.reshape(288), **options).complete(jax.ShapeDtypeStruct((6, 6, 8), jnp.float32))
     assert str(c.assignment.specs[c.value("x")]) == "[all:(1)2, -, -]"
     assert "no origin recorded" in str(c.why("x", dim=0))
+
+
+def test_origins_are_recorded_only_for_a_reason(monkeypatch):
+    runs, run = [], shardy._Passes.run
+
+    def counted(self, *, records):
+        runs.append(records)
+        return run(self, records=records)
+
+    monkeypatch.setattr(shardy._Passes, "run", counted)
+    with sharding.mesh(SIZES, devices=8):
+        shapes = [jax.ShapeDtypeStruct((8, 8), jnp.float32)] * 2
+        options = {"in_shardings": (P("data", None), P(U, U)), "engine": "shardy"}
+        c = sharding.jit(lambda x, y: (x + y, y.sum()), **options).complete(*shapes)
+        assert (c.spec("y"), runs) == (P("data"), [False])
+        assert "Shardy" not in str(c.why("y", dim=0)) and runs == [False, True]
 
 
 def test_under_grad_with_closed_over_tracers():
