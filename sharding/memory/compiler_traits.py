@@ -48,8 +48,8 @@ class CompilerTraits:
     are stored before they are rounded."""
     fuses_into_products: bool = False
     """Whether the kernels of products and convolutions compute their operands, and what follows them."""
-    fuses_prologues: bool = False
-    """Whether the kernels of products compute what needs no more reads than their operands."""
+    fuses_around_products: bool = False
+    """Whether the kernels of products compute operands that need no more reads, and what follows; TPUs do more."""
     merges_sums: bool = False
     """Whether partial sums that are all-reduced and added are added first."""
     merges_products: bool = False
@@ -75,6 +75,6 @@ TRAITS: Mapping[Platform, CompilerTraits] = {
         schedule="latency hiding",
         merges_products=True,
         merges_sums=True,
-        fuses_prologues=True,
+        fuses_around_products=True,
     ),
 }

@@ -115,13 +115,14 @@ def cudnn_convolution(
         kernel = kernel.operands[0] if kernel.name == "rev" else kernel
         kernel = emitter.transposed(kernel, [kernel_spec[1], *kernel_spec[2:], kernel_spec[0]])
         for d, pad in zip(out_spec[2:], to_input, strict=True):
-            made[d] += max(pad or [0]) - min(pad or [0])
+            low, high = pad or (0, 0)
+            made[d] += abs(low - high)
     else:
         padded = given if all(w.is_even for w in windows) else [w.padded_size for w in windows]
         x = emitter.transposed(x, _first(x_spec[0], len(shape)))
         kernel = emitter.transposed(kernel, [kernel_spec[0], *kernel_spec[2:], kernel_spec[1]])
     if padded != given:
-        num_elements = x.num_elements // math.prod(given) * math.prod(padded)
+        num_elements = x.num_elements // max(1, math.prod(given)) * math.prod(padded)
         x = emitter.emit("pad", "fusible", [x], (num_elements,), x.itemsize, key=tuple(padded), eqn=x.eqn)
     found = emitter.emit(eqn.primitive.name, "unfusible", [x, kernel], _at(made, order), itemsize, **facts)
     found = emitter.transposed(found, [order.index(d) for d in range(len(order))])
@@ -131,7 +132,7 @@ def cudnn_convolution(
 def _is_of_kernel(windows: Sequence[_Window]) -> bool:
     """Whether a kernel is too large for a layer's, as the gradient of a result is."""
     larger = [w.kernel_size > w.output_size for w in windows]
-    return all(larger) or (any(larger) and any(w.kernel_dilation > 1 for w in windows))
+    return any(larger) and (all(larger) or any(w.kernel_dilation > 1 for w in windows))
 
 
 def _is_reversed(kernel: Instruction, windows: Sequence[_Window]) -> bool:

@@ -70,7 +70,7 @@ def lower(assignment: Assignment, traits: CompilerTraits) -> DeviceProgram:
         merge_sums(emitter.body)
     if traits.merges_products:
         merge_products(emitter.body)
-    if traits.fuses_prologues:
+    if traits.fuses_around_products:
         fuse_products(emitter.body)
     if traits.rounds_early:
         keep_unrounded(emitter.body)

@@ -59,7 +59,7 @@ def _is_computed(one: Instruction, readers: Readers, results: set[Instruction], 
     if one.role != "fusible" or one.name not in COMPUTED:
         return False
     operands = list(dict.fromkeys(one.operands))
-    if is_entry and len(operands) == 2 and any(_is_stretched(x, one) and _is_stored(x, "argument") for x in operands):
+    if is_entry and len(operands) == 2 and any(_is_stretched(x, one) and _is_plain_argument(x) for x in operands):
         return True
     if _num_bytes_read(one) <= one.num_bytes + EXCESS_BYTES:
         return True
@@ -99,10 +99,22 @@ def _is_stretched(x: Instruction, one: Instruction) -> bool:
     return x.name == "broadcast_in_dim" or x.num_elements < one.num_elements
 
 
-def _is_stored(x: Instruction, *roles: str) -> bool:
+def _is_stored(x: Instruction) -> bool:
     """Whether it is in memory, or what it is stretched from."""
+    source = _source(x)
+    return source is None or source.role in ("argument", "tuple-element", "unfusible")
+
+
+def _is_plain_argument(x: Instruction) -> bool:
+    """Whether it is stretched from an argument, or a constant, that is not reshaped for that."""
+    source = _source(x)
+    return source is None or (source.role == "argument" and 1 not in source.shape)
+
+
+def _source(x: Instruction) -> Instruction | None:
+    """What it is reshaped or stretched from; None is a constant."""
     while x.role == "bitcast" or x.name == "broadcast_in_dim":
         if not x.operands:
-            return True
+            return None
         x = x.operands[0]
-    return x.role in (roles or ("argument", "tuple-element", "unfusible"))
+    return x

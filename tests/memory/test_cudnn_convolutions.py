@@ -80,3 +80,15 @@ def test_the_gradient_of_a_dilated_input_reads_it_without_dilation():
     """Input and kernel exchanged: one of them may be dilated for nothing."""
     found = instructions(gradients(upsampled), IMAGES, kernel(4))
     assert sizes(found, "pad") == [8 * 67 * 67 * 16]
+
+
+def test_one_without_spatial_dims_or_elements_is_forward():
+    def product(x, w):
+        return lax.conv_general_dilated(x, w, (), "VALID", dimension_numbers=("NC", "IO", "NC"))
+
+    x, w = jax.ShapeDtypeStruct((8, 16), jnp.float32), jax.ShapeDtypeStruct((16, 32), jnp.float32)
+    (conv,) = (one for one in instructions(product, x, w) if one.name == "conv_general_dilated")
+    assert conv.shape == (8, 32)
+    empty = jax.ShapeDtypeStruct((8, 0, 0, 16), jnp.float32)
+    found = instructions(lambda x, w: convolved(1)(x, w), empty, kernel(3))
+    assert sizes(found, "conv_general_dilated") == [0]

@@ -54,6 +54,12 @@ def test_only_equal_equations_are_computed_once(platform):
     assert count(lambda x, y: (x + 1.0) * (x + 1.0).sum())["add"] == 1
 
 
+@pytest.mark.parametrize("platform", TRAITS)
+def test_a_copy_is_its_operand(platform):
+    """JAX lowers `jnp.copy` to nothing."""
+    assert "copy" not in {one.name for one in instructions(lambda x: jnp.sin(jnp.copy(x)), SQUARE, platform=platform)}
+
+
 def test_equations_of_different_constants_are_computed_apart():
     def added(factor):
         return lambda x: x + factor * jax.lax.broadcasted_iota(jnp.float32, x.shape, 0)
