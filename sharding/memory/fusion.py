@@ -176,8 +176,8 @@ class _Fusion:
         while waiting:
             _, producer = heapq.heappop(waiting)
             others = len(readers[producer]) - (root in readers[producer])
-            is_last = not (others or has_product) and self.ends_product(producer, inside)
-            if not (_is_fusible(producer) or (producer.fuses_operands and is_last)):
+            ends = producer.fuses_operands and not (others or has_product) and self.ends_product(producer, inside)
+            if not (_is_fusible(producer) or ends):
                 continue
             is_read = producer in self.stored or (is_library and producer in self.read_by_library)
             if is_read or (producer in self.once and others):

@@ -287,7 +287,7 @@ class _Search:
         return self.fitted(best.plan(result, next_best, rest), best.search)
 
     def fitted(self, plan: Plan, search: MeshSearch) -> Plan:
-        """The plan with what its blocks can keep within the limit, if that is better."""
+        """The plan with what its blocks can keep within the limit, if that is faster."""
         version, options = search.version, self.options
         if not plan.remat or plan.keeps_everything or version.kwargs:
             return plan
@@ -299,7 +299,7 @@ class _Search:
                 break
             found = self.planned_anew(plan, search, dataclasses.replace(version, policies=policies))
             self.on_progress(f"{version.name(plan.axes)} with recomputation that fits: {found.costs}")
-            if rank(found.costs, options.fits) >= rank(plan.costs, options.fits):
+            if not options.fits(found.costs) or found.costs.seconds >= plan.costs.seconds:
                 break
             plan = found
         return plan
