@@ -6,6 +6,7 @@ then it opens the next (openxla/xla, `service/collective_combiner_utils.h`, `cpu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 
 
@@ -13,8 +14,8 @@ def combined_collectives(
     operands: Sequence[Sequence[int]],
     groups: Mapping[int, object],
     ends: Sequence[int],
-    sizes: Mapping[int, int] | None = None,
-    most_bytes: int | None = None,
+    sizes: Mapping[int, int],
+    most_bytes: float = math.inf,
 ) -> list[list[int]]:
     """The ops of a program in a topological order, combined collectives as one entry.
 
@@ -22,12 +23,10 @@ def combined_collectives(
         operands: per op those whose results it reads.
         groups: collective -> what it shares with those that it may be combined with.
         ends: the ops from which the program is walked, operands first: those that make its results.
-        sizes: collective -> its bytes, where a batch has a limit.
+        sizes: collective -> its bytes.
         most_bytes: of a batch.
     """
-    sizes = sizes or {}
-    if most_bytes is not None:
-        groups = {k: group for k, group in groups.items() if sizes[k] <= most_bytes}
+    groups = {k: group for k, group in groups.items() if sizes[k] <= most_bytes}
     batches = _Batches(most_bytes)
     needed = [0] * len(operands)
     batch_of: dict[int, int] = {}
@@ -35,7 +34,7 @@ def combined_collectives(
         for j in operands[k]:
             needed[k] |= needed[j]
         if k in groups:
-            batch_of[k] = batches.join(groups[k], needed[k], sizes.get(k, 0))
+            batch_of[k] = batches.join(groups[k], needed[k], sizes[k])
             needed[k] = 1 << batch_of[k]
     first: dict[int, int] = {}
     leader = [first.setdefault(batch_of[k], k) if k in batch_of else k for k in range(len(operands))]
@@ -49,7 +48,7 @@ def combined_collectives(
 class _Batches:
     """Combined collectives by number. Sets of batches are integers with a bit for each."""
 
-    def __init__(self, most_bytes: int | None):
+    def __init__(self, most_bytes: float):
         self.most_bytes = most_bytes
         self.num_bytes: list[int] = []
         """Per batch."""
@@ -79,7 +78,7 @@ class _Batches:
 
     def is_full(self, batch: int, num_bytes: int) -> bool:
         """Whether a batch has no space for a collective."""
-        return self.most_bytes is not None and self.num_bytes[batch] + num_bytes > self.most_bytes
+        return self.num_bytes[batch] + num_bytes > self.most_bytes
 
 
 def postorder(ends: Iterable[int], operands: Mapping[int, Sequence[int]] | Sequence[Sequence[int]]) -> list[int]:

@@ -2,8 +2,8 @@
 
 XLA's estimator for an H100 (openxla/xla, `service/gpu/model/sol_latency_estimator.cc`) interpolates tables of measured
 products and collectives, and divides the bytes of other kernels by the memory bandwidth. Collectives here fit what it
-logs to 40 %, products to 30 %. These are the compiler's figures, used to predict its schedule; for
-step times see `op_time` and `collective_time`.
+logs to 40 %, and so do products. These are the compiler's figures, used to predict its schedule; for step times see
+`op_time` and `collective_time`.
 """
 
 from __future__ import annotations

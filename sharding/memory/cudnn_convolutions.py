@@ -8,12 +8,11 @@ transforms/conv_rewriter.cc`, `conv_padding_legalization.cc`, `layout_assignment
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-from .emitter import Emitter
 from .instruction import Instruction
+from .local_op import LocalOp
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,19 +77,16 @@ def _even_padding(low: int, least: int, stride: int) -> tuple[int, int] | None:
     return (low, high) if min(low, high) >= 0 else None
 
 
-def cudnn_convolution(
-    eqn: Any,
-    operands: Sequence[Instruction],
-    shape: Sequence[int],
-    itemsize: int,
-    emitter: Emitter,
-    facts: Mapping[str, Any],
-) -> Instruction | None:
-    """A convolution of a local shape; None where it runs as it is.
+def _if_all(paddings: Iterable[tuple[int, int] | None]) -> list[tuple[int, int]] | None:
+    """The paddings; None where there is none of some dim."""
+    every = list(paddings)
+    found = [one for one in every if one is not None]
+    return found if len(found) == len(every) else None
 
-    Args:
-        facts: of its instruction; see `Emitter.emit`.
-    """
+
+def cudnn_convolution(op: LocalOp) -> Instruction | None:
+    """A convolution; None where it runs as it is."""
+    eqn, operands, shape, itemsize, emitter = op.eqn, op.operands, op.shape, op.itemsize, op.emitter
     params = eqn.params
     if len(operands) != 2 or params["batch_group_count"] != 1:
         return None
@@ -105,17 +101,16 @@ def cudnn_convolution(
         out_spec, windows = (out_spec[1], out_spec[0], *out_spec[2:]), [w.swapped() for w in windows]
     made, order = [*shape], _first(out_spec[0], len(shape))
     padded = given = [w.input_size for w in windows]
-    to_kernel, to_input = [w.padding_for_kernel() for w in windows], [w.padding_for_input() for w in windows]
-    if not is_grouped and None not in to_kernel and _is_of_kernel(windows):
+    to_kernel = _if_all(w.padding_for_kernel() for w in windows)
+    to_input = _if_all(w.padding_for_input() for w in windows)
+    if not is_grouped and to_kernel is not None and _is_of_kernel(windows):
         order = [out_spec[1], *out_spec[2:], out_spec[0]]
-        pads = [pad or (0, 0) for pad in to_kernel]
-        if any(low != high for low, high in pads):
-            padded = [n + sum(pad) for n, pad in zip(given, pads, strict=True)]
-    elif not is_grouped and None not in to_input and _is_reversed(kernel, windows):
+        if any(low != high for low, high in to_kernel):
+            padded = [n + low + high for n, (low, high) in zip(given, to_kernel, strict=True)]
+    elif not is_grouped and to_input is not None and _is_reversed(kernel, windows):
         kernel = kernel.operands[0] if kernel.name == "rev" else kernel
         kernel = emitter.transposed(kernel, [kernel_spec[1], *kernel_spec[2:], kernel_spec[0]])
-        for d, pad in zip(out_spec[2:], to_input, strict=True):
-            low, high = pad or (0, 0)
+        for d, (low, high) in zip(out_spec[2:], to_input, strict=True):
             made[d] += abs(low - high)
     else:
         padded = given if all(w.is_even for w in windows) else [w.padded_size for w in windows]
@@ -124,9 +119,9 @@ def cudnn_convolution(
     if padded != given:
         num_elements = x.num_elements // max(1, math.prod(given)) * math.prod(padded)
         x = emitter.emit("pad", "fusible", [x], (num_elements,), x.itemsize, key=tuple(padded), eqn=x.eqn)
-    found = emitter.emit(eqn.primitive.name, "unfusible", [x, kernel], _at(made, order), itemsize, **facts)
+    found = emitter.emit(eqn.primitive.name, "unfusible", [x, kernel], _at(made, order), itemsize, **op.facts)
     found = emitter.transposed(found, [order.index(d) for d in range(len(order))])
-    return found if made == [*shape] else emitter.emit("slice", "fusible", [found], shape, itemsize, **facts)
+    return found if made == [*shape] else emitter.emit("slice", "fusible", [found], shape, itemsize, **op.facts)
 
 
 def _is_of_kernel(windows: Sequence[_Window]) -> bool:

@@ -26,8 +26,9 @@ from ..spec import Spec, closed_spec
 from . import library_calls, primitive_traits
 from .compiler_traits import CompilerTraits
 from .emitter import Cursor, Emitter
-from .expansions import EXPANSIONS, LocalOp
+from .expansions import EXPANSIONS
 from .instruction import Instruction, Phase
+from .local_op import LocalOp
 
 Env = dict[Any, Instruction | None]
 """Variable -> the instruction that produces it; None for a constant expression, which each user recomputes."""

@@ -3,34 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping
 
 from .cudnn_convolutions import cudnn_convolution
-from .emitter import Emitter
 from .instruction import Instruction
 from .library_calls import library_call
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LocalOp:
-    """An equation with one result, on one device."""
-
-    eqn: Any
-    operands: Sequence[Instruction]
-    """Those that are not constants."""
-    shape: tuple[int, ...]
-    itemsize: int
-    facts: Mapping[str, Any]
-    """Of the instruction that makes the result; see `Emitter.emit`."""
-    emitter: Emitter
-
-    def emit(self, name: str, operands: Sequence[Instruction], **more: Any) -> Instruction:
-        """The instruction that makes the result."""
-        facts = {"role": "fusible", **self.facts, **more}
-        return self.emitter.emit(name, operands=operands, shape=self.shape, itemsize=self.itemsize, **facts)
-
+from .local_op import LocalOp
 
 Expansion = Callable[[LocalOp], Instruction | None]
 """The result of an op; None where it runs as it is."""
@@ -38,17 +16,16 @@ Expansion = Callable[[LocalOp], Instruction | None]
 
 def convolution(op: LocalOp) -> Instruction | None:
     """A library's on CPUs and GPUs."""
-    traits, parts = op.emitter.traits, (op.eqn, op.operands, op.shape, op.itemsize, op.emitter)
-    if traits.uses_library:
-        return library_call(*parts, op.facts)
-    return cudnn_convolution(*parts, op.facts) if traits.uses_cudnn else None
+    if op.emitter.traits.uses_library:
+        return library_call(op)
+    return cudnn_convolution(op) if op.emitter.traits.uses_cudnn else None
 
 
 def product(op: LocalOp) -> Instruction | None:
     """On CPUs a library's; elsewhere the product of a matrix and a vector, or one per batch, is a reduction, and one
     that sums nothing is elementwise."""
     if op.emitter.traits.uses_library:
-        return library_call(op.eqn, op.operands, op.shape, op.itemsize, op.emitter, op.facts)
+        return library_call(op)
     if len(op.operands) != 2:
         return None
     summed, _ = op.eqn.params["dimension_numbers"]

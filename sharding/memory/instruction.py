@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -85,6 +85,7 @@ class Body:
     counts_bytes: bool = True
     """See `fusion.fuse`."""
     block_elements: int = 0
+    """See `fusion.fuse`."""
     all_names: frozenset[str] | None = None
     """What `names` found: each level around asks for it."""
 
@@ -105,6 +106,9 @@ class Body:
                 alive.add(one)
                 waiting += one.operands
         return [i for i in self.instructions if i in alive or (i.role == "tuple-element" and i.operands[0] in alive)]
+
+
+Users = Mapping[Instruction, Sequence[Instruction]]
 
 
 def users(instructions: Sequence[Instruction]) -> dict[Instruction, list[Instruction]]:

@@ -7,6 +7,7 @@ collectives: models with unrolled layers peak at up to twice the memory that the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from graphlib import TopologicalSorter
@@ -80,7 +81,7 @@ ORDERS: Mapping[Schedule, Sequence[Order]] = {
 
 
 def _combined(
-    units: Sequence[Sequence[Kernel]], results: Sequence[Instruction], most_bytes: int | None = None
+    units: Sequence[Sequence[Kernel]], results: Sequence[Instruction], most_bytes: float = math.inf
 ) -> list[list[Kernel]]:
     """Units in a topological order, combined collectives as one.
 

@@ -9,7 +9,7 @@ value before rounding.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -17,25 +17,16 @@ import jax.numpy as jnp
 from .compiler_traits import CompilerTraits
 from .emitter import Emitter
 from .instruction import Instruction
+from .local_op import LocalOp
 from .primitive_traits import CONVERSIONS
 
 MIN_LIBRARY_SIZE = 8
 """The library multiplies matrices of bfloat16 with one size, free or summed, of at least as much."""
 
 
-def library_call(
-    eqn: Any,
-    operands: Sequence[Instruction],
-    shape: Sequence[int],
-    itemsize: int,
-    emitter: Emitter,
-    facts: Mapping[str, Any],
-) -> Instruction:
-    """A dot or a convolution of a local shape.
-
-    Args:
-        facts: of its instruction; see `Emitter.emit`.
-    """
+def library_call(op: LocalOp) -> Instruction:
+    """A dot or a convolution."""
+    eqn, operands, shape, itemsize, emitter = op.eqn, op.operands, op.shape, op.itemsize, op.emitter
     name, traits = eqn.primitive.name, emitter.traits
     is_half, wide = itemsize == 2, is_computed_in_f32(eqn, traits)
     if name == "dot_general":
@@ -50,7 +41,7 @@ def library_call(
     stored = [
         emitter.transposed(widened(x, emitter) if wide else x, dims) for x, dims in zip(operands, orders, strict=True)
     ]
-    made = emitter.emit(name, "unfusible", stored, [shape[d] for d in order], 4 if wide else itemsize, **facts)
+    made = emitter.emit(name, "unfusible", stored, [shape[d] for d in order], 4 if wide else itemsize, **op.facts)
     made = rounded(made, emitter) if wide and is_half else made
     return emitter.transposed(made, [order.index(d) for d in range(len(order))])
 

@@ -88,8 +88,12 @@ def lifetimes(
         not_temporary: results whose buffers are counted elsewhere.
         orders: of which the one with the lowest peak is taken.
     """
-    rules = {"counts_bytes": body.counts_bytes, "block_elements": body.block_elements}
-    kernels = fuse(body.live_instructions(), body.results, **rules)
+    kernels = fuse(
+        body.live_instructions(),
+        body.results,
+        counts_bytes=body.counts_bytes,
+        block_elements=body.block_elements,
+    )
     roots = [kernel.root for kernel in kernels if kernel.root.bodies]
     nested = {root: [_nested(root, inner, orders) for inner in root.bodies] for root in roots}
     found = (_BufferAssignment(order(kernels, body.results), body, carried, not_temporary, nested) for order in orders)

@@ -7,9 +7,7 @@ itself. What follows is computed as long as nothing else reads what is before it
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
-from .instruction import Body, Instruction, users
+from .instruction import Body, Instruction, Users, users
 
 MOST_OPERANDS = 4
 """That a kernel reads in place of one operand of a product."""
@@ -25,8 +23,6 @@ COMPUTED = frozenset(
 )
 """Elementwise primitives that these kernels have."""
 
-Readers = Mapping[Instruction, Sequence[Instruction]]
-
 
 def fuse_products(body: Body, *, is_entry: bool = True) -> None:
     """Rewrite a body, its loops and its branches."""
@@ -39,7 +35,7 @@ def fuse_products(body: Body, *, is_entry: bool = True) -> None:
             _append(one, readers, results)
 
 
-def _sources(x: Instruction, readers: Readers, results: set[Instruction], is_entry: bool) -> list[Instruction]:
+def _sources(x: Instruction, readers: Users, results: set[Instruction], is_entry: bool) -> list[Instruction]:
     """What a product reads in place of an operand."""
     found, waiting = [], [x]
     while waiting:
@@ -52,7 +48,7 @@ def _sources(x: Instruction, readers: Readers, results: set[Instruction], is_ent
     return found
 
 
-def _is_computed(one: Instruction, readers: Readers, results: set[Instruction], is_entry: bool) -> bool:
+def _is_computed(one: Instruction, readers: Users, results: set[Instruction], is_entry: bool) -> bool:
     """Whether a product's kernel computes it, as an operand."""
     if one.role == "bitcast" or one.name in ("broadcast_in_dim", "transpose"):
         return True
@@ -67,7 +63,7 @@ def _is_computed(one: Instruction, readers: Readers, results: set[Instruction], 
     return len(readers[one]) == 1 == len(operands) == len(alone)
 
 
-def _append(product: Instruction, readers: Readers, results: set[Instruction]) -> None:
+def _append(product: Instruction, readers: Users, results: set[Instruction]) -> None:
     """Makes the last instruction that a product's kernel computes the product."""
     last, operands = product, product.operands
     while len(readers[last]) == 1 and last not in results:

@@ -6,11 +6,8 @@ and one array is all-reduced instead of three.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from .instruction import Body, Instruction, Users, users
 
-from .instruction import Body, Instruction, users
-
-Readers = Mapping[Instruction, Sequence[Instruction]]
 ADDS = frozenset({"add", "add_any"})
 
 
@@ -32,7 +29,7 @@ def merge_sums(body: Body) -> None:
     body.instructions = found
 
 
-def _is_read_by_it_alone(x: Instruction, readers: Readers, results: set[Instruction]) -> bool:
+def _is_read_by_it_alone(x: Instruction, readers: Users, results: set[Instruction]) -> bool:
     return x.name == "all-reduce" and x.group is not None and len(readers[x]) == 1 and x not in results
 
 

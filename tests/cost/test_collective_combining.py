@@ -7,7 +7,7 @@ import pytest
 from sharding.cost.collective_combining import combined_collectives
 
 
-def combined(reads, groups, *, ends=None, sizes=None, most=None):
+def combined(reads, groups, *, ends=None, sizes=None, most=float("inf")):
     """The batches of a program: op -> the ops that it reads."""
     names = list(reads)
     place = {name: k for k, name in enumerate(names)}
@@ -15,7 +15,7 @@ def combined(reads, groups, *, ends=None, sizes=None, most=None):
         [[place[x] for x in reads[name]] for name in names],
         {place[name]: group for name, group in groups.items()},
         [place[x] for x in ends or names[-1:]],
-        {place[name]: n for name, n in (sizes or {}).items()},
+        {place[name]: n for name, n in (sizes or dict.fromkeys(reads, 0)).items()},
         most,
     )
     return [frozenset(names[k] for k in unit) for unit in units]
