@@ -11,8 +11,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
-
-import jax
+from weakref import WeakKeyDictionary
 
 from .. import compat
 from .bytes_accessed import Arrays, Params
@@ -48,6 +47,9 @@ class Flops:
         return Flops(n * self.total, self.matmul_dtype)
 
 
+_OF_CALLS: WeakKeyDictionary[Any, Flops] = WeakKeyDictionary()
+"""A `KernelCall` -> FLOPs at the shapes that it was first traced at."""
+
 OfEquation = Callable[[str, Arrays, Arrays, Params], Flops]
 """(primitive, operands, results, parameters) -> FLOPs of an equation without a body."""
 
@@ -62,8 +64,11 @@ def kernel_flops(primitive: str, operands: Arrays, params: Params, of_equation: 
         of_equation: counts the FLOPs of equations without a body.
     """
     if primitive == "kernel_call":
-        shards = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
-        return _body(jax.make_jaxpr(params["call"].function)(*shards), of_equation)
+        call = params["call"]
+        whole, share = call.whole(operands)
+        if call not in _OF_CALLS:
+            _OF_CALLS[call] = _body(whole, of_equation)
+        return _OF_CALLS[call].times(share)
     estimate = params["cost_estimate"]
     bodies = params["jaxprs"] if primitive == "mpmd_map" else [params["jaxpr"]]
     counted = functools.reduce(Flops.__add__, (_body(one, of_equation) for one in bodies), Flops())

@@ -20,7 +20,7 @@ class CollectiveDtypes:
 
     def __init__(self, graph: Graph, strategies: OpStrategies, platform: Platform):
         self._graph, self._is_tpu = graph, platform == "tpu"
-        rounded = rounded_values(graph) if self._is_tpu else set()
+        rounded = rounded_values(graph) if self._is_tpu else frozenset[int]()
         self._rounded = rounded | narrow_maxima(graph) if self._is_tpu else rounded
         self._rounded_reshards = narrow_reshards(graph, strategies, rounded) if self._is_tpu else frozenset()
         self._widened = narrow_dtypes(graph) if platform == "gpu" else {}

@@ -85,7 +85,7 @@ class CompileTime:
 
 def compile_time(graph: Graph, platform: Platform) -> CompileTime:
     """The compile time of a program on a platform."""
-    live = graph.live_values()
+    live = graph.live_values
     ops = [op for op in graph.ops if op.name != "edge" and graph.is_live(op, live)]
     return CompileTime(platform=platform, num_ops=len(ops), layers=repeated_layers(graph, ops))
 

@@ -14,7 +14,7 @@ def cut_searches(assignment: Assignment) -> tuple[str, ...]:
     """One line per line of the program whose ops have more strategies or reshards than are compared."""
     assignment = without_unread_gathers(assignment)
     graph, sizes, strategies = assignment.graph, assignment.sizes, OpStrategies(assignment)
-    live = graph.live_values()
+    live = graph.live_values
     found = []
     for op in graph.ops:
         if op.rule is None or op.name == "edge" or not (op.operands or op.results) or not graph.is_live(op, live):

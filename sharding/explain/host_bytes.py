@@ -41,7 +41,7 @@ def host_bytes(assignment: Assignment, found: Usage) -> HostBytes:
         return HostBytes()
     kept = {k for k, x in enumerate(found.program.inputs) if x in found.program.kept}
     results = [k for k, kind in enumerate(graph.output_memory_kinds) if kind is not None and k not in found.aliases]
-    live = graph.live_values()
+    live = graph.live_values
     return HostBytes(
         argument_bytes=sum(at_boundary(v) for k, v in enumerate(graph.inputs) if v in graph.memory_kinds and k in kept),
         result_bytes=sum(at_boundary(graph.outputs[k]) for k in results),

@@ -89,7 +89,7 @@ class ProgramCollectives:
         self.arriving = {v for v in self.graph.inputs if self.boundary_spec(v).axes != self.specs[v].axes}
         """Arguments that no op has read yet, which arrive with fewer axes than they are then sharded over."""
         self.strategies, self.hints = OpStrategies(assignment), Hints(assignment)
-        self.live, self.times = self.graph.live_values(), self.graph.times
+        self.live, self.times = self.graph.live_values, self.graph.times
         self.regions = ReshardRegions(assignment, platform)
         self.resharded: set[tuple] = set()
         self.reduce_scattered = reduce_scattered(self.graph, self.specs, self.operand_steps, self.sizes)

@@ -95,7 +95,7 @@ def _in_body(
     if not isinstance(trips, int):
         trips = {key: n for key, n in trips.items() if any(source.startswith(key) for source in lines)}
     graph = graph.with_trips(trips)
-    live, rounded = graph.live_values(), rounded_values(graph) if platform == "tpu" else ()
+    live, rounded = graph.live_values, rounded_values(graph) if platform == "tpu" else ()
     for op in graph.ops:
         for v in op.results if op.name in MANUAL else ():
             if v in live:

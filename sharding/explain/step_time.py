@@ -353,8 +353,7 @@ class _Tasks:
             specs = tuple(self.assignment.specs[v] for v in values)
         if op.rule is None or op.name not in EQUAL_WORK:
             return self.work_with(op, specs)
-        number, _ = self.kinds[id(op)]
-        key = number, op.name, *(spec.axes for spec in specs), *(v in self.fused for v in values)
+        key = self.kinds[id(op)].number, op.name, *(spec.axes for spec in specs), *(v in self.fused for v in values)
         if key not in self.works:
             self.works[key] = self.work_with(op, specs)
         return self.works[key]

@@ -55,7 +55,7 @@ class UnknownOps(tuple[UnknownOp, ...]):
 def unknown_ops(assignment: Assignment) -> UnknownOps:
     """The ops without a rule that a program runs."""
     graph, specs, strategies = assignment.graph, assignment.specs, OpStrategies(assignment)
-    live = graph.live_values()
+    live = graph.live_values
     found = []
     for op in graph.unknown_ops:
         if not graph.is_live(op, live):

@@ -3,8 +3,9 @@
 In: a closed jaxpr and the annotations of its arguments and results. Out: a `Graph`.
 """
 
+from .annotation import Annotation, joined, merged
 from .build import build
-from .graph import Annotation, Atom, Graph, Group, Loop, Op, Scope, Site, Trips, joined, line, merged, trip_count
+from .graph import Atom, Graph, Group, Loop, Op, Scope, Site, Trips, line, trip_count
 from .inlined_calls import CALLS
 from .places import Places
 from .sharding_groups import group_annotations, value_annotations

@@ -7,8 +7,9 @@ from typing import Any
 
 from .. import compat
 from . import loops, shard_map_bodies
+from .annotation import Annotation
 from .from_jaxpr import DEVICE, Builder, Handler
-from .graph import Annotation, Graph
+from .graph import Graph
 from .sharding_groups import group_annotations
 
 HANDLERS: dict[str, Handler] = {

@@ -22,7 +22,8 @@ from ..rules import (
     rule_for,
 )
 from ..spec import Dim, Spec, from_partition_spec
-from .graph import Annotation, Atom, Graph, Group, Loop, Op, Scope, Site, joined, line, merged
+from .annotation import Annotation, joined, merged
+from .graph import Atom, Graph, Group, Loop, Op, Scope, Site, line
 from .inlined_calls import CALLS
 
 DEVICE = (None, "device")

@@ -9,6 +9,7 @@ which `constrain` uses to rewrite the program.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 from collections import Counter, defaultdict
@@ -22,7 +23,7 @@ from .. import compat
 from ..errors import ShardingError
 from ..paths import Layers
 from ..rules import Rule
-from ..spec import Spec
+from .annotation import Annotation
 
 Atom = int | None
 """A value's index; None for a constant expression."""
@@ -78,20 +79,6 @@ class Op:
     def source(self) -> str:
         """`file.py:line (function)` in the user's code; empty if unknown."""
         return line(self.site)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Annotation:
-    """The spec that a user annotated a value with."""
-
-    spec: Spec
-    origin: str
-    """Where the annotation is: `in_shardings`, `annotate at train.py:12 (step)`, ..."""
-
-    def origin_of(self, dim: int) -> str:
-        """Returns the origin of one dim's annotation, with its logical axis name if it has one."""
-        via = self.spec.dims[dim].via
-        return f"{self.origin}: {via}" if via else self.origin
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,8 +160,11 @@ class Graph:
     scope: Scope | None = None
     trips: Trips = field(default_factory=dict)
     """The trip counts that were given for loops of unknown length."""
+    derived: dict[str, Any] = field(default_factory=dict, repr=False)
+    """What others found out about the program by its ops, whatever its annotations."""
 
-    def live_values(self) -> set[int]:
+    @cached_property
+    def live_values(self) -> frozenset[int]:
         """The values that an output or an effect of the program depends on; the rest is dead code."""
         effects = (op for op in self.unknown_ops if op.has_effects)
         waiting = [*self.outputs, *(v for op in effects for v in (*op.operands, *op.results))]
@@ -185,7 +175,7 @@ class Graph:
             new = {*(op.operands if op is not None else ()), *self.dependencies.get(v, ())} - live
             live |= new
             waiting += new
-        return live
+        return frozenset(live)
 
     def scopes(self) -> Iterator[Scope]:
         """The scopes of the program, outer ones first."""
@@ -234,7 +224,9 @@ class Graph:
 
     def with_annotations(self, annotations: Mapping[int, Annotation]) -> Graph:
         """Returns the same program with the given annotations added or replaced."""
-        return dataclasses.replace(self, annotations={**self.annotations, **annotations})
+        changed = copy.copy(self)  # with what is known of the program, which no annotation changes
+        changed.annotations = {**self.annotations, **annotations}
+        return changed
 
     def with_trips(self, trips: Trips) -> Graph:
         """Returns the same program with trip counts for loops of unknown length.
@@ -254,7 +246,7 @@ class Graph:
                 fix=[f"{source!r}" for source in known if source],
             )
         ops = [op if not op.loops else _with_trips(op, trips) for op in self.ops]
-        return dataclasses.replace(self, ops=ops, trips=trips)
+        return dataclasses.replace(self, ops=ops, trips=trips, derived={})
 
     def diverges(self, op: Op) -> bool:
         """Whether only some devices may run an op."""
@@ -372,29 +364,3 @@ def _with_trips(op: Op, trips: Trips) -> Op:
         else:
             runs *= Fraction(count + 1, 2) if loop.is_condition else count
     return dataclasses.replace(op, times=int(runs), loops=tuple(left))
-
-
-def merged(a: Spec, b: Spec) -> Spec | None:
-    """Returns the union of two specs if each dim is given by one of them or by both identically, else None."""
-    dims = []
-    for x, y in zip(a.dims, b.dims, strict=True):
-        if x == y:
-            dims.append(x if x.via else y)
-        elif y.open and not y.axes:
-            dims.append(x)
-        elif x.open and not x.axes:
-            dims.append(y)
-        else:
-            return None
-    used = [axis for d in dims for axis in d.axes]
-    return Spec(dims=tuple(dims)) if len(set(used)) == len(used) else None
-
-
-def joined(have: Annotation, annotation: Annotation) -> Annotation | None:
-    """Returns two annotations of one value as one with both origins, or None if they conflict."""
-    both = merged(have.spec, annotation.spec)
-    if both is None:
-        return None
-    adds = have.spec != both or any(a.via != b.via for a, b in zip(have.spec.dims, both.dims, strict=True))
-    origins = [*have.origin.split("; "), *([annotation.origin] if adds else [])]
-    return Annotation(spec=both, origin="; ".join(dict.fromkeys(origins)))

@@ -9,8 +9,9 @@ from typing import Any
 from .. import compat
 from ..rules import Rule, RuleBuilder
 from ..spec import Dim, Spec
+from .annotation import Annotation
 from .from_jaxpr import Builder
-from .graph import Annotation, Scope, line
+from .graph import Scope, line
 
 
 def linear_solve(b: Builder, scope: Scope, i: int, eqn: Any, times: int) -> None:

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from ..errors import ShardingError, raise_together
 from ..spec import Dim, Spec
-from .graph import Annotation, Graph, line
+from .annotation import Annotation
+from .graph import Graph, line
 
 
 def group_annotations(graph: Graph) -> Mapping[int, Annotation]:

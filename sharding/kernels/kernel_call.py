@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -33,10 +34,42 @@ class KernelCall:
     """(*operands) -> results."""
     rule: Notation
     """Without `...`, and with the kind of each factor that is no pass-through."""
+    jaxprs: dict[Any, jex.ClosedJaxpr] = field(default_factory=dict, repr=False)
+    """(shape, dtype) of each operand -> what the function computes."""
+
+    def jaxpr(self, operands: Sequence[Any]) -> jex.ClosedJaxpr:
+        """What the function computes, given shapes and dtypes of the operands, which may be those of manual code."""
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
+        key = tuple((x.shape, x.dtype) for x in shapes)
+        if key not in self.jaxprs:
+            with compat.checks_manual_axes(False):
+                self.jaxprs[key] = jax.make_jaxpr(self.function)(*shapes)
+        return self.jaxprs[key]
 
     def results(self, operands: Sequence[Any]) -> list[Any]:
         """Shapes and dtypes of the results, given those of the operands."""
-        return result_shapes(self.function, operands)
+        return [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.jaxpr(operands).out_avals]
+
+    def whole(self, operands: Sequence[Any]) -> tuple[jex.ClosedJaxpr, float]:
+        """What it computes at the first shapes that it was traced at, and the share of these operands in that.
+
+        A kernel is slow to trace, and shards of its operands have as much work as of its factors.
+        """
+        if not self.jaxprs:
+            return self.jaxpr(operands), 1.0
+        first, traced = next(iter(self.jaxprs.items()))
+        dims = [
+            (names, part / max(size, 1))
+            for array, (shape, _), x in zip(self.rule.operands, first, operands, strict=True)
+            for names, size, part in zip(array.dims, shape, x.shape, strict=True)
+        ]
+        shares: dict[str, float] = {}
+        for names, share in sorted(dims, key=lambda dim: len(dim[0])):  # single factors determine those in products
+            unknown = [n for n in names if n not in shares]
+            known = math.prod(shares[n] for n in names if n in shares)
+            for k, n in enumerate(unknown):
+                shares[n] = 1.0 if k else share / (known or 1.0)
+        return traced, math.prod(shares.values())
 
     def vmapped(self, mapped: Sequence[bool]) -> KernelCall:
         """The call with a leading batch dim, which some operands have and all results."""
@@ -179,12 +212,6 @@ def varying_axes(aval: Any) -> frozenset[Any]:
     """The manual axes that a value differs along."""
     mat = getattr(aval, "mat", None)
     return frozenset() if mat is None else mat.varying
-
-
-def result_shapes(function: Callable[..., Any], operands: Sequence[Any]) -> Any:
-    """Shapes and dtypes of what a function returns, of operands that may be those of manual code."""
-    with compat.checks_manual_axes(False):
-        return jax.eval_shape(function, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands))
 
 
 def with_dim(array: Array, names: tuple[str, ...]) -> Array:

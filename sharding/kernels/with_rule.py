@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from ..errors import ShardingError
 from ..rules import Kind, notation
-from .kernel_call import KernelCall, kernel_call_p, result_shapes, varying_axes
+from .kernel_call import KernelCall, kernel_call_p, varying_axes
 
 
 def with_rule(
@@ -64,10 +64,17 @@ def with_rule(
     @functools.wraps(f)
     def called(*operands: Any) -> Any:
         arrays = _varying_alike([jnp.asarray(x) for x in operands])
-        leaves, tree = jax.tree.flatten(result_shapes(f, arrays))
-        own = _with_kinds(parsed.at([x.shape for x in arrays], [x.shape for x in leaves]))
-        call = KernelCall(name=name, function=lambda *xs: jax.tree.leaves(f(*xs)), rule=own)
-        return jax.tree.unflatten(tree, kernel_call_p.bind(*arrays, call=call))
+        trees: list[Any] = []
+
+        def leaves(*xs: Any) -> list[Any]:
+            flat, tree = jax.tree.flatten(f(*xs))
+            trees.append(tree)
+            return flat
+
+        call = KernelCall(name=name, function=leaves, rule=parsed)
+        results = call.results(arrays)
+        rule = _with_kinds(parsed.at([x.shape for x in arrays], [x.shape for x in results]))
+        return jax.tree.unflatten(trees[0], kernel_call_p.bind(*arrays, call=replace(call, rule=rule)))
 
     return called
 

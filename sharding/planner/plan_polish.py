@@ -23,7 +23,9 @@ from .plan_annotations import Annotated, AnnotationSearch, rank, score
 from .problem import FORBIDDEN
 
 ALTERNATIVES = 3
-"""Other specs of an annotation that are tried."""
+"""Most other specs of an annotation that are tried."""
+WITHIN = 0.02
+"""Part of the plan's cost that the others may cost beyond the present one in the problem; the first may cost any."""
 LEAST_SAVED = 0.002
 """Part of the score that another spec must save to replace the planned one."""
 
@@ -70,8 +72,10 @@ class Polish:
         totals = alternatives(self.of, self.choice, node)
         order = [int(k) for k in np.argsort(totals, kind="stable") if totals[k] < FORBIDDEN]
         specs = [to_partition_spec(self.of.spec(node, k)) for k in order[: ALTERNATIVES + 1]]
-        others = [spec for spec in specs if spec != result.annotations[name]][:ALTERNATIVES]
-        return {spec: self.search.completed({**result.annotations, name: spec}) for spec in others}
+        others = [(spec, k) for spec, k in zip(specs, order, strict=False) if spec != result.annotations[name]]
+        most = totals[self.choice[node]] + WITHIN * self.of.problem.cost(self.choice)
+        tried = [spec for n, (spec, k) in enumerate(others[:ALTERNATIVES]) if n == 0 or totals[k] <= most]
+        return {spec: self.search.completed({**result.annotations, name: spec}) for spec in tried}
 
 
 def alternatives(of: GraphProblem, choice: np.ndarray, node: int) -> np.ndarray:

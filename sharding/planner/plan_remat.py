@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from ..completion import Completion
 from ..display import Column, Table
 from ..errors import ShardingError
 from ..remat import fit
@@ -22,14 +23,14 @@ COLUMNS = (Column("blocks of remat.auto"), Column("keep for their backward"))
 EVERYTHING_KEPT = Policy(saved=frozenset({EVERYTHING}))
 
 
-def ends(step: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Policies]:
-    """The choices that compute and that hold least; one that says nothing if no block of a step asks for one."""
+def ends(step: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Policies], Completion]:
+    """The choices that compute and that hold least, none if no block of a step asks for one; and the program that was
+    traced to see that."""
     recorder = Recorder()
     with chosen(recorder):
-        step.with_empty_cache().complete(*args, **kwargs)
-    if not recorder.asked:
-        return [{}]
-    return [dict.fromkeys(recorder.asked, EVERYTHING_KEPT), dict.fromkeys(recorder.asked, Policy())]
+        completion = step.with_empty_cache().complete(*args, **kwargs)
+    asked = recorder.asked
+    return [dict.fromkeys(asked, policy) for policy in (EVERYTHING_KEPT, Policy()) if asked], completion
 
 
 def tracing(policies: Policies) -> AbstractContextManager[None]:

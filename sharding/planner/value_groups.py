@@ -42,7 +42,7 @@ class ValueGroups:
 
     def __init__(self, graph: Graph):
         self.graph = graph
-        live = graph.live_values() | set(graph.inputs)
+        live = graph.live_values | set(graph.inputs)
         self.ops = [op for op in graph.ops if op.rule is not None and graph.is_live(op, live)]
         known = {*graph.inputs, *graph.makers}
         self._parents = {v: v for v in known if v in live and graph.shapes[v]}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from ..graph import Annotation, Graph
 from ..spec import Dim, MeshSizes, Spec
@@ -36,14 +36,19 @@ def complete(graph: Graph, sizes: Mapping[str, int], *, policy: Policy = "shardy
 
 
 def _completed(
-    engine: Engine, as_annotated: Graph, policy: Policy, prioritized: Callable[[Graph], Graph]
+    engine: Engine,
+    as_annotated: Graph,
+    policy: Policy,
+    prioritized: Callable[[Graph], Graph],
+    searches: dict[str, Any] | None = None,
 ) -> Assignment:
     engine.run()
     graph, specs = engine.graph, specs_of(engine)
+    of_others: dict[str, Any] = {} if searches is None else searches
 
     def with_annotations(annotations: Mapping[int, Annotation]) -> Assignment:
         changed = as_annotated.with_annotations(annotations)
-        return _completed(engine.restarted(prioritized(changed)), changed, policy, prioritized)
+        return _completed(engine.restarted(prioritized(changed)), changed, policy, prioritized, of_others)
 
     return Assignment(
         graph=graph,
@@ -53,6 +58,7 @@ def _completed(
         find_reason=lambda v, d, axis: _reason(engine, v, d, engine.table.atoms_of((axis,))[0]),
         find_conflicts=lambda: conflict_detection.find(engine, specs, functools.partial(_claim_origin, engine, {})),
         given=(as_annotated.annotations, policy),
+        searches={} if searches is None else searches,
     )
 
 

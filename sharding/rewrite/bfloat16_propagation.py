@@ -33,8 +33,15 @@ a matrix each that a TPU multiplies in bfloat16; others, and those of a single v
 Bisected with the compiler."""
 
 
-def rounded_values(graph: Graph) -> set[int]:
+def rounded_values(graph: Graph) -> frozenset[int]:
     """The float32 values that are only read in bfloat16."""
+    known: frozenset[int] | None = graph.derived.get("rounded values")
+    if known is None:
+        known = graph.derived["rounded values"] = frozenset(_rounded_values(graph))
+    return known
+
+
+def _rounded_values(graph: Graph) -> set[int]:
     kept = {*graph.outputs, *graph.inputs}.union(*graph.dependencies.values())
     found = {v for v in graph.makers if v not in kept and graph.dtype_names[v] == "float32"}
     changed = True

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Set
 from dataclasses import dataclass
-from typing import Any
-from weakref import WeakKeyDictionary
+from typing import Any, NamedTuple
 
 from ..graph import Graph, Op
 from ..rules import ON_SHARDS, Kind
@@ -51,24 +50,31 @@ class OpKind:
     """Whether each operand is a constant expression, generated as needed without resharding."""
 
 
-Numbered = tuple[int, OpKind]
-"""A kind, with a number that ops of another rule or kind do not have."""
-_OF_GRAPHS: WeakKeyDictionary[Graph, dict[int, Numbered]] = WeakKeyDictionary()
+class Numbered(NamedTuple):
+    """A kind, with what ops of another rule or kind do not have."""
+
+    number: int
+    kind: OpKind
+    text: str
+    """Equal in all processes."""
 
 
 def op_kinds(graph: Graph) -> dict[int, Numbered]:
     """id of an op that has a rule -> its kind; found once for all shardings of a program."""
-    found = _OF_GRAPHS.get(graph)
+    found: dict[int, Numbered] | None = graph.derived.get("op kinds")
     if found is None:
         ops = [op for op in graph.ops if op.rule is not None and (op.operands or op.results)]
         readers = Counter(reader for op in ops if op.name == REDUCE_SCATTERED for reader in _reads(graph, op))
         values = {*graph.inputs, *graph.makers}
-        found, numbers = {}, dict[tuple[int, OpKind], int]()
+        found, known = {}, dict[tuple[int, OpKind], Numbered]()
         for op in ops:
             kind = _kind(graph, op, readers, values)
             # By identity: the graph keeps its rules, and hashing one is slow.
-            found[id(op)] = numbers.setdefault((id(op.rule), kind), len(numbers)), kind
-        _OF_GRAPHS[graph] = found
+            key = id(op.rule), kind
+            if key not in known:
+                known[key] = Numbered(len(known), kind, f"{op.rule!r} {kind}")
+            found[id(op)] = known[key]
+        graph.derived["op kinds"] = found
     return found
 
 

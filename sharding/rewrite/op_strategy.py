@@ -115,12 +115,12 @@ class OpStrategies:
 
     def _alike(self, op: Op) -> OpStrategy:
         assert op.rule is not None
-        number, kind = self._kinds[id(op)]
+        number, kind, head = self._kinds[id(op)]
         specs = [self.specs[v] for v in (*op.operands, *op.results)]
         axes = tuple(s.axes for s in specs)
         found = self._cache.get((number, axes))
         if found is None:
-            text = f"{op.rule!r} {kind} {axes}"
+            text = f"{head} {axes}"
             if text not in self._searches:
                 self._searches[text] = _StrategySearch(self, self._form(op.rule), op, specs, kind).cheapest()
             found = self._cache[number, axes] = self._searches[text]

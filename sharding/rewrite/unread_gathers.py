@@ -26,7 +26,7 @@ def without_unread_gathers(assignment: Assignment) -> Assignment:
     assignment = assignment.as_run
     graph, strategies = assignment.graph, OpStrategies(assignment)
     kept = {*graph.outputs, *graph.manual, *graph.divergent}.union(*(group.members for group in graph.groups))
-    live = graph.live_values()
+    live = graph.live_values
     specs = list(assignment.specs)
     for op in graph.ops:
         if op.is_unknown or op.name == "edge" or live.isdisjoint(op.results) or not _loses_axes(op, specs):

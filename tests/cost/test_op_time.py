@@ -255,3 +255,29 @@ def test_seconds_are_those_of_the_roofline():
     assert math.isclose(op_seconds(exact, CHIPS["v5p"]), 2 * 4096**3 / (459e12 / 6) + 1e-6)
     renamed = next(done for _, done in works(lambda x: x.reshape(4, 8), f32(8, 4)))
     assert op_seconds(renamed, chip) == 0
+
+
+MATMUL = kernels.with_rule(jnp.matmul, "... k, k n -> ... n")
+GROUPED = kernels.with_rule(
+    lambda x, w: jnp.einsum("bgd,gdf->bgf", x.reshape(len(x), *w.shape[:2]), w), "b (g d), g d f -> b g f"
+)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "function", "whole", "local"),
+    [
+        (MATMUL, jnp.matmul, [(2, 64, 32), (32, 16)], [(1, 16, 8), (8, 4)]),
+        (MATMUL, jnp.matmul, [(64, 32), (32, 16)], [(64, 32), (32, 0)]),
+        (GROUPED, None, [(8, 64), (4, 16, 32)], [(2, 16), (2, 8, 16)]),
+    ],
+)
+def test_shards_have_their_share_of_the_work_of_a_kernel(kernel, function, whole, local):
+    """A kernel is traced at the shapes that it is called with, and not for each shape of a shard."""
+    (eqn,) = jax.make_jaxpr(kernel)(*(f32(*shape) for shape in whole)).eqns
+    parts = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in local]
+    traced = len(eqn.params["call"].jaxprs)
+    done = work("kernel_call", parts, [], eqn.params)
+    rows, summed, columns = (parts[0].size // local[1][0], *local[1]) if function else (2 * 2, *local[1][1:])
+    assert done.flops == 2 * rows * summed * columns
+    assert done.matmul_dtype == "float32"
+    assert len(eqn.params["call"].jaxprs) == traced

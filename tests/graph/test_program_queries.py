@@ -100,7 +100,7 @@ def test_a_key_has_no_item_size():
 
 
 def live_ops(g):
-    live = g.live_values()
+    live = g.live_values
     return [op.name for op in g.ops if g.is_live(op, live)]
 
 

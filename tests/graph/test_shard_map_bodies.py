@@ -87,7 +87,7 @@ def test_without_free_axes_the_body_is_left_out():
     assert not [op for op in g.ops if op.name == "tanh"]  # the axis of size 1 is nothing to shard over
     entry, leave = [op for op in g.ops if op.name == "shard_map"]
     assert g.dependencies[leave.operands[0]] == {entry.results[0]}
-    assert {*entry.operands, *g.inputs} <= g.live_values()
+    assert {*entry.operands, *g.inputs} <= g.live_values
     assert g.scope.children == {}
 
 

@@ -5,6 +5,11 @@ import pytest
 from jax import lax
 from support.annotated_programs import named, propagate, specs_of
 
+from sharding.explain.predicted_collectives import communication
+from sharding.graph import Annotation
+from sharding.rewrite.op_kind import op_kinds
+from sharding.spec import Dim, Spec
+
 
 def stacks(unroll):
     """The axes, inferred and as run, of an array whose rows a loop reads, and of one that it stacks."""
@@ -41,3 +46,39 @@ def test_arguments_arrive_in_even_shards():
     found = propagate(lambda x: named(x * 2.0, "twice"), ((3, 8), None), outs=("a b",))
     assert specs_of(found, "x0", "twice") == ["a b", "a b"]
     assert specs_of(found.as_run, "x0", "twice") == ["- b", "a b"]
+
+
+def test_programs_with_other_annotations_share_what_was_searched():
+    def f(x, w):
+        return named(x @ w, "y")
+
+    base = propagate(f, ((8, 16), "a -"), ((16, 8), None))
+    v = base.graph.names["y"]
+
+    def annotated(axes):
+        spec = Spec(dims=tuple(Dim(axes=(axis,)) if axis else Dim() for axis in axes))
+        return base.with_annotations({v: Annotation(spec=spec, origin="test")})
+
+    one, same, other = annotated((None, "b")), annotated((None, "b")), annotated(("b", "a"))
+    for found in (base, one):
+        communication(found)
+    assert base.searches.keys() != one.searches.keys()  # the base is saved without those of others
+    known = dict(one.searches)
+    assert known and one.searches is same.searches is other.searches
+    before = communication(same).by_kind()
+    assert one.searches == known and before == communication(one).by_kind()
+    communication(other)
+    assert len(one.searches) > len(known)
+
+
+def test_annotations_leave_what_is_known_of_a_program_but_trip_counts_do_not():
+    def f(x):
+        return lax.while_loop(lambda c: c.sum() < 9.0, lambda c: c + 1.0, x)
+
+    g = propagate(f, ((8, 16), "a -")).graph
+    live, kinds = g.live_values, op_kinds(g)
+    changed = g.with_annotations({g.outputs[0]: g.annotations[g.inputs[0]]})
+    assert changed.live_values is live and op_kinds(changed) is kinds
+    assert g.annotations.keys() == {g.inputs[0]} and changed.annotations.keys() == {g.inputs[0], g.outputs[0]}
+    counted = g.with_trips(7)
+    assert op_kinds(counted) is not kinds and op_kinds(counted).keys() == {id(op) for op in counted.ops if op.rule}
