@@ -29,6 +29,8 @@ class Work:
     """Of the kernel, or from the start of the collective to its end."""
     after: tuple[int, ...] = ()
     """Indices of the work it depends on."""
+    views: frozenset[int] = frozenset()
+    """Those that it reads as one of several results, or reshaped."""
     is_collective: bool = False
     communicates: bool = False
     """Whether it is a loop or branch with collectives, which runs while no other collective is in flight."""
@@ -46,7 +48,7 @@ class _Node:
     """The end of a start, and the reverse."""
     sources: list[_Node] = field(default_factory=list)
     readers: list[tuple[_Node, float]] = field(default_factory=list)
-    """Each with the time from the end of this node to it."""
+    """Each with the time from it to this node."""
     num_readers_left: int = 0
     num_last_reads: int = 0
     """The number of its sources that wait for it alone."""
@@ -59,6 +61,8 @@ class _Node:
     """Where it waits, once it is ready."""
     ready: float = 0.0
     """The earliest time for it, from the end of the program; once placed, its time."""
+    done: float = 0.0
+    """When the device goes on, once it is placed."""
 
     @property
     def microseconds(self) -> float:
@@ -176,11 +180,7 @@ class _Queue:
     def advance(self, now: float) -> None:
         """Move what is ready by now."""
         while self.later and self.later[0][0] <= now:
-            node = self.pop_later()
-            if node.depth not in self.by_depth:
-                self.by_depth[node.depth] = _Ready()
-                heapq.heappush(self.depths, -node.depth)
-            self.by_depth[node.depth].push(node)
+            self.add_ready(self.pop_later())
 
     def pop_later(self) -> _Node:
         """The next node that will be ready."""
@@ -191,6 +191,13 @@ class _Queue:
         while self.depths and not self.by_depth[-self.depths[0]].times:
             del self.by_depth[-heapq.heappop(self.depths)]
         return -self.depths[0] if self.depths else None
+
+    def add_ready(self, node: _Node) -> None:
+        """Make a node ready, perhaps again after it was taken."""
+        if node.depth not in self.by_depth:
+            self.by_depth[node.depth] = _Ready()
+            heapq.heappush(self.depths, -node.depth)
+        self.by_depth[node.depth].push(node)
 
     def take(self, depth: float, microseconds: float | None = None) -> _Node:
         """The best ready node of a depth: of those that take a time most nearly, if given, by preference."""
@@ -205,10 +212,9 @@ class _Scheduler:
         self.free: list[_Node] = []
         """Nodes that take no time."""
         self.ends, self.kernels = _Queue(), _Queue()
+        """Ends of collectives, and loops with collectives; other kernels."""
         self.start: _Node | None = None
         """The start of the collective in flight, once all that follows it is placed."""
-        self.loops: list[_Node] = []
-        """Kernels that communicate."""
 
     def order(self) -> list[_Node]:
         """The nodes in the order in which they run."""
@@ -218,8 +224,8 @@ class _Scheduler:
         order: list[_Node] = []
         while len(order) < len(self.nodes):
             node = self.next()
-            node.ready = max(self.now, self.earliest(node))
-            self.now = node.ready + node.microseconds
+            node.ready = max(self.now, self.earliest(node)) if node.microseconds else self.now
+            node.done = self.now = node.ready + node.microseconds
             if node.part != "kernel":
                 self.in_flight = node.twin if node.part == "end" else None
             order.append(node)
@@ -236,19 +242,22 @@ class _Scheduler:
         return order[::-1]
 
     def earliest(self, node: _Node) -> float:
-        return max((reader.ready + latency for reader, latency in node.readers), default=0.0)
+        """The earliest time for a node after its readers: through a view, others may run before it."""
+        times = (
+            (reader.done if node.position in reader.work.views else reader.ready) + latency
+            for reader, latency in node.readers
+        )
+        return max(times, default=0.0)
 
     def release(self, node: _Node) -> None:
         """Make a node available whose readers are all placed."""
         node.ready = max(self.now, self.earliest(node))
-        if node.part == "end":
+        if node.part == "end" or node.work.communicates:
             self.ends.push(node)
         elif node.part == "start":
             self.start = node
         elif not node.microseconds:
             self.free.append(node)
-        elif node.work.communicates:
-            self.loops.append(node)
         else:
             self.kernels.push(node)
 
@@ -264,25 +273,34 @@ class _Scheduler:
         if self.in_flight is None and self.ends.later:
             return self.ends.pop_later()
         start, depth = self.start, self.kernels.deepest()
-        if self.loops and self.in_flight is None:
-            loop = max(self.loops, key=lambda n: n.depth)
-            if depth is None or loop.depth > depth:
-                self.loops.remove(loop)
-                return loop
-        if start is not None and start.ready <= self.now and self.is_start_next(start, depth):
-            self.start = None
-            return start
+        later = [self.kernels.later[0][0]] if self.kernels.later else []
+        if start is not None and start.ready <= self.now:
+            wait = min(later) - self.now if later else None
+            if depth is None or self.is_start_next(start, depth):
+                self.start = None
+                return start
+            kernel = self.kernels.take(depth, wait)
+            if start.depth == depth > 0 and self.is_preferred(start, kernel, wait):
+                self.kernels.add_ready(kernel)
+                self.start = None
+                return start
+            return kernel
         if depth is not None:
-            waits = [n.ready for n in (self.start,) if n is not None and n.ready > self.now]
-            waits += [self.kernels.later[0][0]] if self.kernels.later else []
+            waits = [*later, *([start.ready] if start is not None else [])]
             return self.kernels.take(depth, min(waits) - self.now if waits else None)
         if start is not None and (not self.kernels.later or start.ready <= self.kernels.later[0][0]):
             self.start = None
             return start
         return self.kernels.pop_later()
 
-    def is_start_next(self, start: _Node, depth: float | None) -> bool:
-        """Whether a start whose latency is hidden goes before the ready kernels."""
-        if depth is None or self.ends.later or self.ends.deepest() is not None:  # another collective waits for this one
+    def is_start_next(self, start: _Node, depth: float) -> bool:
+        """Whether a start whose latency is hidden goes before all ready kernels, of which the deepest is given."""
+        if self.ends.later or self.ends.deepest() is not None:  # another collective waits for this one
             return True
         return start.depth > 0 and start.depth > depth
+
+    def is_preferred(self, start: _Node, kernel: _Node, wait: float | None) -> bool:
+        """Whether a start goes before the best kernel of the same depth, which does not fill the time to a wait."""
+        if wait is not None and abs(wait - kernel.microseconds) < abs(wait - start.microseconds):
+            return False
+        return start.preference > kernel.preference

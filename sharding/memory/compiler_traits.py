@@ -52,6 +52,8 @@ class CompilerTraits:
     """Whether the kernels of products compute operands that need no more reads, and what follows; TPUs do more."""
     merges_sums: bool = False
     """Whether partial sums that are all-reduced and added are added first."""
+    scatters_sums: bool = False
+    """Whether all-reduces of which each device keeps a part are reduce-scatters."""
     merges_products: bool = False
     """Whether products that share an operand are slices of one."""
 
@@ -75,6 +77,7 @@ TRAITS: Mapping[Platform, CompilerTraits] = {
         schedule="latency hiding",
         merges_products=True,
         merges_sums=True,
+        scatters_sums=True,
         fuses_around_products=True,
     ),
 }

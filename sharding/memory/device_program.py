@@ -15,6 +15,7 @@ from .instruction import Body, Instruction, users
 from .product_fusion import fuse_products
 from .product_merging import merge_products
 from .sum_merging import merge_sums
+from .sum_scattering import scatter_sums
 
 HANDLERS: dict[str, Handler] = {
     "cond": control_flow_lowering.cond,
@@ -68,6 +69,8 @@ def lower(assignment: Assignment, traits: CompilerTraits) -> DeviceProgram:
     drop_dead_results(emitter.body)
     if traits.merges_sums:
         merge_sums(emitter.body)
+    if traits.scatters_sums:
+        scatter_sums(emitter.body)
     if traits.merges_products:
         merge_products(emitter.body)
     if traits.fuses_around_products:

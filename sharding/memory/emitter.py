@@ -6,6 +6,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from ..cost.gpu_latencies import devices_in_host
 from ..rewrite.reshard import Step, chain
 from ..spec import Axis, Spec, local_shape
 from .compiler_traits import CompilerTraits
@@ -57,6 +58,8 @@ class Emitter:
         """
         shape = tuple(shape)
         itemsize = self.stored_itemsize(itemsize, facts.get("value"))
+        if "axes" in facts:
+            facts["num_devices"] = devices_in_host(facts["axes"], self.sizes)
         full = (name, tuple(operands), shape, itemsize, key)
         if key is not None and full in self._made:
             return self._made[full]
@@ -161,7 +164,7 @@ class Emitter:
         if step.kind == "reduce-scatter":
             x = self.all_reduce(x, itemsize, step.axes)
         if x.shape != shape:
-            x = self.emit("slice", "fusible", [x], shape, itemsize, key=key, **facts)
+            x = self.emit("slice", "fusible", [x], shape, itemsize, key=key, **sent)
         return self.all_reduce(x, itemsize, step.axes) if step.kind == "all-reduce" else x
 
     def all_gather(self, x: Instruction, shape: Sequence[int], itemsize: int, step: Step) -> Instruction:

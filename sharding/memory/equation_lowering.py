@@ -249,9 +249,14 @@ class Lowering:
             for v, shape in zip(eqn.outvars, shapes, strict=True)
         ]
         if name in primitive_traits.COLLECTIVES:
-            kind = primitive_traits.COLLECTIVES[name]
+            kind, given = (
+                primitive_traits.COLLECTIVES[name],
+                eqn.params.get("axes") or eqn.params.get("axis_name") or (),
+            )
+            axes = tuple(a for a in (given if isinstance(given, tuple) else (given,)) if a in self.sizes)
+            facts = {"eqn": eqn, "axes": axes}
             return [
-                emitter.emit(kind, "unfusible", [x] if x is not None else [], shape, itemsize, value=value, eqn=eqn)
+                emitter.emit(kind, "unfusible", [x] if x is not None else [], shape, itemsize, value=value, **facts)
                 for x, (shape, itemsize, value) in zip(operands, outputs, strict=False)
             ]
         is_fusible = primitive_traits.is_fusible(name)
@@ -324,6 +329,7 @@ def matrix_product(eqn: Any, operands: Sequence[Instruction], itemsize: int) -> 
         summed=num_summed,
         operand_itemsize=min(left.itemsize, right.itemsize),
         itemsize=itemsize,
+        is_reshaped=any(len(x.shape) > 2 + bool(batch[0]) for x in operands) or len(batch[0]) > 1,
     )
 
 

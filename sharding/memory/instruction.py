@@ -51,7 +51,9 @@ class Instruction:
     group: Any = None
     """Collectives with an equal group may be combined."""
     axes: tuple[Axis, ...] = ()
-    """The mesh axes of a collective's device groups; not of those that manual code writes."""
+    """The mesh axes of a collective's device groups, or those that a reshard slices over."""
+    num_devices: int = 0
+    """The devices of each of a collective's groups; 0 if they span hosts."""
     phase: Phase = ""
 
     def __repr__(self) -> str:

@@ -18,6 +18,7 @@ from ..cost.latency_hiding import Part, Work, latency_hiding_order
 from .compiler_traits import Schedule
 from .fusion import Kernel
 from .instruction import Instruction
+from .primitive_traits import BARRIER
 from .sibling_fusion import fuse_siblings
 
 
@@ -68,8 +69,9 @@ def xla_cpu_order(kernels: Sequence[Kernel], results: Sequence[Instruction]) -> 
 def xla_gpu_order(kernels: Sequence[Kernel], results: Sequence[Instruction]) -> list[Step]:
     """Siblings fused, and collectives combined and overlapped with other kernels, as on XLA:GPU."""
     units = _combined(fuse_siblings(kernels), results, gpu_latencies.MOST_COMBINED_BYTES)
-    works = [_work(unit, tuple(after)) for unit, after in zip(units, _dependencies(units), strict=True)]
-    return _overlapped_steps(units, latency_hiding_order(works))
+    works, made = _works(units)
+    order: list[tuple[int, Part]] = [(k, part) for n, part in latency_hiding_order(works) if (k := made[n]) is not None]
+    return _overlapped_steps(units, order)
 
 
 ORDERS: Mapping[Schedule, Sequence[Order]] = {
@@ -104,15 +106,63 @@ def _dependencies(units: Sequence[Sequence[Kernel]]) -> list[list[int]]:
     return [[j for j in sources if j != k] for k, sources in enumerate(found)]
 
 
-def _work(unit: Sequence[Kernel], after: tuple[int, ...]) -> Work:
+def _works(units: Sequence[Sequence[Kernel]]) -> tuple[list[Work], list[int | None]]:
+    """The work of units as XLA:GPU's scheduler sees it, and the unit that each stands for.
+
+    A split product is summed by another kernel, unless those that slice it do; its result counts from the product on.
+    """
+    owner = {kernel.root: k for k, unit in enumerate(units) for kernel in unit}
+    readers: list[list[str]] = [[] for _ in units]
+    for unit in units:
+        for kernel in unit:
+            for x in kernel.operands:
+                readers[owner[x]].append(kernel.root.name)
+    works: list[Work] = []
+    made: list[int | None] = []
+    last: list[int] = []
+    """Unit -> the work that ends it."""
+    for k, (unit, after) in enumerate(zip(units, _dependencies(units), strict=True)):
+        views = frozenset(last[j] for j in _views(unit, units, owner))
+        works.append(_work(unit, tuple(last[j] for j in after), views))
+        made.append(k)
+        product = unit[0].root.product
+        if product is not None and product.is_split and any(name != "slice" for name in readers[k]):
+            works.append(Work(microseconds=product.sum_us, after=(len(works) - 1,)))
+            made.append(None)
+        last.append(len(works) - 1)
+    return works, made
+
+
+def _views(
+    unit: Sequence[Kernel], units: Sequence[Sequence[Kernel]], owner: Mapping[Instruction, int]
+) -> frozenset[int]:
+    """The units whose results a unit reads through an op that takes no time: one of several, or reshaped for a matrix
+    product or for a collective, whose kernels don't reshape."""
+    found = set()
+    for kernel in unit:
+        root, product = kernel.root, kernel.root.product
+        for x in kernel.operands:
+            is_one_of_several = len(units[owner[x]]) > 1
+            if product is not None:
+                is_view = product.is_reshaped and not (x.product is not None and x.shape == root.shape)
+            else:
+                is_view = root.name in gpu_latencies.COLLECTIVES and x.product is not None and x.product.is_reshaped
+            if is_one_of_several or is_view:
+                found.add(owner[x])
+    return frozenset(found)
+
+
+def _work(unit: Sequence[Kernel], after: tuple[int, ...], views: frozenset[int]) -> Work:
     """A unit as XLA:GPU's scheduler sees it."""
     root = unit[0].root
     if root.role == "unfusible" and root.name in gpu_latencies.COLLECTIVES:
-        num_bytes = sum(k.root.num_bytes + sum(x.num_bytes for x in k.operands) for k in unit)
-        return Work(microseconds=gpu_latencies.collective_us(root.name, num_bytes), after=after, is_collective=True)
+        num_bytes = sum(x.num_bytes for kernel in unit for x in kernel.operands)
+        latency = gpu_latencies.collective_us(root.name, num_bytes, root.num_devices)
+        return Work(microseconds=latency, after=after, views=views, is_collective=True)
     return Work(
         microseconds=sum(map(_kernel_us, unit)),
         after=after,
+        views=views,
         communicates=any(not body.names().isdisjoint(gpu_latencies.COLLECTIVES) for body in root.bodies),
     )
 
@@ -123,6 +173,7 @@ def _kernel_us(kernel: Kernel) -> float:
     if root.bodies:
         return gpu_latencies.LOOP_US
     is_view = root.role in ("argument", "tuple-element") or all(m.role == "bitcast" for m in kernel.members)
+    is_view |= root.name == BARRIER
     if is_view or root.num_bytes == 0:
         return 0.0
     if root.name == "conv_general_dilated":

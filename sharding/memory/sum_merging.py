@@ -15,6 +15,7 @@ def merge_sums(body: Body) -> None:
     """Rewrite a body, its loops and its branches."""
     readers, results = users(body.instructions), {*body.results}
     found: list[Instruction] = []
+    merged: set[Instruction] = set()
     for one in body.instructions:
         for inner in one.bodies:
             merge_sums(inner)
@@ -23,10 +24,12 @@ def merge_sums(body: Body) -> None:
             if others and all(x.group == first.group and x.shape == one.shape for x in one.operands):
                 inner_sum = _partial_sum(one)
                 found.append(inner_sum)
+                merged.update(one.operands)
                 one.name, one.role, one.elementwise, one.operands = first.name, first.role, False, [inner_sum]
                 one.group, one.axes, one.in_place = first.group, first.axes, first.in_place
+                one.num_devices = first.num_devices
         found.append(one)
-    body.instructions = found
+    body.instructions = [one for one in found if one not in merged]
 
 
 def _is_read_by_it_alone(x: Instruction, readers: Users, results: set[Instruction]) -> bool:
