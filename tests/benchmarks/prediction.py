@@ -7,6 +7,7 @@
                                                                          # packages bring a module `tests`
     python -m tests.benchmarks.prediction --json prediction.json
     python tests/benchmarks/prediction.py --corpus --compiler h100 --fit # store the error with the record
+    python tests/benchmarks/prediction.py --corpus --compiler h100 --compiled FILE  # compiles nothing: minutes
 
 Per program: collectives by kind (count and bytes), compiled and predicted by the ledger; and peak memory of one device,
 argument + temp + output - alias bytes of `memory_analysis()`, and the predicted one. Without `--corpus`, programs are
@@ -22,7 +23,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -43,7 +44,7 @@ from support.train_steps import hand_written, known_misses, small_models
 from support.train_steps.step import MESHES, STYLES, Sizes, Step
 
 from benchmarks import command_line
-from benchmarks.result_file import Result, Row, measured
+from benchmarks.result_file import Result, Row, load, measured
 
 STEPS = small_models.STEPS | hand_written.STEPS
 HALF = {
@@ -88,6 +89,9 @@ class Options:
     """Annotations of the own steps: the batch alone, or the weights too."""
     json: Path | None = None
     """Output file of the figures."""
+    compiled: Path | None = None
+    """Output file of an earlier run with the same compiler: its programs are predicted anew, and not compiled. Holds as
+    long as the library emits the same programs."""
     fit: bool = False
     """Store the error of the predicted peaks with the platform's record, for reports and `fits`."""
 
@@ -164,29 +168,45 @@ def devices_of(sizes: dict[str, int], compiler: CompilerName) -> Sequence[Any]:
     return jax.devices("cpu")[:num_devices] if compiler == "cpu" else cost.compile_only(DEVICES[compiler, num_devices])
 
 
-def program(case: Case, compiler: CompilerName) -> Program:
-    """The figures of a program with its first argument donated."""
+def known_programs(options: Options) -> dict[tuple[str, str, str], Program]:
+    """The programs of an earlier run, by name, mesh and style."""
+    if options.compiled is None:
+        return {}
+    result = load(options.compiled)
+    if result.jax != jax.__version__ or result.options["compiler"] != options.compiler:
+        raise SystemExit(f"{options.compiled} is of JAX {result.jax} and {result.options['compiler']}")
+    return {(p.name, p.mesh, p.style): p for p in programs_of(result)}
+
+
+def program(case: Case, compiler: CompilerName, known: Program | None = None) -> Program:
+    """The figures of a program with its first argument donated; those of the compiled one may be known."""
     sizes, platform = dict(case.mesh), PLATFORMS[compiler]
     with sharding.mesh(sizes, devices=devices_of(sizes, compiler)):
         with tracing_context():
             step = case.make()
         jitted = sharding.jit(step.run, in_shardings=step.specs, donate_argnums=0)
         completion = jitted.complete(*step.args)
-        started = time.perf_counter()
-        compiled = jitted.lower(*step.args).compile()
-        seconds = time.perf_counter() - started
-        facts, predicted_peak = cost.read_compiled(compiled), completion.memory(platform=platform).peak_bytes
-        found = Program(
-            name=case.name,
-            mesh=sizes_text(sizes),
-            style=case.style,
-            predicted={str(k): v for k, v in completion.communication().lowered(platform).by_kind().items()},
-            compiled={str(k): v for k, v in facts.by_kind().items()},
-            predicted_peak=predicted_peak,
-            compiled_peak=facts.peak_bytes,
-            peak_ratio=round(predicted_peak / facts.peak_bytes, 4),
-            compile_seconds=round(seconds, 1),
-        )
+        predicted_peak = completion.memory(platform=platform).peak_bytes
+        predicted = {str(k): v for k, v in completion.communication().lowered(platform).by_kind().items()}
+        if known is not None and known.compiled_peak is not None:
+            ratio = round(predicted_peak / known.compiled_peak, 4)
+            found = replace(known, predicted=predicted, predicted_peak=predicted_peak, peak_ratio=ratio)
+        else:
+            started = time.perf_counter()
+            compiled = jitted.lower(*step.args).compile()
+            seconds = time.perf_counter() - started
+            facts = cost.read_compiled(compiled)
+            found = Program(
+                name=case.name,
+                mesh=sizes_text(sizes),
+                style=case.style,
+                predicted=predicted,
+                compiled={str(k): v for k, v in facts.by_kind().items()},
+                predicted_peak=predicted_peak,
+                compiled_peak=facts.peak_bytes,
+                peak_ratio=round(predicted_peak / facts.peak_bytes, 4),
+                compile_seconds=round(seconds, 1),
+            )
     jax.clear_caches()
     return found
 
@@ -294,12 +314,12 @@ def main(options: Options) -> None:
     jax.config.update("jax_num_cpu_devices", 64 if options.corpus else 8)
     found: list[Program] = []
     failed: list[Row] = []
-    compared = list(cases(options))
+    compared, known = list(cases(options)), known_programs(options)
     for case in compared:
         mesh = sizes_text(dict(case.mesh))
         label = f"{case.name}; {mesh}" + f"; {case.style}" * bool(case.style)
         try:
-            p = program(case, options.compiler)
+            p = program(case, options.compiler, known.get((case.name, mesh, case.style)))
         except Exception as error:  # of the package, the library or the compiler: the others go on
             text = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
             failed.append({"name": case.name, "mesh": mesh, "style": case.style, "error": text})

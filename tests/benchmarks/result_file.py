@@ -97,7 +97,7 @@ def measured(
         num_devices: of the meshes; by default all of the process.
         platform_name: the compiler, if programs are compiled ahead of time; by default that of the devices.
     """
-    chosen = {name: value for name, value in asdict(options).items() if name != "json"}
+    chosen = {name: value for name, value in asdict(options).items() if f"--{name}" not in FILE_OPTIONS}
     return Result(
         benchmark=benchmark,
         command=command(),
@@ -113,17 +113,22 @@ def measured(
     )
 
 
+FILE_OPTIONS = "--json", "--compiled"
+"""Options of files, which are no part of what was measured."""
+
+
 def command() -> str:
-    """The command line of this process, without the output file."""
+    """The command line of this process, without files that it writes, or reads earlier figures from."""
     main = sys.modules["__main__"]
     spec = getattr(main, "__spec__", None)
     script = Path(sys.argv[0]).resolve()
     root = FOLDER.parent.parent.parent
     program = f"-m {spec.name}" if spec else str(script.relative_to(root) if script.is_relative_to(root) else script)
-    kept = [text for text in sys.argv[1:] if not text.startswith("--json=")]
-    while "--json" in kept:
-        at = kept.index("--json")
-        del kept[at : at + 2]
+    kept = [text for text in sys.argv[1:] if not text.startswith(tuple(f"{option}=" for option in FILE_OPTIONS))]
+    for option in FILE_OPTIONS:
+        while option in kept:
+            at = kept.index(option)
+            del kept[at : at + 2]
     return " ".join(["python", program.removesuffix(".__main__"), *map(shlex.quote, kept)])
 
 

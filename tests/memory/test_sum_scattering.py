@@ -12,7 +12,10 @@ from sharding.memory.device_program import lower
 ROWS = jax.ShapeDtypeStruct((64, 32), "float32")
 
 
-def collectives(f, platform, *args, in_shardings=(P("data"),), out_shardings=P("data")):
+SHARDED = P("data")
+
+
+def collectives(f, platform, *args, in_shardings=(SHARDED,), out_shardings=SHARDED):
     """The name and local shape of each collective of a program."""
     with sharding.mesh({"data": 8}):
         jitted = sharding.jit(f, in_shardings=in_shardings, out_shardings=out_shardings)
