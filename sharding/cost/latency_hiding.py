@@ -1,10 +1,11 @@
 """Order of a program's work on GPUs: XLA's latency-hiding scheduler.
 
-It works from the end of the program to its start (openxla/xla, `service/latency_hiding_scheduler.cc`, with the policies
-of `service/gpu/gpu_hlo_schedule.cc`). The end of a collective is placed as soon as no other is in flight; its start
-once the work placed in between takes as long as its latency. Among what is ready it prefers what needs no wait, then
-what is behind the longest chain of collectives, whose latencies are still to be hidden. So work that nothing waits for,
-as the weights' gradients, moves away from where the program has it.
+It works from the end of the program to its start (openxla/xla, `service/latency_hiding_scheduler.cc`, with the
+policies of `service/gpu/gpu_hlo_schedule.cc`). The end of a collective, or a loop that has some, is placed as soon as
+no other is in flight; a start once the work placed in between takes as long as its latency. Among what is ready it
+prefers what needs no wait, then what is behind the longest chain of collectives, whose latencies are still to be
+hidden. What is read through a view is not ready at once. So work that nothing waits for, as the weights' gradients,
+moves away from where the program has it.
 """
 
 from __future__ import annotations

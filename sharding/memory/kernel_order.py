@@ -138,10 +138,12 @@ def _views(
 ) -> frozenset[int]:
     """The units whose results a unit reads through an op that takes no time: one of several, or reshaped for a matrix
     product or for a collective, whose kernels don't reshape."""
-    found = set()
+    found, own = set(), {kernel.root for kernel in unit}
     for kernel in unit:
         root, product = kernel.root, kernel.root.product
         for x in kernel.operands:
+            if x in own:
+                continue
             is_one_of_several = len(units[owner[x]]) > 1
             if product is not None:
                 is_view = product.is_reshaped and not (x.product is not None and x.shape == root.shape)
