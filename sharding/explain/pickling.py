@@ -58,7 +58,7 @@ class _Pickler(pickle.Pickler):
         if isinstance(obj, Mesh):
             return _same, (obj.abstract_mesh,)
         if isinstance(obj, Graph):  # without what it has computed: that refers to equations by their ids
-            return _graph, ({field.name: getattr(obj, field.name) for field in dataclasses.fields(obj)},)
+            return _graph, ({field.name: getattr(obj, field.name) for field in dataclasses.fields(obj) if field.init},)
         if type(obj).__name__ == "TypedNdArray":  # JAX 0.12 unpickles its constants without their type
             return _same, (np.asarray(obj),)
         if isinstance(obj, Assignment):

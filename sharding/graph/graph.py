@@ -160,7 +160,7 @@ class Graph:
     scope: Scope | None = None
     trips: Trips = field(default_factory=dict)
     """The trip counts that were given for loops of unknown length."""
-    derived: dict[str, Any] = field(default_factory=dict, repr=False)
+    derived: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
     """What others found out about the program by its ops, whatever its annotations."""
 
     @cached_property
@@ -246,7 +246,7 @@ class Graph:
                 fix=[f"{source!r}" for source in known if source],
             )
         ops = [op if not op.loops else _with_trips(op, trips) for op in self.ops]
-        return dataclasses.replace(self, ops=ops, trips=trips, derived={})
+        return dataclasses.replace(self, ops=ops, trips=trips)
 
     def diverges(self, op: Op) -> bool:
         """Whether only some devices may run an op."""

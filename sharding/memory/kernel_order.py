@@ -68,7 +68,7 @@ def xla_cpu_order(kernels: Sequence[Kernel], results: Sequence[Instruction]) -> 
 
 def xla_gpu_order(kernels: Sequence[Kernel], results: Sequence[Instruction]) -> list[Step]:
     """Siblings fused, and collectives combined and overlapped with other kernels, as on XLA:GPU."""
-    units = _combined(fuse_siblings(kernels), results, gpu_latencies.MOST_COMBINED_BYTES)
+    units = _combined(fuse_siblings(kernels, reorders=True), results, gpu_latencies.MOST_COMBINED_BYTES)
     works, made = _works(units)
     order: list[tuple[int, Part]] = [(k, part) for n, part in latency_hiding_order(works) if (k := made[n]) is not None]
     return _overlapped_steps(units, order)

@@ -12,37 +12,89 @@ MIN_BYTES = 2**16
 """Kernels that share smaller arrays are fused, too, but don't matter."""
 
 
-def fuse_siblings(kernels: Sequence[Kernel]) -> list[list[Kernel]]:
-    """The kernels in program order, reductions with a kernel that reads the same array.
+MOST_MOVED_OVER = 64
+"""Kernels that a reduction moves down over together with what reads it."""
+
+
+def fuse_siblings(kernels: Sequence[Kernel], *, reorders: bool = False) -> list[list[Kernel]]:
+    """The kernels in a topological order, reductions with a kernel that reads the same array.
 
     A reduction moves up to the array's last reader before it, or down to the next one, where its operands and readers
     let it.
+
+    Args:
+        kernels: in program order.
+        reorders: whether what reads a reduction moves down with it. Otherwise all others stay in program order.
     """
-    place = {kernel.root: k for k, kernel in enumerate(kernels)}
-    first_reader = [len(kernels)] * len(kernels)
+    found = _Units(kernels)
     readers: dict[Instruction, list[int]] = {}
     for k, kernel in enumerate(kernels):
-        for x in kernel.operands:
-            first_reader[place[x]] = min(first_reader[place[x]], k)
         for x in _looped_over(kernel):
             readers.setdefault(x, []).append(k)
-    merged = [[kernel] for kernel in kernels]
     for siblings in readers.values():
         for before, k, after in zip([None, *siblings], siblings, [*siblings[1:], None], strict=False):
-            if len(merged[k]) != 1 or not _is_reduction(kernels[k]):
+            if len(found.units[k]) != 1 or not _is_reduction(kernels[k]):
                 continue
-            last_operand = max(place[x] for x in kernels[k].operands)
             for sibling in (before, after):
-                target = k if sibling is None else place[kernels[sibling].root]
-                if target != k and last_operand < target < first_reader[k]:
-                    merged[target] += merged[k]
-                    merged[k] = []
-                    place[kernels[k].root] = target
-                    first_reader[target] = min(first_reader[target], first_reader[k])
-                    for x in kernels[k].operands:
-                        first_reader[place[x]] = min(first_reader[place[x]], target)
+                target = k if sibling is None else found.owner[kernels[sibling].root]
+                if target != k and found.join(k, target, reorders=reorders):
                     break
-    return [unit for unit in merged if unit]
+    return [found.units[u] for u in found.order if found.units[u]]
+
+
+class _Units:
+    """Kernels that run at once, in a topological order."""
+
+    def __init__(self, kernels: Sequence[Kernel]):
+        self.units = [[kernel] for kernel in kernels]
+        self.owner = {kernel.root: k for k, kernel in enumerate(kernels)}
+        """The unit of each root."""
+        self.order = list(range(len(kernels)))
+        self.place = list(range(len(kernels)))
+        """Of each unit in the order."""
+        self.read_by: dict[Instruction, list[Instruction]] = {}
+        """Root -> the roots of the kernels that read it."""
+        for kernel in kernels:
+            for x in kernel.operands:
+                self.read_by.setdefault(x, []).append(kernel.root)
+
+    def sources(self, unit: int) -> set[int]:
+        """The units whose results a unit reads."""
+        return {self.owner[x] for kernel in self.units[unit] for x in kernel.operands} - {unit}
+
+    def join(self, unit: int, target: int, *, reorders: bool) -> bool:
+        """Adds a unit to another one, if that leaves an order; whether it did."""
+        first, last = self.place[unit], self.place[target]
+        if first > last:
+            is_possible = all(self.place[source] < last for source in self.sources(unit))
+        else:
+            readers = {self.owner[root] for kernel in self.units[unit] for root in self.read_by.get(kernel.root, ())}
+            is_possible = all(self.place[reader] > last for reader in readers)
+            if not is_possible and reorders:
+                is_possible = self.moved_behind(unit, target)
+        if is_possible:
+            self.owner.update((kernel.root, target) for kernel in self.units[unit])
+            self.units[target] += self.units[unit]
+            self.units[unit] = []
+        return is_possible
+
+    def moved_behind(self, unit: int, target: int) -> bool:
+        """Moves what reads a unit behind a later one, unless that reads it, too; whether it did."""
+        first, last = self.place[unit], self.place[target]
+        if last - first > MOST_MOVED_OVER:
+            return False
+        moved = {unit}
+        for u in self.order[first + 1 : last]:
+            if not moved.isdisjoint(self.sources(u)):
+                moved.add(u)
+        if not moved.isdisjoint(self.sources(target)):
+            return False
+        window = self.order[first:last]
+        rest = [u for u in window if u not in moved]
+        self.order[first : last + 1] = [*rest, target, *(u for u in window if u in moved)]
+        for at in range(first, last + 1):
+            self.place[self.order[at]] = at
+        return True
 
 
 def _looped_over(kernel: Kernel) -> list[Instruction]:

@@ -16,8 +16,8 @@ def kernel(name, *operands, elements=LARGE):
     return Kernel(one, [one], list(one.operands))
 
 
-def fused(*kernels):
-    return [[k.root.name for k in unit] for unit in fuse_siblings(kernels)]
+def fused(*kernels, **options):
+    return [[k.root.name for k in unit] for unit in fuse_siblings(kernels, **options)]
 
 
 def test_a_reduction_runs_with_another_reader_of_its_array():
@@ -41,6 +41,19 @@ def test_a_reduction_waits_for_its_other_operands():
     assert fused(x, a, late, total) == [["x"], ["a"], ["late"], ["reduce_sum"]]
 
 
+def test_what_reads_a_reduction_may_move_down_with_it():
+    x = kernel("x")
+    total = kernel("reduce_sum", x, elements=1)
+    half, unrelated = kernel("half", total, elements=1), kernel("unrelated")
+    a, end = kernel("a", x), kernel("end", half, elements=1)
+    written = (x, total, half, unrelated, a, end)
+    assert fused(*written) == [["x"], ["reduce_sum"], ["half"], ["unrelated"], ["a"], ["end"]]
+    assert fused(*written, reorders=True) == [["x"], ["unrelated"], ["a", "reduce_sum"], ["half"], ["end"]]
+    scaled = kernel("scaled", x, half)
+    apart = [["x"], ["reduce_sum"], ["half"], ["scaled"]]
+    assert fused(x, total, half, scaled, reorders=True) == apart
+
+
 def test_small_arrays_and_other_kernels_stay_apart():
     x, small = kernel("x"), kernel("small", elements=16)
     a, b, total = kernel("a", x), kernel("b", x), kernel("reduce_sum", small, elements=1)
@@ -48,8 +61,9 @@ def test_small_arrays_and_other_kernels_stay_apart():
     assert fused(x, small, a, b, c, total) == [[name] for name in ("x", "small", "a", "b", "c", "reduce_sum")]
 
 
+@pytest.mark.parametrize("reorders", [False, True])
 @pytest.mark.parametrize("seed", range(60))
-def test_kernels_of_a_random_program_run_once_and_after_what_they_read(seed):
+def test_kernels_of_a_random_program_run_once_and_after_what_they_read(seed, reorders):
     r = random.Random(seed)
     kernels = [kernel("x"), kernel("y")]
     for _ in range(20):
@@ -57,7 +71,7 @@ def test_kernels_of_a_random_program_run_once_and_after_what_they_read(seed):
         kernels.append(
             kernel(name, *r.sample(kernels[-6:], min(2, len(kernels))), elements=r.choice([LARGE, LARGE, 1]))
         )
-    units = fuse_siblings(kernels)
+    units = fuse_siblings(kernels, reorders=reorders)
     assert sorted(id(k) for unit in units for k in unit) == sorted(map(id, kernels))
     done = set()
     for unit in units:
