@@ -92,7 +92,7 @@ class Product:
         """How many products of parts XLA:GPU sums (openxla/xla, `service/gpu/transforms/splitk_rewriter.cc`)."""
         flops = self.rows * self.columns * self.summed
         bits = 8 * (
-            self.operand_itemsize * self.summed * (self.rows + self.columns) + self.itemsize * flops // self.summed
+            self.operand_itemsize * self.summed * (self.rows + self.columns) + self.itemsize * self.rows * self.columns
         )
         if 256 * flops // max(1, bits) < MEMORY_BOUND_FLOPS:
             return min(MOST_SPLITS, _power_of_two(self.summed // LEAST_SUMMED_IF_MEMORY_BOUND))

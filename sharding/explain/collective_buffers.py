@@ -12,7 +12,7 @@ from typing import Any
 
 from ..hardware import Platform
 from ..memory import Usage
-from ..memory.instruction import Instruction, all_instructions
+from ..memory.instruction import all_instructions
 from ..spec import axis_size
 
 CONNECTION_BYTES = 12 * 2**20
@@ -30,7 +30,7 @@ def collective_buffer_bytes(usage: Usage, sizes: Mapping[str, int], platform: Pl
         return 0
     rings, peers = set[frozenset[Any]](), dict[frozenset[Any], int]()
     for one in all_instructions(usage.program.body):
-        axes = _axes(one)
+        axes = frozenset(one.axes)
         if axes and one.name in RING:
             rings.add(axes)
         elif axes and one.name in ("all-to-all", "collective-permute"):
@@ -38,11 +38,3 @@ def collective_buffer_bytes(usage: Usage, sizes: Mapping[str, int], platform: Pl
             num_peers = min(num_devices - 1, MOST_PEERS) if one.name == "all-to-all" else 1
             peers[axes] = max(peers.get(axes, 0), num_peers)
     return CONNECTION_BYTES * (RING_CHANNELS * len(rings) + PEER_CHANNELS * sum(peers.values()))
-
-
-def _axes(one: Instruction) -> frozenset[Any]:
-    """The mesh axes of a collective's device groups."""
-    if one.axes or one.eqn is None:
-        return frozenset(one.axes)
-    given = one.eqn.params.get("axes") or one.eqn.params.get("axis_name") or ()
-    return frozenset([given] if isinstance(given, str) else [a for a in given if isinstance(a, str)])

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-import jax
-
 from ..graph import Graph, Op
 from ..hardware import Platform
+from ..memory.primitive_traits import masks_rows
 from ..rewrite.reshard import Step
 from ..rules import Rule
 from ..spec import Axis, Spec, local_shape, num_parts
@@ -81,7 +80,7 @@ def stays_all_reduce(graph: Graph, v: int, step: Step, sizes: Mapping[str, int],
     """
     op = graph.makers.get(v)
     if platform == "gpu":
-        return _is_masked(op)
+        return op is not None and bool(op.site) and masks_rows(op.site[0])
     shard, parts = local_shape(step.spec.axes, graph.shapes[v], sizes), num_parts(step.axes, sizes)
     for d, axes in enumerate(step.spec.axes):
         if not set(step.axes).isdisjoint(axes):
@@ -112,13 +111,3 @@ def _tile_of_product(op: Op | None) -> tuple[int, int] | None:
 
 def _factors_of_operands(rule: Rule) -> Iterator[set[int]]:
     return ({f for factors in dims for f in factors} for dims in rule.operands)
-
-
-def _is_masked(op: Op | None) -> bool:
-    """Whether an op masks what it reduces before that is sliced: rows of a gather that are out of bounds.
-
-    XLA:GPU all-reduces and slices those; XLA:TPU slices first.
-    """
-    if op is None or op.name != "gather" or not op.site:
-        return False
-    return op.site[0].params["mode"] == jax.lax.GatherScatterMode.FILL_OR_DROP

@@ -10,6 +10,7 @@ from ..annotations.divergent_control_flow import declared_trip_count
 from ..cost import Kind
 from ..graph import Loop, Scope, Trips, build, line, trip_count
 from ..hardware import Platform
+from ..memory.primitive_traits import manual_axes
 from ..rewrite.bfloat16_propagation import rounded_values
 from ..spec import num_parts
 from .collective_dtypes import in_bfloat16
@@ -73,8 +74,7 @@ def explicit(
         sizes: mesh axis sizes.
     """
     name = eqn.primitive.name
-    given = eqn.params.get("axes") or eqn.params.get("axis_name") or ()
-    axes = tuple(a for a in (given if isinstance(given, tuple) else (given,)) if sizes.get(a, 1) > 1)
+    axes = tuple(axis for axis in manual_axes(eqn) if sizes.get(axis, 1) > 1)
     if axes:
         kind, n = MANUAL[name], num_parts(axes, sizes)
         yield Collective(

@@ -249,11 +249,8 @@ class Lowering:
             for v, shape in zip(eqn.outvars, shapes, strict=True)
         ]
         if name in primitive_traits.COLLECTIVES:
-            kind, given = (
-                primitive_traits.COLLECTIVES[name],
-                eqn.params.get("axes") or eqn.params.get("axis_name") or (),
-            )
-            axes = tuple(a for a in (given if isinstance(given, tuple) else (given,)) if a in self.sizes)
+            kind = primitive_traits.COLLECTIVES[name]
+            axes = tuple(axis for axis in primitive_traits.manual_axes(eqn) if axis in self.sizes)
             facts = {"eqn": eqn, "axes": axes}
             return [
                 emitter.emit(kind, "unfusible", [x] if x is not None else [], shape, itemsize, value=value, **facts)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
+
 from ..rules import ELEMENTWISE
 from .compiler_traits import CompilerTraits
 
@@ -42,6 +44,21 @@ COLLECTIVES = {
     "reduce_scatter": "reduce-scatter",
 }  # fmt: skip
 """Collective primitive of manual code -> HLO opcode."""
+
+
+def manual_axes(eqn: Any) -> tuple[str, ...]:
+    """The mesh axes of a collective of manual code."""
+    given = eqn.params.get("axes") or eqn.params.get("axis_name") or ()
+    return tuple(axis for axis in (given if isinstance(given, tuple) else (given,)) if isinstance(axis, str))
+
+
+def masks_rows(eqn: Any) -> bool:
+    """Whether an equation is a gather that masks rows which are out of bounds.
+
+    XLA:GPU all-reduces partial sums of those and then slices; XLA:TPU slices first.
+    """
+    return eqn.primitive.name == "gather" and eqn.params["mode"] == jax.lax.GatherScatterMode.FILL_OR_DROP
+
 
 CONVERSIONS = frozenset({"bitcast_convert_type", "convert_element_type"})
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import math
 
-import jax
-
 from .instruction import Body, Instruction, Users, users
+from .primitive_traits import masks_rows
 
 
 def scatter_sums(body: Body) -> None:
@@ -16,7 +15,7 @@ def scatter_sums(body: Body) -> None:
     for one in body.instructions:
         for inner in one.bodies:
             scatter_sums(inner)
-        if one.name == "all-reduce" and one.group is not None and not _is_masked(one):
+        if one.name == "all-reduce" and one.group is not None and not (one.eqn is not None and masks_rows(one.eqn)):
             _scatter(one, readers, results)
 
 
@@ -42,10 +41,3 @@ def _keeps_a_part(x: Instruction, one: Instruction) -> bool:
     """Whether each device of an all-reduce keeps another part of one dim of it."""
     split = [d for d, (have, kept) in enumerate(zip(one.shape, x.shape, strict=False)) if have != kept]
     return x.name == "slice" and bool(x.axes) and {*x.axes} == {*one.axes} and len(split) == 1
-
-
-def _is_masked(one: Instruction) -> bool:
-    """Whether it sums rows of a gather, which are masked where they are out of bounds: those are sliced behind it."""
-    if one.eqn is None or one.eqn.primitive.name != "gather":
-        return False
-    return one.eqn.params["mode"] == jax.lax.GatherScatterMode.FILL_OR_DROP

@@ -65,6 +65,8 @@ def product(rows, columns, summed, *, batch=1, operand=2, itemsize=2):
         ((16384, 768, 768), 1),
         ((1024, 1024, 1024), 1),
         ((128, 128, 2**20), 128),
+        ((64, 64, 0), 1),
+        ((0, 64, 64), 1),
     ],
 )
 def test_products_with_few_tiles_are_sums_of_several(sizes, parts):
