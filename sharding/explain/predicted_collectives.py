@@ -1,7 +1,6 @@
 """Predicts the collectives of a completed program from the strategy of each op.
 
-A value that several uses need in the same spec is resharded once. Dead code is skipped. Loop invariants are resharded
-once, before the loop.
+A value that several uses need in one spec is resharded once, a loop invariant once before the loop. Dead code is out.
 """
 
 from __future__ import annotations
@@ -48,8 +47,10 @@ _SUMMING = {
 """Primitive -> what it does along a dim, for causes."""
 
 
-def communication(assignment: Assignment, *, name: str = "", known: ProgramCollectives | None = None) -> Ledger:
-    """Every collective of a completed program, except of ops left to XLA; those of one platform may be known."""
+def communication(
+    assignment: Assignment, *, name: str = "", known: ProgramCollectives | None = None, platform: Platform = "cpu"
+) -> Ledger:
+    """Every collective of a completed program, except of ops left to XLA, for a platform; those of one may be known."""
 
     @functools.cache
     def collectives(platform: Platform) -> tuple[Collective, ...]:
@@ -59,7 +60,7 @@ def communication(assignment: Assignment, *, name: str = "", known: ProgramColle
     find_cut = functools.cache(functools.partial(cut_searches, assignment))
     given = {"on_platform": collectives, "unknown": unknown_ops(assignment), "find_cut_searches": find_cut}
     given |= {"layers": assignment.graph.layers, "num_devices": math.prod(assignment.sizes.values())}
-    return Ledger(collectives("cpu"), name=name, host_copies=host_copies(assignment.as_run), **given)
+    return Ledger(collectives(platform), name=name, host_copies=host_copies(assignment.as_run), **given)
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,8 +210,7 @@ class ProgramCollectives:
         if v in self.times and have.axes != want.axes:
             what = f"annotation of {self.graph.label(target)}"
             advise = functools.partial(self.hints.result, target, have)
-            steps = self.chain(op, v, have, want)
-            times = times_moved(self.graph, op, v, self.platform)
+            steps, times = self.chain(op, v, have, want), times_moved(self.graph, op, v, self.platform)
             yield from (Transfer(c, v, True) for c in self.reshards(op, v, have, steps, times, what, advise))
 
     def rotated(self, op: Op) -> Iterator[Transfer]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import cached_property
 
 from ..cost import Topology
 from ..display.units import bytes_text, seconds_text
+from ..graph.garbage_collection import no_collection
 from ..hardware import Platform
-from ..memory import usage
+from ..memory import Usage, usage
 from ..propagation import Assignment
 from .memory_report import MemoryReport
 from .predicted_collectives import ProgramCollectives, communication
@@ -37,15 +39,8 @@ class Costs:
         return f"{time}sends {bytes_text(self.sent_bytes)}, peak memory {bytes_text(self.peak_bytes)}"
 
 
-def costs(
-    assignment: Assignment,
-    on: Topology | None,
-    *,
-    donated: Collection[int],
-    platform: Platform,
-    report: MemoryReport | None = None,
-) -> Costs:
-    """The costs of a completed program.
+class ProgramCosts:
+    """The costs of a completed program, each of which is found when it is asked for.
 
     Args:
         assignment: the completed program.
@@ -54,17 +49,72 @@ def costs(
         platform: whose compiler is modelled.
         report: its memory, if it is known.
     """
-    held = usage(assignment, donated, platform=platform) if report is None else report
-    known = ProgramCollectives(assignment, platform=platform if on is None else on.chip.platform)
-    collectives = communication(assignment, known=known)
-    return Costs(
-        seconds=0.0 if on is None else estimate(assignment, on, known=known).seconds,
-        sent_bytes=collectives.total_bytes,
-        wire_bytes=collectives.lowered(platform if on is None else on.chip).total_wire_bytes,
-        peak_bytes=held.peak_bytes,
-        argument_bytes=held.argument_bytes,
-        lost_bytes=lost_bytes(assignment),
-    )
+
+    def __init__(
+        self,
+        assignment: Assignment,
+        on: Topology | None,
+        *,
+        donated: Collection[int],
+        platform: Platform,
+        report: MemoryReport | None = None,
+    ):
+        self.assignment, self.on, self.donated = assignment, on, donated
+        self.platform: Platform = platform
+        self.report = report
+
+    def all(self) -> Costs:
+        """All of them."""
+        return Costs(
+            seconds=self.seconds,
+            sent_bytes=communication(self.assignment, known=self._collectives).total_bytes,
+            wire_bytes=self.wire_bytes,
+            peak_bytes=self.peak_bytes,
+            argument_bytes=self._memory.argument_bytes,
+            lost_bytes=lost_bytes(self.assignment),
+        )
+
+    def __str__(self) -> str:
+        return str(self.all())
+
+    @cached_property
+    def seconds(self) -> float:
+        """As in `Costs`."""
+        with no_collection():
+            return 0.0 if self.on is None else estimate(self.assignment, self.on, known=self._collectives).seconds
+
+    @cached_property
+    def wire_bytes(self) -> int:
+        """As in `Costs`."""
+        with no_collection():
+            known = self._collectives
+            ledger = communication(self.assignment, known=known, platform=known.platform)
+            return ledger.lowered(self.platform if self.on is None else self.on.chip).total_wire_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """As in `Costs`."""
+        return self._memory.peak_bytes
+
+    @cached_property
+    def _memory(self) -> MemoryReport | Usage:
+        return usage(self.assignment, self.donated, platform=self.platform) if self.report is None else self.report
+
+    @cached_property
+    def _collectives(self) -> ProgramCollectives:
+        return ProgramCollectives(self.assignment, platform=self.platform if self.on is None else self.on.chip.platform)
+
+
+def costs(
+    assignment: Assignment,
+    on: Topology | None,
+    *,
+    donated: Collection[int],
+    platform: Platform,
+    report: MemoryReport | None = None,
+) -> Costs:
+    """The costs of a completed program; the arguments are those of `ProgramCosts`."""
+    return ProgramCosts(assignment, on, donated=donated, platform=platform, report=report).all()
 
 
 def lost_bytes(assignment: Assignment) -> int:

@@ -85,6 +85,14 @@ class Places:
         return found
 
     @cached_property
+    def _on_lines(self) -> Mapping[tuple[str, int], list[int]]:
+        """File and line -> the values computed there, in program order."""
+        found: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
+        for v, place in self._places.items():
+            found[place.file, place.number].append(v)
+        return found
+
+    @cached_property
     def scopes(self) -> tuple[str, ...]:
         """All scopes with ops, in program order."""
         return tuple(dict.fromkeys(place.scope for place in self._places.values() if place.scope))
@@ -137,24 +145,24 @@ class Places:
 
     def _at(self, name: str) -> tuple[list[int], Callable[[Place], bool]]:
         """The values computed at a place, those of the forward pass if there are any, and whether others are there."""
-        test = self._test(name)
-        here = [v for v, place in self._places.items() if test(place)]
+        here, test = self._all_at(name)
         place, _, phase = name.rpartition("/")
         if not here and phase in _HIDDEN:
-            test = self._test(place)
-            return [v for v, place in self._places.items() if place.phase == phase and test(place)], test
+            here, test = self._all_at(place)
+            return [v for v in here if self._places[v].phase == phase], test
         forward = [v for v in here if self._places[v].phase == "forward"]
         return forward or here, test
 
-    def _test(self, name: str) -> Callable[[Place], bool]:
-        """Whether a place is at the line or in the module of that name."""
+    def _all_at(self, name: str) -> tuple[list[int], Callable[[Place], bool]]:
+        """The values computed at the line or in the module of that name, and whether others are."""
         found = _LINE.fullmatch(name)
         if found is not None:
             file, number = os.path.basename(found["file"]), int(found["number"])
-            return lambda place: place.file == file and place.number == number
+            here = self._on_lines.get((file, number), [])
+            return here, lambda place: place.file == file and place.number == number
         glob = Glob(name)
         inside = {one for one in self.scopes if any(map(glob.matches, _enclosing(one)))}
-        return lambda place: place.scope in inside
+        return [v for v, place in self._places.items() if place.scope in inside], lambda place: place.scope in inside
 
     def _results(self, values: Sequence[int], is_here: Callable[[Place], bool]) -> list[int]:
         """The values that are read elsewhere than where they are computed, or returned; all if none is."""

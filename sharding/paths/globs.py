@@ -32,7 +32,9 @@ class Glob:
 
     def among(self, paths: Iterable[str]) -> list[str]:
         """The paths that it matches, in their order."""
-        return [path for path in paths if self.matches(path)]
+        last = self.pattern.rpartition("/")[2]
+        text = "" if any(c in last for c in "*?[") else last  # that each of them contains
+        return [path for path in paths if text in path and self.matches(path)]
 
 
 @lru_cache(maxsize=1024)

@@ -22,7 +22,7 @@ from ..cost import Topology
 from ..display.units import bytes_text
 from ..errors import ShardingError
 from ..explain.memory_report import memory
-from ..explain.program_costs import Costs, costs
+from ..explain.program_costs import Costs, ProgramCosts
 from ..graph import Annotation
 from ..hardware import Devices, Platform
 from ..propagation import Assignment
@@ -66,7 +66,7 @@ class SearchOptions:
         """Seconds."""
         return self.deadline - time.monotonic()
 
-    def fits(self, found: Costs) -> bool:
+    def fits(self, found: Costs | ProgramCosts) -> bool:
         """Whether a program is within the memory limit."""
         return found.peak_bytes <= self.limit
 
@@ -157,10 +157,10 @@ class MeshSearch:
         )
 
     @property
-    def costs(self) -> Callable[[Assignment], Costs]:
+    def costs(self) -> Callable[[Assignment], ProgramCosts]:
         """The costs of the program with other shardings."""
         platform = self.options.devices.chip.platform
-        return partial(costs, on=self.on, donated=self.completion.donated_leaves, platform=platform)
+        return partial(ProgramCosts, on=self.on, donated=self.completion.donated_leaves, platform=platform)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,10 +175,10 @@ class MeshPlan:
     wanted: tuple[Spec | None, ...]
     assignment: Assignment
     """The program sharded as it wants, or as annotations make it."""
-    known_costs: Costs | None = None
+    known_costs: ProgramCosts | None = None
 
     @cached_property
-    def costs(self) -> Costs:
+    def costs(self) -> ProgramCosts:
         """Of this program."""
         return self.search.costs(self.assignment) if self.known_costs is None else self.known_costs
 
@@ -216,13 +216,13 @@ class MeshPlan:
             next_best: annotation -> what the next best spec would cost.
             rest: the plans for other meshes.
         """
-        completion, axes = self.search.completion, self.search.axes
+        completion, axes, costs = self.search.completion, self.search.axes, result.all_costs()
         graph = completion.assignment.graph
         version = self.search.version
         first = Candidate(
             axes=tuple(axes.items()),
             stages=version.stages,
-            costs=result.costs,
+            costs=costs,
             num_annotations=len(result.annotations),
         )
         return Plan(
@@ -234,7 +234,7 @@ class MeshPlan:
                 (graph.first_names.get(v, f"argument {k}"), to_partition_spec(result.assignment.boundary_spec(v)))
                 for k, v in enumerate(graph.inputs)
             ),
-            costs=result.costs,
+            costs=costs,
             memory_bytes=self.search.options.limit,
             algorithm=self.solution.algorithm,
             bound_seconds=self.solution.bound / MICRO,

@@ -6,6 +6,7 @@ the program costs what the plan does. Then the annotations that change nothing, 
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,12 +15,14 @@ from dataclasses import dataclass, field
 from jax.sharding import PartitionSpec as P
 
 from .. import paths
-from ..explain.program_costs import Costs
+from ..explain.program_costs import Costs, ProgramCosts, lost_bytes
 from ..graph import Annotation, Graph, Places
 from ..propagation import Assignment
 from ..propagation.added_annotation import named_annotations
-from ..spec import Spec, to_partition_spec
+from ..spec import Axis, Spec, to_partition_spec
 
+Fits = Callable[[Costs | ProgramCosts], bool]
+"""Whether costs are within the memory limit."""
 MAX_ROUNDS = 5
 """How often arrays are annotated that propagation still shards otherwise."""
 BYTES_EXPONENT = 0.2
@@ -34,7 +37,12 @@ class Annotated:
 
     annotations: Mapping[str, P]
     assignment: Assignment
-    costs: Costs
+    costs: ProgramCosts
+    """Of one that is sharded like this."""
+
+    def all_costs(self) -> Costs:
+        """All costs; the conflicts are those of these annotations."""
+        return dataclasses.replace(self.costs.all(), lost_bytes=lost_bytes(self.assignment))
 
 
 @dataclass(slots=True)
@@ -47,7 +55,7 @@ class AnnotationSearch:
     """What the plan wants of each value; None where it wants nothing."""
     alike: Callable[[int], int]
     """Value -> a number that equal values of several layers have in common."""
-    costed: Callable[[Assignment], Costs]
+    costed: Callable[[Assignment], ProgramCosts]
     kept: Mapping[str, P] = field(default_factory=dict)
     """Annotations that stay."""
     places: Places = field(init=False)
@@ -56,6 +64,8 @@ class AnnotationSearch:
     """The annotations of each name and spec so far."""
     found: dict[str, dict[str, int]] = field(default_factory=dict)
     """The values of each name so far."""
+    costs: dict[tuple, ProgramCosts] = field(default_factory=dict)
+    """Of each way in which the values were sharded so far."""
 
     def __post_init__(self) -> None:
         self.places = Places(self.graph)
@@ -65,7 +75,7 @@ class AnnotationSearch:
     def graph(self) -> Graph:
         return self.base.graph
 
-    def run(self, goal_seconds: float, fits: Callable[[Costs], bool], deadline: float) -> Annotated:
+    def run(self, goal_seconds: float, fits: Fits, deadline: float) -> Annotated:
         """The cheapest program found that fits, with few annotations.
 
         Args:
@@ -76,7 +86,7 @@ class AnnotationSearch:
         best = self.extended(dict(self.arguments(lambda v, wanted: any(wanted.axes))), goal_seconds, fits)
         return self.without_useless(self.without_idle(best), fits, deadline)
 
-    def extended(self, keys: Mapping[str, P], goal_seconds: float, fits: Callable[[Costs], bool]) -> Annotated:
+    def extended(self, keys: Mapping[str, P], goal_seconds: float, fits: Fits) -> Annotated:
         """The cheapest program found with some annotations and what is missing for it to be as the plan wants."""
         best = now = self.completed(keys)
         for _ in range(MAX_ROUNDS):
@@ -93,7 +103,10 @@ class AnnotationSearch:
         """The program with some annotations, and those that stay."""
         keys = {name: spec for name, spec in keys.items() if name not in self.kept} | dict(self.kept)
         assignment = self.with_annotations(keys)
-        return Annotated(annotations=keys, assignment=assignment, costs=self.costed(assignment))
+        shardings = _shardings(assignment)
+        if shardings not in self.costs:
+            self.costs[shardings] = self.costed(assignment)
+        return Annotated(annotations=keys, assignment=assignment, costs=self.costs[shardings])
 
     def with_annotations(self, keys: Mapping[str, P]) -> Assignment:
         found: dict[int, Annotation] = {}
@@ -162,7 +175,7 @@ class AnnotationSearch:
             return {place: spec}
         return {name: spec for name, v in names.items() if v in values}
 
-    def without_useless(self, best: Annotated, fits: Callable[[Costs], bool], deadline: float) -> Annotated:
+    def without_useless(self, best: Annotated, fits: Fits, deadline: float) -> Annotated:
         """The same without the annotations that save nothing, the last ones first."""
         units: defaultdict[tuple[str, P], list[str]] = defaultdict(list)
         for key, spec in self.free(best).items():
@@ -170,7 +183,7 @@ class AnnotationSearch:
         for keys in reversed(units.values()):
             if time.monotonic() < deadline and all(":" in key or self.is_exception(key, best) for key in keys):
                 fewer = self.completed({k: spec for k, spec in best.annotations.items() if k not in keys})
-                if score(fewer.costs) <= CLOSE * score(best.costs) and (fits(fewer.costs) or not fits(best.costs)):
+                if is_better(fewer.costs, best.costs, CLOSE) and (fits(fewer.costs) or not fits(best.costs)):
                     best = self.without_idle(fewer)
         return best
 
@@ -189,7 +202,7 @@ class AnnotationSearch:
         left = set(keys)
         fewer = {k: spec for k, spec in best.annotations.items() if k not in left}
         assignment = self.with_annotations(fewer)
-        if all(a.axes == b.axes for a, b in zip(assignment.specs, best.assignment.specs, strict=True)):
+        if _shardings(assignment) == _shardings(best.assignment):
             return Annotated(annotations=fewer, assignment=assignment, costs=best.costs)
         if len(keys) > 1:
             half = len(keys) // 2
@@ -198,16 +211,32 @@ class AnnotationSearch:
         return best
 
 
-def is_close(costs: Costs, goal_seconds: float) -> bool:
+def _shardings(assignment: Assignment) -> tuple[tuple[tuple[Axis, ...], ...], ...]:
+    """How each value is sharded, which determines what the program costs."""
+    return tuple(spec.axes for spec in assignment.specs)
+
+
+def is_close(costs: ProgramCosts, goal_seconds: float) -> bool:
     """Whether a program takes about the time that its plan wants."""
     return costs.seconds <= CLOSE * goal_seconds
 
 
-def rank(costs: Costs, fits: Callable[[Costs], bool]) -> tuple[int, float]:
+def rank(costs: Costs | ProgramCosts, fits: Fits) -> tuple[int, float]:
     """The order of plans: those that fit by their score, then the others by peak memory."""
     return (0, score(costs)) if fits(costs) else (1, costs.peak_bytes)
 
 
-def score(costs: Costs) -> float:
+def score(costs: Costs | ProgramCosts) -> float:
     """Seconds of a step, and a little of what it sends and holds: of plans about as fast the smaller one is better."""
-    return costs.seconds * (1 + costs.wire_bytes + costs.peak_bytes) ** BYTES_EXPONENT
+    return score_at(costs, costs.peak_bytes)
+
+
+def score_at(costs: Costs | ProgramCosts, peak_bytes: int) -> float:
+    """The score if the peak were this one, without the time that it takes to predict it."""
+    return costs.seconds * (1 + costs.wire_bytes + peak_bytes) ** BYTES_EXPONENT
+
+
+def is_better(costs: ProgramCosts, than: ProgramCosts, factor: float) -> bool:
+    """Whether the score is below another one's times a factor, also at the peak of the other one."""
+    limit = factor * score(than)
+    return score_at(costs, than.peak_bytes) < limit and score(costs) < limit

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from ..explain.program_costs import Costs
 from ..spec import to_partition_spec
 from .graph_problem import GraphProblem
 from .parallel_plan import NextBest
-from .plan_annotations import Annotated, AnnotationSearch, rank, score
+from .plan_annotations import Annotated, AnnotationSearch, Fits, is_better, score_at
 from .problem import FORBIDDEN
 
 ALTERNATIVES = 3
@@ -37,7 +36,7 @@ class Polish:
     of: GraphProblem
     choice: np.ndarray
     search: AnnotationSearch
-    fits: Callable[[Costs], bool]
+    fits: Fits
     deadline: float
     """Of `time.monotonic`."""
 
@@ -56,15 +55,20 @@ class Polish:
                 tried = self.tried(result, name)
                 if not tried:
                     continue
-                spec, changed = min(tried.items(), key=lambda pair: rank(pair[1].costs, self.fits))
-                if self.fits(changed.costs) and score(changed.costs) < (1 - LEAST_SAVED) * score(result.costs):
-                    found[name] = NextBest(spec=result.annotations[name], costs=result.costs)
+                spec, changed = self.best(tried, result)
+                if is_better(changed.costs, result.costs, 1 - LEAST_SAVED) and self.fits(changed.costs):
+                    found[name] = NextBest(spec=result.annotations[name], costs=result.all_costs())
                     result, fruitless = changed, 0
                 else:
-                    found[name] = NextBest(spec=spec, costs=changed.costs)
+                    found[name] = NextBest(spec=spec, costs=changed.all_costs())
         except KeyboardInterrupt:
             pass
         return result, found
+
+    def best(self, tried: Mapping[P, Annotated], present: Annotated) -> tuple[P, Annotated]:
+        """The first that fits by its score at the present peak; if none does, the first of all."""
+        ranked = sorted(tried.items(), key=lambda pair: score_at(pair[1].costs, present.costs.peak_bytes))
+        return next((pair for pair in ranked if self.fits(pair[1].costs)), ranked[0])
 
     def tried(self, result: Annotated, name: str) -> dict[P, Annotated]:
         """The programs with the specs that cost least beside the present one."""

@@ -278,7 +278,7 @@ class _Search:
             Candidate(
                 axes=tuple(one.search.axes.items()),
                 stages=one.search.version.stages,
-                costs=one.costs,
+                costs=one.costs.all(),
                 num_annotations=0,
             )
             for one in found
