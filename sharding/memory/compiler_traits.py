@@ -56,6 +56,10 @@ class CompilerTraits:
     """Whether all-reduces of which each device keeps a part are reduce-scatters."""
     merges_products: bool = False
     """Whether products that share an operand are slices of one."""
+    stores_tiles: bool = False
+    """Whether arrays are stored in tiles."""
+    gathers_alone: bool = False
+    """Whether no other op runs in the kernel of a gather of several rows."""
 
 
 TRAITS: Mapping[Platform, CompilerTraits] = {
@@ -69,7 +73,9 @@ TRAITS: Mapping[Platform, CompilerTraits] = {
         counts_bytes=False,
         schedule="breadth first",
     ),
-    "tpu": CompilerTraits(rounds_early=True, merges_sums=True, fuses_into_products=True),
+    "tpu": CompilerTraits(
+        rounds_early=True, merges_sums=True, fuses_into_products=True, stores_tiles=True, gathers_alone=True
+    ),
     "gpu": CompilerTraits(
         uses_cudnn=True,
         combines_all=True,

@@ -16,6 +16,7 @@ from .product_fusion import fuse_products
 from .product_merging import merge_products
 from .sum_merging import merge_sums
 from .sum_scattering import scatter_sums
+from .tile_layouts import pad_tiles
 
 HANDLERS: dict[str, Handler] = {
     "cond": control_flow_lowering.cond,
@@ -76,20 +77,25 @@ def lower(assignment: Assignment, traits: CompilerTraits) -> DeviceProgram:
     if traits.fuses_around_products:
         fuse_products(emitter.body)
     if traits.rounds_early:
-        keep_unrounded(emitter.body)
+        settle_rounding(emitter.body)
+    if traits.stores_tiles:
+        pad_tiles(emitter.body)
     kept = frozenset(x for x, is_used in zip(inputs, g.inputs_used, strict=True) if is_used)
     return DeviceProgram(emitter.body, tuple(inputs), kept, tuple(outputs))
 
 
-def keep_unrounded(body: Body) -> None:
-    """Stores 16-bit floats that are only read in float32 as they were before rounding."""
+def settle_rounding(body: Body) -> None:
+    """Stores 16-bit floats that are only read in float32 as they were before rounding, and once what is rounded for
+    products of many matrices, whose kernels compute no operands."""
     readers = users(body.instructions)
     for one in body.instructions:
         for inner in one.bodies:
-            keep_unrounded(inner)
+            settle_rounding(inner)
         wide = readers[one]
         is_computed = one.itemsize == 2 and one.fuses_operands and one not in body.results
         if is_computed and wide and all(x.name == "convert_element_type" and x.itemsize == 4 for x in wide):
             one.num_bytes *= 2
             for x in wide:
                 x.role = "bitcast"
+        if one.name == "convert_element_type" and one.itemsize == 2:
+            one.expensive = any(x.product is not None and x.product.batch > 1 for x in wide)

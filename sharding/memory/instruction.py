@@ -31,6 +31,8 @@ class Instruction:
     """Local shape."""
     num_bytes: int
     """Per device."""
+    padding: int = 0
+    """Bytes that tiles add to that."""
     elementwise: bool = False
     expensive: bool = False
     """Whether fusion must not duplicate it."""
@@ -63,6 +65,11 @@ class Instruction:
         """Whether only dims of size 1 move if its dims are ordered so."""
         large = [d for d in order if self.shape[d] > 1]
         return large == sorted(large)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes per device as it is stored."""
+        return self.num_bytes + self.padding
 
     @property
     def itemsize(self) -> int:

@@ -163,7 +163,7 @@ class _BufferAssignment:
             return
         is_argument = root.role == "argument"
         buffer = Buffer(
-            aligned(root.num_bytes),
+            aligned(root.stored_bytes),
             0 if is_argument else born,
             self.end if is_argument else dies,
             [(born, root)],
@@ -188,7 +188,7 @@ class _BufferAssignment:
         if not root.elementwise or root in self.not_temporary:
             return None
         scattered = read_otherwise(kernel)
-        alike = [x for x in kernel.operands if x.shape == root.shape and x.num_bytes == root.num_bytes]
+        alike = [x for x in kernel.operands if x.shape == root.shape and x.stored_bytes == root.stored_bytes]
         return next(filter(None, (self.freed_buffer(x, born) for x in alike if x not in scattered)), None)
 
     def operand_in_place(self, source: Instruction, element: int) -> int | None:

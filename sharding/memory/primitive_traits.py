@@ -5,6 +5,7 @@ After XLA:CPU's fusion pass (openxla/xla, `service/cpu/cpu_instruction_fusion.cc
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -60,6 +61,13 @@ def masks_rows(eqn: Any) -> bool:
     return eqn.primitive.name == "gather" and eqn.params["mode"] == jax.lax.GatherScatterMode.FILL_OR_DROP
 
 
+def gathers_rows(eqn: Any) -> bool:
+    """Whether an equation is a gather at several indices; at one it is a slice."""
+    if eqn.primitive.name != "gather":
+        return False
+    return math.prod(eqn.outvars[0].aval.shape) > math.prod(eqn.params["slice_sizes"])
+
+
 CONVERSIONS = frozenset({"bitcast_convert_type", "convert_element_type"})
 
 
@@ -88,5 +96,5 @@ def is_expensive(name: str, eqn: Any, traits: CompilerTraits) -> bool:
     """Whether a compiler does not duplicate it into several consumers."""
     if name == "convert_element_type":
         rounds = str(eqn.outvars[0].aval.dtype) == "bfloat16" and str(eqn.invars[0].aval.dtype) == "float32"
-        return (traits.widens_16_bits or traits.rounds_early) and rounds
+        return traits.widens_16_bits and rounds
     return name in traits.stored_once or name in REDUCTIONS

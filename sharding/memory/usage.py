@@ -32,12 +32,12 @@ class Usage:
     @cached_property
     def argument_bytes(self) -> int:
         """The arguments of the compiled program."""
-        return sum(x.num_bytes for x in self.program.kept)
+        return sum(x.stored_bytes for x in self.program.kept)
 
     @cached_property
     def result_bytes(self) -> int:
         """Results that do not alias an argument, and the table of pointers."""
-        own = sum(x.num_bytes for k, x in enumerate(self.program.outputs) if k not in self.aliases)
+        own = sum(x.stored_bytes for k, x in enumerate(self.program.outputs) if k not in self.aliases)
         return own + (POINTER_BYTES * len(self.program.outputs) if len(self.program.outputs) > 1 else 0)
 
     @cached_property

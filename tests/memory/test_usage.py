@@ -139,9 +139,9 @@ def test_arguments_and_results_in_the_hosts_memory_take_none_of_the_device(platf
                 lambda x, y: jnp.sin(x) + jax.device_put(y, jax.memory.Space.Device), in_shardings=(P("data"), there)
             )
             found = usage(
-                step.complete(*[jax.ShapeDtypeStruct((8, 64), jnp.float32)] * 2).assignment, platform=platform
+                step.complete(*[jax.ShapeDtypeStruct((64, 128), jnp.float32)] * 2).assignment, platform=platform
             )
         return found.argument_bytes
 
-    assert taken("device") == 2 * 64 * 4
-    assert taken("pinned_host") == 64 * 4
+    assert taken("device") == 2 * 8 * 128 * 4
+    assert taken("pinned_host") == 8 * 128 * 4

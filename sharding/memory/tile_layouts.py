@@ -1,0 +1,253 @@
+"""What XLA:TPU's tiles add to arrays.
+
+The two minor dims of an array are stored in tiles, of 8 by 128 elements if they are as large, and padded to whole ones.
+The compiler orders dims so that this adds least, unless an op needs some to be minor: a product of many matrices needs
+theirs, a convolution batch and features, a gather or scatter those of rows, a decomposition its matrices'. What is
+computed from that element by element is stored alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import jax
+
+from ..rewrite.bfloat16_propagation import PRODUCTS
+from .instruction import Body, Instruction, users
+
+LANES = 128
+SUBLANES = 8
+LINE = SUBLANES * LANES
+"""Most elements of a tile of an array of one dim."""
+MATRICES = frozenset("cholesky eigh householder_product lu qr svd triangular_solve tridiagonal_solve".split())
+"""Primitives that a library runs on matrices in row-major order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Minor:
+    """Which dims of an array may be minor: one stored along the lanes of tiles, another along their sublanes."""
+
+    lanes: frozenset[int]
+    sublanes: frozenset[int]
+
+
+Carried = Mapping[Instruction, Mapping[int, Minor]]
+"""Loop -> the number of an operand that it carries -> its dims that must be minor."""
+
+
+def pad_tiles(body: Body) -> None:
+    """Sets what tiles add to each array of a program.
+
+    Its arguments and results are stored as takes least, and copied where an op needs more.
+    """
+    _pad(body)
+    minors = _minors(body, {one: _carried(one) for one in body.instructions if one.bodies})
+    for one in (*body.arguments, *body.results):
+        one.padding = padded_bytes(one.shape, one.itemsize) - one.num_bytes
+    for k, one in enumerate(body.results):
+        if one.role != "argument" and one in minors and _added(one, minors[one]) > one.padding:
+            made = body.results[k] = _copy(one, one.itemsize)
+            made.padding, one.padding = one.padding, _added(one, minors[one])
+            body.instructions.append(made)
+    readers = users(body.instructions)
+    for one in body.arguments:
+        if one in minors and _added(one, minors[one]) > one.padding:
+            reading = [x for x in readers[one] if any(True for _ in _needed(x, one, minors, {}))]
+            made = _copy(one, 2 if all(map(_rounds, reading)) else one.itemsize)
+            made.padding = padded_bytes(made.shape, made.itemsize, minors[one]) - made.num_bytes
+            body.instructions.insert(body.instructions.index(reading[0]), made)
+            for x in reading:
+                x.operands = [made if operand is one else operand for operand in x.operands]
+
+
+def _added(one: Instruction, minor: Minor) -> int:
+    return padded_bytes(one.shape, one.itemsize, minor) - one.num_bytes
+
+
+def _copy(x: Instruction, itemsize: int) -> Instruction:
+    itemsize = min(itemsize, x.itemsize)
+    return Instruction("copy", "unfusible", [x], x.shape, x.num_elements * itemsize, value=x.value, eqn=x.eqn)
+
+
+def _rounds(reader: Instruction) -> bool:
+    """Whether an op reads 32-bit floats as 16-bit ones."""
+    precision = reader.eqn.params.get("precision") if reader.name in PRODUCTS and reader.eqn is not None else ""
+    return precision is None or precision == (jax.lax.Precision.DEFAULT,) * 2
+
+
+def _pad(body: Body) -> None:
+    """Sets what tiles add to each array of a body and of those in it."""
+    minors = _minors(body, {one: _carried(one) for one in body.instructions if one.bodies})
+    for one in body.instructions:
+        one.padding = padded_bytes(one.shape, one.itemsize, minors.get(one)) - one.num_bytes
+
+
+def _carried(loop: Instruction) -> dict[int, Minor]:
+    """The number of an operand that a loop carries -> its dims that must be minor for what makes the next one."""
+    found: dict[int, Minor] = {}
+    for body in loop.bodies:
+        _pad(body)
+        own = ((at, _own_minor(body.results[k], {})) for at, k in loop.in_place)
+        found |= {at: minor for at, minor in own if minor is not None}
+    return found
+
+
+def padded_bytes(shape: tuple[int, ...], itemsize: int, minor: Minor | None = None) -> int:
+    """Bytes of an array in tiles, its dims ordered so that they are fewest.
+
+    Args:
+        shape: its shape.
+        itemsize: bytes per element.
+        minor: the dims that may be minor. Default: any.
+    """
+    num_bytes = math.prod(shape) * itemsize
+    if num_bytes == 0 or not shape:
+        return num_bytes
+    if len(shape) == 1:
+        return _up(shape[0], min(LINE, max(LANES, _power(shape[0])))) * itemsize
+    every = frozenset(range(len(shape)))
+    lanes, sublanes = (every, every) if minor is None else (minor.lanes or every, minor.sublanes or every)
+    least = max(1, 4 // itemsize)  # rows that share a register's 32 bits
+    ratios = [
+        _up(shape[a], LANES) / shape[a] * (_up(shape[b], min(SUBLANES, max(least, _power(shape[b])))) / shape[b])
+        for a in lanes
+        for b in sublanes
+        if a != b
+    ]
+    return round(num_bytes * min(ratios, default=1.0))
+
+
+def _minors(body: Body, carried: Carried) -> Mapping[Instruction, Minor]:
+    """The dims that must be minor, for arrays that some op constrains."""
+    found: dict[Instruction, Minor] = {}
+    for one in body.instructions:
+        own = _own_minor(one, carried)
+        if own is None and one.elementwise:
+            own = next((found[x] for x in one.operands if x in found and x.shape == one.shape), None)
+        if own is not None:
+            found[one] = own
+    readers = users(body.instructions)
+    for one in reversed(body.instructions):
+        needed = [need for x in readers[one] for need in _needed(x, one, found, carried)]
+        if one not in found and needed:
+            found[one] = needed[0]
+    return found
+
+
+def _needed(
+    reader: Instruction, x: Instruction, found: Mapping[Instruction, Minor], carried: Carried
+) -> Iterable[Minor]:
+    """The dims of an operand that must be minor for its reader."""
+    if reader.elementwise:
+        if reader in found and reader.shape == x.shape:
+            yield found[reader]
+        return
+    for number, operand in enumerate(reader.operands):
+        if operand is x:
+            own = carried[reader].get(number) if reader in carried else _operand_minor(reader, number)
+            yield from () if own is None else (own,)
+
+
+def _own_minor(one: Instruction, carried: Carried) -> Minor | None:
+    """The dims of its result that an op needs to be minor."""
+    name, shape = one.name, one.shape
+    if one.role == "tuple-element" and one.operands[0] in carried:
+        source = one.operands[0]
+        return next((carried[source].get(at) for at, k in source.in_place if k == one.element), None)
+    if name == "dot_general":
+        return _of_product(one, None)
+    if name == "conv_general_dilated":
+        return _of_convolution(one, None)
+    if name in MATRICES and len(shape) > 1:
+        return _row_major(shape)
+    if name == "gather" or name.startswith("scatter"):
+        return _of_rows(one, None)
+    return None
+
+
+def _operand_minor(reader: Instruction, number: int) -> Minor | None:
+    """The dims of an operand that an op needs to be minor."""
+    shape = reader.operands[number].shape
+    if reader.name == "dot_general":
+        return _of_product(reader, number)
+    if reader.name == "conv_general_dilated":
+        return _of_convolution(reader, number)
+    if reader.name in MATRICES:
+        return _row_major(shape) if len(shape) > 1 else None
+    if reader.name == "gather" or reader.name.startswith("scatter"):
+        return _of_rows(reader, number)
+    return None
+
+
+def _of_rows(one: Instruction, operand: int | None) -> Minor | None:
+    """The dims of rows that are gathered or scattered, in any order, of the result or of an operand.
+
+    If each row of a batch has indices of its own, the compiler is free.
+    """
+    eqn, shape = one.eqn, (one if operand is None else one.operands[operand]).shape
+    if eqn is None or not eqn.primitive.name.startswith(("gather", "scatter")):
+        return None
+    numbers, is_gather = eqn.params["dimension_numbers"], one.name == "gather"
+    ndim = (eqn.outvars[0] if operand is None else eqn.invars[operand]).aval.ndim
+    if len(one.operands) != len(eqn.invars) or len(shape) != ndim or numbers.operand_batching_dims:
+        return None
+    taken = numbers.collapsed_slice_dims if is_gather else numbers.inserted_window_dims
+    windows = {
+        0: [d for d in range(len(shape)) if d not in taken],
+        2: [] if is_gather else numbers.update_window_dims,
+        None: numbers.offset_dims if is_gather else [d for d in range(len(shape)) if d not in taken],
+    }
+    dims = frozenset(d for d in windows.get(operand, ()) if shape[d] > 1)
+    return Minor(dims, dims if len(dims) > 1 else frozenset(range(len(shape))) - dims) if dims else None
+
+
+def _row_major(shape: tuple[int, ...]) -> Minor:
+    """The last dim is along the lanes, the one before along the sublanes."""
+    return Minor(frozenset({len(shape) - 1}), frozenset({len(shape) - 2}))
+
+
+def _of_product(one: Instruction, operand: int | None) -> Minor | None:
+    """The dims of matrices that are multiplied, one by one, of the result or of an operand.
+
+    Products with vectors are reductions, for which the compiler is free.
+    """
+    if one.eqn is None or len(one.operands) != 2 or one.eqn.primitive.name != "dot_general":
+        return None
+    summed, batch = one.eqn.params["dimension_numbers"]
+    left, right = one.operands
+    ranks = (len(left.shape), len(right.shape))
+    if ranks != tuple(len(v.aval.shape) for v in one.eqn.invars) or not batch[0]:
+        return None
+    free = [
+        [d for d in range(ranks[k]) if d not in summed[k] and d not in batch[k] and one.operands[k].shape[d] > 1]
+        for k in (0, 1)
+    ]
+    if not all(free):
+        return None
+    count, own = (len(one.shape), batch[0]) if operand is None else (ranks[operand], batch[operand])
+    batched = range(len(own)) if operand is None else own
+    dims = frozenset(range(count)) - {*batched}
+    return Minor(dims, dims)
+
+
+def _of_convolution(one: Instruction, operand: int | None) -> Minor | None:
+    """The dims of a convolution's batch and features, or of a kernel's features, of the result or of an operand."""
+    if one.eqn is None or len(one.operands) != 2 or one.eqn.primitive.name != "conv_general_dilated":
+        return None
+    numbers = one.eqn.params["dimension_numbers"]
+    spec = numbers.out_spec if operand is None else (numbers.lhs_spec, numbers.rhs_spec)[operand]
+    if len(spec) != len(one.shape if operand is None else one.operands[operand].shape):
+        return None
+    dims = frozenset(spec[:2])
+    return Minor(dims, dims)
+
+
+def _power(size: int) -> int:
+    """The next power of two."""
+    return 1 << max(0, size - 1).bit_length()
+
+
+def _up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
