@@ -40,10 +40,9 @@ Carried = Mapping[Instruction, Mapping[int, Minor]]
 def pad_tiles(body: Body) -> None:
     """Sets what tiles add to each array of a program.
 
-    Its arguments and results are stored as takes least, and copied where an op needs more.
+    Its arguments and results are stored as takes least, and copied where products or what makes them need more.
     """
-    _pad(body)
-    minors = _minors(body, {one: _carried(one) for one in body.instructions if one.bodies})
+    minors = _pad(body)
     for one in (*body.arguments, *body.results):
         one.padding = padded_bytes(one.shape, one.itemsize) - one.num_bytes
     for k, one in enumerate(body.results):
@@ -53,35 +52,38 @@ def pad_tiles(body: Body) -> None:
             body.instructions.append(made)
     readers = users(body.instructions)
     for one in body.arguments:
-        if one in minors and _added(one, minors[one]) > one.padding:
-            reading = [x for x in readers[one] if any(True for _ in _needed(x, one, minors, {}))]
-            made = _copy(one, 2 if all(map(_rounds, reading)) else one.itemsize)
-            made.padding = padded_bytes(made.shape, made.itemsize, minors[one]) - made.num_bytes
-            body.instructions.insert(body.instructions.index(reading[0]), made)
-            for x in reading:
+        products = [x for x in readers.get(one, ()) if x.name in PRODUCTS]
+        if products and one in minors and _added(one, minors[one]) > one.padding:
+            made = _copy(one, 2 if all(map(_rounds, products)) else one.itemsize)
+            made.padding = _added(made, minors[one])
+            body.instructions.insert(body.instructions.index(products[0]), made)
+            for x in products:
                 x.operands = [made if operand is one else operand for operand in x.operands]
 
 
 def _added(one: Instruction, minor: Minor) -> int:
+    """Bytes that tiles add to an array with given minor dims."""
     return padded_bytes(one.shape, one.itemsize, minor) - one.num_bytes
 
 
 def _copy(x: Instruction, itemsize: int) -> Instruction:
+    """A copy of an array, possibly rounded."""
     itemsize = min(itemsize, x.itemsize)
     return Instruction("copy", "unfusible", [x], x.shape, x.num_elements * itemsize, value=x.value, eqn=x.eqn)
 
 
 def _rounds(reader: Instruction) -> bool:
-    """Whether an op reads 32-bit floats as 16-bit ones."""
-    precision = reader.eqn.params.get("precision") if reader.name in PRODUCTS and reader.eqn is not None else ""
+    """Whether a product reads 32-bit floats as 16-bit ones."""
+    precision = "" if reader.eqn is None else reader.eqn.params.get("precision", "")
     return precision is None or precision == (jax.lax.Precision.DEFAULT,) * 2
 
 
-def _pad(body: Body) -> None:
-    """Sets what tiles add to each array of a body and of those in it."""
+def _pad(body: Body) -> Mapping[Instruction, Minor]:
+    """Sets what tiles add to each array of a body and of those in it; returns the dims that must be minor."""
     minors = _minors(body, {one: _carried(one) for one in body.instructions if one.bodies})
     for one in body.instructions:
         one.padding = padded_bytes(one.shape, one.itemsize, minors.get(one)) - one.num_bytes
+    return minors
 
 
 def _carried(loop: Instruction) -> dict[int, Minor]:
