@@ -66,7 +66,7 @@ def chen(layer_bytes: Sequence[int], budget_bytes: int | None = None) -> Schedul
     return Schedule(name="chen", steps=chain.steps, actions=tuple(actions(segments(starts, chain.steps))), chain=chain)
 
 
-def _starts(ends: Sequence[int], budget: float) -> list[int]:
+def _starts(ends: Sequence[int], budget: int) -> list[int]:
     """The first layer of each segment, given the sums of sizes before each layer."""
     starts = [0]
     while (last := bisect_right(ends, ends[starts[-1]] + budget) - 1) < len(ends) - 2:
@@ -74,11 +74,11 @@ def _starts(ends: Sequence[int], budget: float) -> list[int]:
     return starts
 
 
-def _best_budget(ends: Sequence[int], layer_bytes: Sequence[int]) -> float:
+def _best_budget(ends: Sequence[int], layer_bytes: Sequence[int]) -> int:
     """The budget with the least bytes; between two that give other segments, nothing changes."""
-    middle = math.sqrt(ends[-1] * max(layer_bytes))
-    budget, found = middle / math.sqrt(2), []
-    while budget <= middle * math.sqrt(2):
+    square = ends[-1] * max(layer_bytes)
+    budget, found = math.isqrt(square // 2), []
+    while budget <= math.isqrt(2 * square):
         starts = _starts(ends, budget)
         bounds = [*starts, len(layer_bytes)]
         taken = [ends[b] - ends[a] for a, b in pairwise(bounds)]

@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import sharding
@@ -56,10 +56,10 @@ def test_given_budget_is_the_papers_walk(layer_bytes, budget):
 
 @settings(max_examples=60, deadline=None)
 @given(sizes)
+@example([1, 5, 6, 0])  # whose range begins at a sum of sizes
 def test_best_budget_of_the_papers_range(layer_bytes):
-    middle = math.sqrt(sum(layer_bytes) * max(layer_bytes))
-    low, high = middle / math.sqrt(2), middle * math.sqrt(2)
-    budgets = [low, *range(math.ceil(low), math.floor(high) + 1)]
+    square = sum(layer_bytes) * max(layer_bytes)
+    budgets = range(math.isqrt(square // 2), math.isqrt(2 * square) + 1)  # bytes are whole
     best = min(sum(walk(layer_bytes, budget)[1:]) for budget in budgets)
     found = starts(remat.chen(layer_bytes))
     stored = sum(layer_bytes[start - 1] for start in found[1:])

@@ -10,8 +10,8 @@ import pytest
 import sharding
 from sharding import P, zero
 
-LAYERS, FEATURES, HIDDEN = 25, 1600, 93_750
-"""7.5 billion parameters."""
+LAYERS, FEATURES, HIDDEN = 25, 24 * 64, 763 * 128
+"""7.5 billion parameters, whose shards are whole tiles."""
 DEVICES = 64
 
 
@@ -51,6 +51,6 @@ def after_the_backward(report):
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_model_states_of_seven_and_a_half_billion_parameters(stage):
     num_params = sum(math.prod(leaf.shape) for leaf in params().values())
-    assert num_params == 7.5e9
+    assert num_params == pytest.approx(7.5e9, rel=1e-3)
     found = after_the_backward(memory(stage))
     assert found == pytest.approx(zero.model_state_bytes(num_params, DEVICES, stage), rel=5e-3)
