@@ -58,8 +58,8 @@ class CompilerTraits:
     """Whether products that share an operand are slices of one."""
     stores_tiles: bool = False
     """Whether arrays are stored in tiles."""
-    gathers_alone: bool = False
-    """Whether no other op runs in the kernel of a gather of several rows."""
+    moves_alone: bool = False
+    """Whether no other op runs in the kernels of gathers of several rows and of pads between elements."""
 
 
 TRAITS: Mapping[Platform, CompilerTraits] = {
@@ -74,7 +74,7 @@ TRAITS: Mapping[Platform, CompilerTraits] = {
         schedule="breadth first",
     ),
     "tpu": CompilerTraits(
-        rounds_early=True, merges_sums=True, fuses_into_products=True, stores_tiles=True, gathers_alone=True
+        rounds_early=True, merges_sums=True, fuses_into_products=True, stores_tiles=True, moves_alone=True
     ),
     "gpu": CompilerTraits(
         uses_cudnn=True,

@@ -256,7 +256,7 @@ class Lowering:
                 emitter.emit(kind, "unfusible", [x] if x is not None else [], shape, itemsize, value=value, **facts)
                 for x, (shape, itemsize, value) in zip(operands, outputs, strict=False)
             ]
-        is_alone = traits.gathers_alone and primitive_traits.gathers_rows(eqn)
+        is_alone = traits.moves_alone and (primitive_traits.gathers_rows(eqn) or primitive_traits.dilates(eqn))
         is_fusible = primitive_traits.is_fusible(name) and not is_alone
         if len(outputs) != 1 and not is_fusible:
             results = emitter.emit(name, "unfusible", present, (0,), 1, eqn=eqn)

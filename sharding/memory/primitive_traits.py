@@ -68,6 +68,11 @@ def gathers_rows(eqn: Any) -> bool:
     return math.prod(eqn.outvars[0].aval.shape) > math.prod(eqn.params["slice_sizes"])
 
 
+def dilates(eqn: Any) -> bool:
+    """Whether an equation pads between elements, as an interleaving does."""
+    return eqn.primitive.name == "pad" and any(interior > 0 for _, _, interior in eqn.params["padding_config"])
+
+
 CONVERSIONS = frozenset({"bitcast_convert_type", "convert_element_type"})
 
 
