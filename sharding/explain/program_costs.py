@@ -10,7 +10,7 @@ from ..cost import Topology
 from ..display.units import bytes_text, seconds_text
 from ..graph.garbage_collection import no_collection
 from ..hardware import Platform
-from ..memory import Usage, usage
+from ..memory import usage
 from ..propagation import Assignment
 from .memory_report import MemoryReport
 from .predicted_collectives import ProgramCollectives, communication
@@ -65,44 +65,52 @@ class ProgramCosts:
 
     def all(self) -> Costs:
         """All of them."""
+        peak_bytes, argument_bytes = self._held
+        seconds, wire_bytes, sent_bytes = self._estimated
         return Costs(
-            seconds=self.seconds,
-            sent_bytes=communication(self.assignment, known=self._collectives).total_bytes,
-            wire_bytes=self.wire_bytes,
-            peak_bytes=self.peak_bytes,
-            argument_bytes=self._memory.argument_bytes,
+            seconds=seconds,
+            sent_bytes=communication(self.assignment).total_bytes if sent_bytes is None else sent_bytes,
+            wire_bytes=wire_bytes,
+            peak_bytes=peak_bytes,
+            argument_bytes=argument_bytes,
             lost_bytes=lost_bytes(self.assignment),
         )
 
     def __str__(self) -> str:
         return str(self.all())
 
-    @cached_property
+    @property
     def seconds(self) -> float:
         """As in `Costs`."""
-        with no_collection():
-            return 0.0 if self.on is None else estimate(self.assignment, self.on, known=self._collectives).seconds
+        return self._estimated[0]
 
-    @cached_property
+    @property
     def wire_bytes(self) -> int:
         """As in `Costs`."""
-        with no_collection():
-            known = self._collectives
-            ledger = communication(self.assignment, known=known, platform=known.platform)
-            return ledger.lowered(self.platform if self.on is None else self.on.chip).total_wire_bytes
+        return self._estimated[1]
 
     @property
     def peak_bytes(self) -> int:
         """As in `Costs`."""
-        return self._memory.peak_bytes
+        return self._held[0]
 
     @cached_property
-    def _memory(self) -> MemoryReport | Usage:
-        return usage(self.assignment, self.donated, platform=self.platform) if self.report is None else self.report
+    def _held(self) -> tuple[int, int]:
+        """Peak and arguments in bytes; what they are predicted from is large, and not kept."""
+        held = usage(self.assignment, self.donated, platform=self.platform) if self.report is None else self.report
+        return held.peak_bytes, held.argument_bytes
 
     @cached_property
-    def _collectives(self) -> ProgramCollectives:
-        return ProgramCollectives(self.assignment, platform=self.platform if self.on is None else self.on.chip.platform)
+    def _estimated(self) -> tuple[float, int, int | None]:
+        """Seconds, bytes on the wire, and those of the collectives as the program asks for them, if they are known."""
+        backend = self.platform if self.on is None else self.on.chip
+        platform = self.platform if self.on is None else self.on.chip.platform
+        with no_collection():
+            known = ProgramCollectives(self.assignment, platform=platform)
+            ledger = communication(self.assignment, known=known, platform=platform)
+            seconds = 0.0 if self.on is None else estimate(self.assignment, self.on, known=known).seconds
+            sent_bytes = ledger.total_bytes if platform == "cpu" else None
+            return seconds, ledger.lowered(backend).total_wire_bytes, sent_bytes
 
 
 def costs(

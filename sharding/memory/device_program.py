@@ -91,11 +91,11 @@ def settle_rounding(body: Body) -> None:
     for one in body.instructions:
         for inner in one.bodies:
             settle_rounding(inner)
-        wide = readers[one]
+        reading = readers[one]
         is_computed = one.itemsize == 2 and one.fuses_operands and one not in body.results
-        if is_computed and wide and all(x.name == "convert_element_type" and x.itemsize == 4 for x in wide):
+        if is_computed and reading and all(x.name == "convert_element_type" and x.itemsize == 4 for x in reading):
             one.num_bytes *= 2
-            for x in wide:
+            for x in reading:
                 x.role = "bitcast"
         if one.name == "convert_element_type" and one.itemsize == 2:
-            one.expensive = any(x.product is not None and x.product.batch > 1 for x in wide)
+            one.expensive = any(x.product is not None and x.product.batch > 1 for x in reading)

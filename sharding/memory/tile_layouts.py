@@ -12,9 +12,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-import jax
-
-from ..rewrite.bfloat16_propagation import PRODUCTS
+from ..rewrite.bfloat16_propagation import PRODUCTS, is_default
 from .instruction import Body, Instruction, users
 
 LANES = 128
@@ -72,10 +70,9 @@ def _copy(x: Instruction, itemsize: int) -> Instruction:
     return Instruction("copy", "unfusible", [x], x.shape, x.num_elements * itemsize, value=x.value, eqn=x.eqn)
 
 
-def _rounds(reader: Instruction) -> bool:
+def _rounds(product: Instruction) -> bool:
     """Whether a product reads 32-bit floats as 16-bit ones."""
-    precision = "" if reader.eqn is None else reader.eqn.params.get("precision", "")
-    return precision is None or precision == (jax.lax.Precision.DEFAULT,) * 2
+    return product.eqn is not None and is_default(product.eqn.params.get("precision"))
 
 
 def _pad(body: Body) -> Mapping[Instruction, Minor]:
@@ -148,39 +145,35 @@ def _needed(
         return
     for number, operand in enumerate(reader.operands):
         if operand is x:
-            own = carried[reader].get(number) if reader in carried else _operand_minor(reader, number)
+            own = carried[reader].get(number) if reader in carried else _minor(reader, number)
             yield from () if own is None else (own,)
 
 
 def _own_minor(one: Instruction, carried: Carried) -> Minor | None:
     """The dims of its result that an op needs to be minor."""
-    name, shape = one.name, one.shape
     if one.role == "tuple-element" and one.operands[0] in carried:
         source = one.operands[0]
         return next((carried[source].get(at) for at, k in source.in_place if k == one.element), None)
-    if name == "dot_general":
-        return _of_product(one, None)
-    if name == "conv_general_dilated":
-        return _of_convolution(one, None)
-    if name in MATRICES and len(shape) > 1:
-        return _row_major(shape)
-    if name == "gather" or name.startswith("scatter"):
-        return _of_rows(one, None)
-    return None
+    return _minor(one, None)
 
 
-def _operand_minor(reader: Instruction, number: int) -> Minor | None:
-    """The dims of an operand that an op needs to be minor."""
-    shape = reader.operands[number].shape
-    if reader.name == "dot_general":
-        return _of_product(reader, number)
-    if reader.name == "conv_general_dilated":
-        return _of_convolution(reader, number)
-    if reader.name in MATRICES:
+def _minor(one: Instruction, operand: int | None) -> Minor | None:
+    """The dims that an op needs to be minor, of its result or of an operand."""
+    if one.name == "dot_general":
+        return _of_product(one, operand)
+    if one.name == "conv_general_dilated":
+        return _of_convolution(one, operand)
+    if one.name in MATRICES:
+        shape = _array(one, operand).shape
         return _row_major(shape) if len(shape) > 1 else None
-    if reader.name == "gather" or reader.name.startswith("scatter"):
-        return _of_rows(reader, number)
+    if one.name == "gather" or one.name.startswith("scatter"):
+        return _of_rows(one, operand)
     return None
+
+
+def _array(one: Instruction, operand: int | None) -> Instruction:
+    """The result of an op, which is itself, or an operand."""
+    return one if operand is None else one.operands[operand]
 
 
 def _of_rows(one: Instruction, operand: int | None) -> Minor | None:
@@ -188,7 +181,7 @@ def _of_rows(one: Instruction, operand: int | None) -> Minor | None:
 
     If each row of a batch has indices of its own, the compiler is free.
     """
-    eqn, shape = one.eqn, (one if operand is None else one.operands[operand]).shape
+    eqn, shape = one.eqn, _array(one, operand).shape
     if eqn is None or not eqn.primitive.name.startswith(("gather", "scatter")):
         return None
     numbers, is_gather = eqn.params["dimension_numbers"], one.name == "gather"
@@ -240,7 +233,7 @@ def _of_convolution(one: Instruction, operand: int | None) -> Minor | None:
         return None
     numbers = one.eqn.params["dimension_numbers"]
     spec = numbers.out_spec if operand is None else (numbers.lhs_spec, numbers.rhs_spec)[operand]
-    if len(spec) != len(one.shape if operand is None else one.operands[operand].shape):
+    if len(spec) != len(_array(one, operand).shape):
         return None
     dims = frozenset(spec[:2])
     return Minor(dims, dims)

@@ -85,7 +85,7 @@ def narrow_reshards(
 def _rounds(graph: Graph, op: Op, k: int, rounded: Collection[int]) -> bool:
     """Whether an op reads its operand number `k` in bfloat16."""
     if op.name in PRODUCTS:
-        return _is_default(op.site[0].params.get("precision")) and not _is_of_vectors(graph, op)
+        return is_default(op.site[0].params.get("precision")) and not _is_of_vectors(graph, op)
     if op.name == "convert_element_type":
         return graph.dtype_names[op.results[0]] == "bfloat16" or op.results[0] in rounded
     first, end = FIRST_OPERANDS.get(op.name, (0, None))
@@ -106,7 +106,7 @@ def _is_of_vectors(graph: Graph, op: Op) -> bool:
     return free[0] == 1 and not (num_batch > 1 and num_summed >= MIN_SUMMED and free[1] >= MIN_FREE)
 
 
-def _is_default(precision: object) -> bool:
+def is_default(precision: object) -> bool:
     """Whether a product's precision is the platform's default."""
     given = precision if isinstance(precision, tuple) else (precision,)
     return all(one is None or getattr(one, "name", str(one)) == "DEFAULT" for one in given)
