@@ -90,8 +90,8 @@ class Options:
     json: Path | None = None
     """Output file of the figures."""
     compiled: Path | None = None
-    """Output file of an earlier run with the same compiler: its programs are predicted anew, and not compiled. Holds as
-    long as the library emits the same programs."""
+    """Output file of an earlier run with the same compiler, which may have been cut short: its programs are predicted
+    anew, and not compiled. Holds as long as the library emits the same programs."""
     fit: bool = False
     """Store the error of the predicted peaks with the platform's record, for reports and `fits`."""
 
@@ -312,9 +312,12 @@ def main(options: Options) -> None:
     """Prints a line per program, then the summary."""
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 64 if options.corpus else 8)
+    compared, known = list(cases(options)), known_programs(options)
+    name = None if options.compiler == "cpu" else options.compiler
+    num_devices = max(math.prod(dict(case.mesh).values()) for case in compared)
+    result_of = partial(measured, "prediction", options, num_devices=num_devices, platform_name=name)
     found: list[Program] = []
     failed: list[Row] = []
-    compared, known = list(cases(options)), known_programs(options)
     for case in compared:
         mesh = sizes_text(dict(case.mesh))
         label = f"{case.name}; {mesh}" + f"; {case.style}" * bool(case.style)
@@ -324,19 +327,17 @@ def main(options: Options) -> None:
             text = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
             failed.append({"name": case.name, "mesh": mesh, "style": case.style, "error": text})
             print(f"{label:60} failed: {text}", flush=True)
-            continue
-        found.append(p)
-        agree = "as predicted" if p.counts_agree and p.bytes_agree else "mispredicted"
-        print(f"{label:60} {agree:14} peak {p.peak_ratio:5.2f}  compiled in {p.compile_seconds:.0f} s", flush=True)
-    name = None if options.compiler == "cpu" else options.compiler
-    num_devices = max(math.prod(dict(case.mesh).values()) for case in compared)
-    result = measured("prediction", options, [*found, *failed], num_devices=num_devices, platform_name=name)
+        else:
+            found.append(p)
+            agree = "as predicted" if p.counts_agree and p.bytes_agree else "mispredicted"
+            print(f"{label:60} {agree:14} peak {p.peak_ratio:5.2f}  compiled in {p.compile_seconds:.0f} s", flush=True)
+        if options.json is not None:
+            result_of([*found, *failed]).save(options.json)  # hours of compiling: `--compiled` goes on from here
+    result = result_of([*found, *failed])
     print(summary(result) if found else "no program", result.where, sep="\n")
     if options.fit and found:
         store(fitted(found), options.compiler)
         print(f"{fitted(found)} written to {PEAK_ERRORS_FILE}")
-    if options.json is not None:
-        result.save(options.json)
 
 
 if __name__ == "__main__":
