@@ -29,6 +29,12 @@ COMMUTATIVE = frozenset({"add", "add_any", "and", "eq", "max", "min", "mul", "ne
 ZEROS_OF_ZEROS = frozenset({"broadcast_in_dim", "convert_element_type", "copy", "integer_pow", "reshape", "square"})
 """Primitives that make zeros of zeros; a power is at least one."""
 
+SUMS = frozenset(
+    "argmax argmin conv_general_dilated dot_general reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum "
+    "reduce_xor".split()
+)
+"""Primitives whose results are reduced among devices where dims are sharded."""
+
 MAX_DEPTH = 8
 """Of nested `jit`s, the levels that are numbered as part of each level around them: all of them would take a time that
 grows with the square of the depth."""
@@ -43,6 +49,8 @@ class ValueNumbers:
         self._forms: dict[int, tuple[Any, int | None]] = {}
         """Id of an equation -> the equation, which keeps the id valid, and the number of its form."""
         self._depth = 0
+        self.sums: set[int] = set()
+        """The numbers of sums that equations and their bodies computed, for callers to clear."""
 
     def of_atom(self, atom: Any) -> int:
         """The number of an argument or a literal."""
@@ -72,6 +80,8 @@ class ValueNumbers:
         if name in ("add", "add_any") and (term := self._only_term(eqn, operands)) is not None:
             return [term]
         found = [self._number((key, i)) for i in range(len(eqn.outvars))]
+        if name in SUMS:
+            self.sums.update(found)
         if name in ZEROS_OF_ZEROS and operands[0] in self._zeros and eqn.params.get("y", 1) > 0:
             self._zeros.update(found)
         return found

@@ -34,3 +34,30 @@ def inlined(jaxpr: Any, operands: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     names = dict(zip(body.invars, operands, strict=True))
     eqns = [compat.renamed(eqn, names) for eqn in body.eqns]
     return eqns, [v if compat.is_literal(v) else names[v] for v in body.outvars]
+
+
+def inlined_call(call: Any) -> list[Any]:
+    """The equations that a call runs; itself if it has effects or constants, or returns one of its operands."""
+    if call.effects or not compat.has_free_shardings(call):
+        return [call]
+    (_, _, jaxpr), *_ = compat.sub_jaxprs(call.params)
+    eqns, results = inlined(jaxpr, call.invars)
+    made = {v for eqn in eqns for v in eqn.outvars}
+    is_fresh = all(not compat.is_literal(v) and v in made for v in results) and len({*results}) == len(results)
+    if compat.constants(jaxpr) or not is_fresh:
+        return [call]
+    names = {v: out for v, out in zip(results, call.outvars, strict=True) if not compat.is_drop(out)}
+    return [
+        _called(eqn, call).replace(
+            invars=[v if compat.is_literal(v) else names.get(v, v) for v in eqn.invars],
+            outvars=[names.get(v, v) for v in eqn.outvars],
+        )
+        for eqn in eqns
+    ]
+
+
+def _called(eqn: Any, call: Any) -> Any:
+    """An equation of a call's body with the call's name stack, and its source line if it has none of its own."""
+    own, outer = eqn.source_info, call.source_info
+    traceback = own.traceback if compat.source_line(eqn) else outer.traceback
+    return eqn.replace(source_info=own.replace(name_stack=outer.name_stack + own.name_stack, traceback=traceback))

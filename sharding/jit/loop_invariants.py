@@ -19,7 +19,7 @@ from .. import compat
 from ..annotations.propagation_barrier import barrier_p
 from ..rules import CONSTANT_PRESERVING, ELEMENTWISE
 from .constant_folding import GIVEN_OPERANDS
-from .equations import inlined
+from .equations import inlined_call
 
 LOOPS = {"scan": "jaxpr", "while": "body_jaxpr"}
 """Loop -> the parameter with its body."""
@@ -76,7 +76,8 @@ def _with_inlined_calls(eqns: Sequence[Any], outside: Collection[Any]) -> list[A
     found: list[Any] = []
     for eqn in eqns:
         is_invariant = [compat.is_literal(v) or v in invariant for v in eqn.invars]
-        inner = _inlined(eqn) if any(is_invariant) and not all(is_invariant) else [eqn]
+        is_call = eqn.primitive.name in GIVEN_OPERANDS
+        inner = inlined_call(eqn) if is_call and any(is_invariant) and not all(is_invariant) else [eqn]
         if inner != [eqn]:
             inner = _with_inlined_calls(inner, invariant)
             found += inner if _moved(inner, invariant) else [eqn]
@@ -85,26 +86,6 @@ def _with_inlined_calls(eqns: Sequence[Any], outside: Collection[Any]) -> list[A
         if all(is_invariant) and _is_movable(eqn):
             invariant.update(eqn.outvars)
     return found
-
-
-def _inlined(call: Any) -> list[Any]:
-    """The equations that a call runs; itself if it is none, or returns one of its operands."""
-    if call.primitive.name not in GIVEN_OPERANDS or call.effects or not compat.has_free_shardings(call):
-        return [call]
-    (_, _, jaxpr), *_ = compat.sub_jaxprs(call.params)
-    eqns, results = inlined(jaxpr, call.invars)
-    made = {v for eqn in eqns for v in eqn.outvars}
-    is_fresh = all(not compat.is_literal(v) and v in made for v in results) and len({*results}) == len(results)
-    if compat.constants(jaxpr) or not is_fresh:
-        return [call]
-    names = {v: out for v, out in zip(results, call.outvars, strict=True) if not compat.is_drop(out)}
-    return [
-        eqn.replace(
-            invars=[v if compat.is_literal(v) else names.get(v, v) for v in eqn.invars],
-            outvars=[names.get(v, v) for v in eqn.outvars],
-        )
-        for eqn in eqns
-    ]
 
 
 def _moved(eqns: Sequence[Any], outside: Collection[Any]) -> dict[int, Any]:

@@ -1,15 +1,15 @@
 """Simplification of a traced program, before its shardings are inferred.
 
-Equal equations become one. XLA merges equal instructions too, but never equal collectives, since each has a channel of
-its own: a gradient norm that is computed once to clip and once to report is computed, and reduced, once. A `psum` over
-dims, which is what `vmap` makes of one over its axis, becomes the reduction that it is. A product of two flattened
-arrays (`vdot`) contracts their own dims: a flattened array cannot keep the sharding of its minor dims. A vmapped
-`while` is written as JAX lowers it: it runs while the condition of any example holds, and the others keep their values.
-Primitives of other packages become calls of their implementations, and gathers of whole arrays reshapes. A selection
-between a value and itself is that value, integers minus themselves are zeros, and an array of which a pad cuts off all
-elements is padding. A reshape in another order of dims becomes a transposition and a reshape, a platform-dependent
-conditional its platform's branch, a loop of one iteration what it computes, a transposed product the product in the
-other order, and a reduction of arrays side by side those of each.
+Equal equations become one, also inside of calls if they reduce something. XLA merges equal instructions too, but never
+equal collectives, since each has a channel of its own: a gradient norm that is computed once to clip and once to report
+is computed, and reduced, once. A `psum` over dims, which is what `vmap` makes of one over its axis, becomes the
+reduction that it is. A product of two flattened arrays (`vdot`) contracts their own dims: a flattened array cannot keep
+the sharding of its minor dims. A vmapped `while` is written as JAX lowers it: it runs while the condition of any
+example holds, and the others keep their values. Primitives of other packages become calls of their implementations, and
+gathers of whole arrays reshapes. A selection between a value and itself is that value, integers minus themselves are
+zeros, and an array of which a pad cuts off all elements is padding. A reshape in another order of dims becomes a
+transposition and a reshape, a platform-dependent conditional its platform's branch, a loop of one iteration what it
+computes, a transposed product the product in the other order, and a reduction of arrays side by side those of each.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from .known_indices import OF_EQUALS
 from .loop_invariants import hoist
 from .package_primitives import implementation
 from .reduced_parts import reduced_apart
+from .shared_sums import SharedSums
 from .single_iterations import same_as_p, unrolled
 from .transposed_products import turned
 
@@ -53,6 +54,7 @@ class _Simplifier:
     def __init__(self, platform: str) -> None:
         self.platform = platform
         self.values = ValueNumbers()
+        self.shared_sums = SharedSums(self.values)
         self.done: dict[tuple[int, tuple[int, ...]], tuple[Any, Any]] = {}
         """Id of a jaxpr and its equal inputs -> the jaxpr, which keeps the id valid, and its result."""
 
@@ -85,7 +87,7 @@ class _Simplifier:
 
         given = [
             new
-            for whole in source.eqns
+            for whole in self.shared_sums.inlined(source.eqns)
             for eqn in unrolled(whole)
             for one in _as_reductions(_with_one_condition(implementation(_branch_of_platform(eqn, self.platform))))
             for simpler in _transposed_first(one)

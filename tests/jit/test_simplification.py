@@ -118,7 +118,24 @@ def inside_of_a_call(x):
     return jnp.sum(x * x), jnp.sqrt(jnp.sum(jnp.square(x))), norm(x)
 
 
-@pytest.mark.parametrize("f", [squares, of_real_parts, swapped, inside_of_a_call])
+def partly_in_a_call(x):
+    shifted = jax.jit(lambda x: x - jnp.sum(x**2))
+    return jnp.sum(x * x), shifted(x)
+
+
+def partly_in_a_call_before(x):
+    return partly_in_a_call(x)[::-1]
+
+
+def in_two_calls(x):
+    shifted, scaled = jax.jit(lambda x: x - jnp.sum(x**2)), jax.jit(jax.jit(lambda x: x * jnp.sum(x**2)))
+    return scaled(x), shifted(x)
+
+
+IN_CALLS = [inside_of_a_call, partly_in_a_call, partly_in_a_call_before, in_two_calls]
+
+
+@pytest.mark.parametrize("f", [squares, of_real_parts, swapped, *IN_CALLS])
 def test_equal_values_are_computed_once(f):
     closed = jax.make_jaxpr(f)(X)
     simple = simplify(closed)
@@ -200,6 +217,19 @@ def test_a_norm_that_is_used_twice_is_reduced_once():
         completion = jitted.complete(shapes)
         compiled = sharding.cost.read_compiled(jitted.lower(shapes).compile())
     assert compiled.by_kind() == completion.communication().lowered("cpu").by_kind() == {"all-reduce": (6, 24)}
+
+
+def test_a_mean_is_reduced_once_with_the_deviations_around_it():
+    def normalized(x):
+        return (x - x.mean()) / (x.std() + 1e-6)
+
+    x = jax.ShapeDtypeStruct((64, 16), "float32")
+    with sharding.mesh(data=8):
+        jitted = sharding.jit(normalized, in_shardings=P("data"))
+        ledger = jitted.complete(x).communication()
+        compiled = sharding.cost.read_compiled(jitted.lower(x).compile())
+    assert compiled.by_kind() == ledger.lowered("cpu").by_kind() == {"all-reduce": (2, 8)}
+    assert all(c.source.startswith("test_simplification.py:") for c in ledger)
 
 
 def test_a_sum_over_a_vmapped_axis_is_reduced_over_its_mesh_axis():
