@@ -106,7 +106,7 @@ def rule_for(primitive: str, ins: Sequence[Shape], outs: Sequence[Shape], params
 ON_SHARDS = frozenset(
     """
     all_gather all_gather_invariant all_to_all dot_product_attention_bwd_wrapper dot_product_attention_fwd_wrapper
-    ffi_call kernel_call pallas_call reduce_scatter top_k
+    eigh ffi_call kernel_call lu pallas_call reduce_scatter svd top_k
     """.split()
 )
 """Primitives that XLA's partitioner runs on replicated arrays; those with a rule run on shards, in a `shard_map`."""
