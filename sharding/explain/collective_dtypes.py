@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
-from ..graph import Graph
+from ..graph import Graph, Op
 from ..hardware import Platform
-from ..rewrite.bfloat16_propagation import narrow_reshards, rounded_values
-from ..rewrite.op_strategy import OpStrategies
+from ..rewrite.bfloat16_propagation import narrow_reshards, rounded_values, rounds
+from ..rewrite.op_strategy import OperandSteps, OpStrategies
 from ..spec import Spec
 from ..xla.collective_lowering import is_slice_wide
 from .collective_ledger import Collective
@@ -18,11 +18,12 @@ from .widened_values import MOVED, narrow_dtypes, narrow_maxima
 class CollectiveDtypes:
     """XLA:TPU first rounds what is only read in bfloat16, but no reduce-scatter; XLA:GPU widens last."""
 
-    def __init__(self, graph: Graph, strategies: OpStrategies, platform: Platform):
+    def __init__(self, graph: Graph, strategies: OpStrategies, operand_steps: OperandSteps, platform: Platform):
         self._graph, self._is_tpu = graph, platform == "tpu"
         rounded = rounded_values(graph) if self._is_tpu else frozenset[int]()
         self._rounded = rounded | narrow_maxima(graph) if self._is_tpu else rounded
-        self._rounded_reshards = narrow_reshards(graph, strategies, rounded) if self._is_tpu else frozenset()
+        moved = narrow_reshards(graph, strategies, operand_steps, rounded) if self._is_tpu else frozenset()
+        self._rounded_reshards = moved
         self._widened = narrow_dtypes(graph) if platform == "gpu" else {}
         self._num_devices = math.prod(strategies.sizes.values())
 
@@ -32,6 +33,10 @@ class CollectiveDtypes:
             return sum_in_parts(collective, self._graph, v)
         is_fused = collective.kind == "reduce-scatter" and not is_slice_wide(collective.num_devices, self._num_devices)
         return in_bfloat16(collective) if v in self._rounded and not is_fused else collective
+
+    def of_operand(self, collective: Collective, op: Op) -> Collective:
+        """A collective that moves parts of an op's first operand for it, in the dtype in which it runs."""
+        return in_bfloat16(collective) if self._is_tpu and rounds(self._graph, op, 0, self._rounded) else collective
 
     def of_reshard(self, collective: Collective, v: int, spec: Spec) -> Collective:
         """A collective that moves a value to a spec, in the dtype in which it runs."""

@@ -95,7 +95,7 @@ class ProgramCollectives:
         self.resharded: set[tuple] = set()
         self.reduce_scattered = reduce_scattered(self.graph, self.specs, self.operand_steps, self.sizes)
         self.reassociation = self.reassociated(platform)
-        self.dtypes = CollectiveDtypes(self.graph, self.strategies, platform)
+        self.dtypes = CollectiveDtypes(self.graph, self.strategies, self.operand_steps, platform)
         self.exchanges = ShardExchanges(self.graph, self.specs, self.sizes, self.collective)
 
     @functools.cached_property
@@ -248,7 +248,7 @@ class ProgramCollectives:
                 for c in self.reshards(op, v, self.specs[v], steps, times, what, advise):
                     yield Transfer(c, v, True)
         for permute in self.exchanges.halos(op, (*operand_specs, *result_specs)):
-            yield Transfer(permute, op.operands[0], True)
+            yield Transfer(self.dtypes.of_operand(permute, op), op.operands[0], True)
         results = zip(op.results, strategy.result_specs, result_specs, strategy.result_steps, strict=True)
         for v, planned, spec, steps in results:
             if v not in self.live:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from ..graph import Graph, Op
 from ..hardware import Platform
 from ..memory.primitive_traits import masks_rows
+from ..rewrite.op_strategy import OperandSteps
 from ..rewrite.reshard import Step
 from ..rules import Rule
 from ..spec import Axis, Spec, local_shape, num_parts
@@ -30,7 +31,7 @@ def is_part_of_each(spec: Spec, axes: tuple[Axis, ...]) -> bool:
 def reduce_scattered(
     graph: Graph,
     specs: Sequence[Spec],
-    operand_steps: Callable[[Op], Iterable[tuple[int, Sequence[Step]]]],
+    operand_steps: OperandSteps,
     sizes: Mapping[str, int],
 ) -> dict[int, frozenset[Axis]]:
     """Value -> the axes over which it is sliced, if that is all that it is used for.

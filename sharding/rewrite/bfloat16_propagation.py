@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Collection
 
 from ..graph import Graph, Op
-from .op_strategy import OpStrategies
+from .op_strategy import OperandSteps, OpStrategies
 from .reshard import DimAxes
 
 PRODUCTS = frozenset({"conv_general_dilated", "dot_general"})
@@ -51,7 +51,7 @@ def _rounded_values(graph: Graph) -> set[int]:
             for op in reversed(graph.ops)
             if not found.isdisjoint(op.operands)
             for k, v in enumerate(op.operands)
-            if v in found and not _rounds(graph, op, k, found)
+            if v in found and not rounds(graph, op, k, found)
         }
         found -= wide
         changed = bool(wide)
@@ -59,30 +59,30 @@ def _rounded_values(graph: Graph) -> set[int]:
 
 
 def narrow_reshards(
-    graph: Graph, strategies: OpStrategies, rounded: Collection[int]
+    graph: Graph, strategies: OpStrategies, operand_steps: OperandSteps, rounded: Collection[int]
 ) -> Collection[tuple[int, DimAxes]]:
     """(value, axes) of each reshard step whose result is only read in bfloat16.
 
     Args:
         graph: the program.
         strategies: the strategies of its ops.
+        operand_steps: also those of edges of loops and branches.
         rounded: its values that are only read in bfloat16.
     """
     readers: defaultdict[tuple[int, DimAxes], list[bool]] = defaultdict(list)
     for op in graph.ops:
-        if op.rule is None or op.name == "edge":
+        if op.rule is None:
             continue
-        strategy = strategies.of(op)
-        for k, (v, steps) in enumerate(zip(op.operands, strategy.operand_steps, strict=True)):
+        for k, (v, steps) in enumerate(operand_steps(op)):
             for step in steps:
-                readers[v, step.spec.axes].append(_rounds(graph, op, k, rounded))
-        for v, steps in zip(op.results, strategy.result_steps, strict=True):
+                readers[v, step.spec.axes].append(rounds(graph, op, k, rounded))
+        for v, steps in zip(op.results, () if op.name == "edge" else strategies.of(op).result_steps, strict=False):
             for step in steps:
                 readers[v, step.spec.axes].append(v in rounded)
     return {key for key, found in readers.items() if all(found)}
 
 
-def _rounds(graph: Graph, op: Op, k: int, rounded: Collection[int]) -> bool:
+def rounds(graph: Graph, op: Op, k: int, rounded: Collection[int]) -> bool:
     """Whether an op reads its operand number `k` in bfloat16."""
     if op.name in PRODUCTS:
         return is_default(op.site[0].params.get("precision")) and not _is_of_vectors(graph, op)

@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from .. import cost
@@ -34,6 +34,9 @@ from .op_kind import (
 )
 from .reshard import Step, chain, chain_cost, local_bytes
 from .sliding_windows import WINDOWS
+
+OperandSteps = Callable[[Op], Iterable[tuple[int, Sequence[Step]]]]
+"""An op, or an edge of a loop or branch -> each operand that it reshards, and how."""
 
 BYTES_PER_MULTIPLY_ADD = 2**-12
 """Bytes that a link sends during one multiply-add of a matrix product on the device (90 GB/s, 460 TFLOP/s)."""

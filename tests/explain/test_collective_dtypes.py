@@ -51,6 +51,20 @@ def in_calls(x, w):
     return call(x, w), sharding.annotate(jnp.tanh(x @ w), P("data"))
 
 
+def convolved(x, w):
+    return jax.lax.conv_general_dilated(x, w, (1,), "SAME", dimension_numbers=("NHC", "HIO", "NHC"))
+
+
+def sliced(x, w):
+    y = jnp.sin(x)[:, 3:67]
+    return y @ w
+
+
+def sliced_and_kept(x, w):
+    y = jnp.sin(x)[:, 3:67]
+    return y @ w, y
+
+
 LOW_RANK = floats(16, 256, 2048), floats(2048, 64), floats(64, 512)
 SPECS = P(None, None, "data"), P("data"), P()
 PROGRAMS = {
@@ -67,6 +81,27 @@ PROGRAMS = {
         P("data"),
         SIZES,
         {"all-reduce": (1, 128 * 32 * 32 * 2)},
+    ),
+    "halos": (
+        convolved,
+        (floats(16, 256, 128), floats(5, 128, 128)),
+        (P(None, "data"), P()),
+        SIZES,
+        {"collective-permute": (2, 2 * 16 * 2 * 128 * 2)},
+    ),
+    "a slice": (
+        sliced,
+        (floats(256, 128), floats(64, 128)),
+        (P(None, "data"), P()),
+        SIZES,
+        {"all-gather": (1, 256 * 64 * 2), "collective-permute": (1, 256 * 29 * 2)},
+    ),
+    "a slice, kept": (
+        sliced_and_kept,
+        (floats(256, 128), floats(64, 128)),
+        (P(None, "data"), P()),
+        SIZES,
+        {"all-gather": (1, 256 * 64 * 2), "collective-permute": (1, 256 * 29 * 4)},
     ),
     "calls": (
         in_calls,
