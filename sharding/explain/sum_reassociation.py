@@ -184,15 +184,18 @@ def reassociate(
             left[source] = ()
 
     def reduced(
-        v: int, makers: Collection[str] = COMBINED["add"], through: Collection[str] = LOOKED_THROUGH[platform]
+        v: int,
+        makers: Collection[str] = COMBINED["add"],
+        through: Collection[str] = LOOKED_THROUGH[platform],
+        num_uses: int | None = 1,
     ) -> int | None:
-        """The value, reduced as one of some ops does, that is looked through to."""
-        while graph.num_uses[v] == 1:
+        """The value, reduced as one of some ops does and used so often, that is looked through to."""
+        while num_uses is None or graph.num_uses[v] == num_uses:
             op = graph.makers.get(v)
             if left.get(v):
                 return v if op is not None and op.name in makers and not _negates(graph, op) else None
             operand = None if op is None or moves(op) else _only_operand(graph, op, through)
-            if operand is None:
+            if operand is None or graph.num_uses[v] > 1:
                 return None
             v = operand
         return None
@@ -226,7 +229,7 @@ def reassociate(
             left[result] = common
 
     def updated_by(v: int) -> int | None:
-        return reduced(v, COMBINED["add"] | {CONVERT}, LOOKED_THROUGH[platform] | {CONVERT})
+        return reduced(v, COMBINED["add"] | {CONVERT}, LOOKED_THROUGH[platform] | {CONVERT}, num_uses=None)
 
     def is_sliced(v: int) -> bool:
         """Whether a device keeps a slice of what was all-reduced."""

@@ -6,6 +6,7 @@ After `WhileLoopAllReduceCodeMotion` of openxla/xla, which leaves reduce-scatter
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -52,21 +53,26 @@ def sums_behind_loops(
         is_sliced: whether each device keeps a slice of an all-reduced value.
         shard_bytes: bytes of a value on one device.
     """
-    found: dict[int, SumsBehindLoop] = {}
+    updates: defaultdict[int, list[tuple[int, bool]]] = defaultdict(list)
+    """Sum -> the results of the loop that it updates, and whether they are stacks."""
     for edge in graph.ops:
-        if edge.name != "edge" or not edge.site:
-            continue
-        (result,) = edge.results
-        for v, is_stacked in _only_updates(graph, edge, moves):
-            source = reduced(v)
-            last = () if source is None else _last_all_reduces(left[source])
-            if source is None or not last or is_sliced(source):
-                continue
-            stack_bytes = shard_bytes(result) * _summed_itemsize(graph, source) // graph.itemsize(result)
-            if not is_stacked or stack_bytes <= MOST_STACKED_BYTES:
+        if edge.name == "edge" and edge.site:
+            for v, is_stacked in _only_updates(graph, edge, moves):
+                if (source := reduced(v)) is not None and not is_sliced(source):
+                    updates[source].append((edge.results[0], is_stacked))
+    found: dict[int, SumsBehindLoop] = {}
+    for source, updated in updates.items():
+        last = _last_all_reduces(left[source])
+        bytes_of_stacks = [
+            shard_bytes(result) * _summed_itemsize(graph, source) // graph.itemsize(result)
+            for result, is_stacked in updated
+            if is_stacked
+        ]
+        if last and len(updated) == graph.num_uses[source] and max(bytes_of_stacks, default=0) <= MOST_STACKED_BYTES:
+            left[source] = left[source][: -len(last)]
+            for result, is_stacked in updated:
                 dtype = _dtype(graph, platform, source, result, is_stacked=is_stacked)
                 found[result] = SumsBehindLoop(last, dtype)
-                left[source] = left[source][: -len(last)]
     return found
 
 

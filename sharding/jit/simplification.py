@@ -102,6 +102,9 @@ class _Simplifier:
                 eqn, is_changed = product, True
             if eqn.primitive.name == "reshape" and len(eqn.outvars[0].aval.shape) == 1 and len(eqn.invars) == 1:
                 flattened[eqn.outvars[0]] = eqn.invars[0]
+            if _is_scalar_as_array(eqn):
+                as_array = partial(jax.lax.reshape, new_sizes=eqn.outvars[0].aval.shape)
+                eqn, is_changed = traced(eqn, as_array, eqn.invars, eqn.outvars), True
             if (value := _of_equals(eqn)) is not None:
                 like = partial(jnp.full_like, eqn.invars[0].aval, value, dtype=eqn.outvars[0].aval.dtype)
                 eqn, is_changed = traced(eqn, like, [], eqn.outvars), True
@@ -212,6 +215,13 @@ def _transposed_first(eqn: Any) -> list[Any]:
         return [eqn]
     transpose = traced(eqn, partial(jax.lax.transpose, permutation=eqn.params["dimensions"]), eqn.invars)
     return [transpose, eqn.replace(invars=transpose.outvars, params=eqn.params | {"dimensions": None})]
+
+
+def _is_scalar_as_array(eqn: Any) -> bool:
+    """Whether an equation makes an array of one element of a scalar, such as the gradient of a bias of one feature."""
+    if eqn.primitive.name != "broadcast_in_dim" or compat.is_literal(eqn.invars[0]) or eqn.invars[0].aval.shape:
+        return False
+    return eqn.outvars[0].aval.size == 1 and eqn.outvars[0].aval.ndim > 0
 
 
 def _of_equals(eqn: Any) -> int | None:

@@ -38,6 +38,40 @@ def added(f, dtype):
     return program
 
 
+def added_twice(f, dtype):
+    """Of two biases that are added alike, each has the same gradient."""
+
+    def program(xs, ys):
+        start = jnp.zeros(jax.eval_shape(f, xs[0], ys[0]).shape, dtype)
+
+        def add(carry, xy):
+            term = f(*xy).astype(dtype)
+            return (carry[0] + term, carry[1] + term), None
+
+        return jax.lax.scan(add, (start, start + 1), (xs, ys))[0]
+
+    return program
+
+
+def added_and_read(f, dtype):
+    """Each iteration reads the sum, too."""
+
+    def program(xs, ys):
+        start = jnp.zeros(jax.eval_shape(f, xs[0], ys[0]).shape, dtype)
+
+        def add(carry, xy):
+            term = f(*xy).astype(dtype)
+            return (carry[0] + term, jnp.sin(carry[1] + term)), None
+
+        return jax.lax.scan(add, (start, start + 1), (xs, ys))[0]
+
+    return program
+
+
+def of_all(x, y):
+    return (x * y).sum(keepdims=True).reshape(1)
+
+
 PROGRAMS = [
     (stacked, of_vectors, "bfloat16", "float32", 512, (1, 2 * 512 * 2)),
     (stacked, of_vectors, "float32", "bfloat16", 512, (1, 2 * 512 * 2)),
@@ -49,6 +83,10 @@ PROGRAMS = [
     (added, of_vectors, "float32", "bfloat16", 2048, (1, 2048 * 2)),
     (added, of_terms, "bfloat16", "bfloat16", 512, (1, 512 * 2)),
     (added, transposed, "float32", "float32", 64, (1, 16 * 32 * 4)),
+    (added, of_all, "float32", "float32", 64, (1, 4)),
+    (added_twice, of_terms, "float32", "float32", 512, (2, 2 * 512 * 4)),
+    (added_twice, of_vectors, "float32", "float32", 512, (2, 2 * 512 * 4)),
+    (added_and_read, of_terms, "float32", "float32", 512, (2, 2 * 512 * 4)),
 ]
 """How a loop of two iterations keeps the sums, the sums, the dtypes of the terms and the result, the size, and what is
 reduced on a TPU."""
