@@ -187,18 +187,19 @@ def reassociate(
         v: int,
         makers: Collection[str] = COMBINED["add"],
         through: Collection[str] = LOOKED_THROUGH[platform],
-        num_uses: int | None = 1,
+        *,
+        is_shared: bool = False,
     ) -> int | None:
-        """The value, reduced as one of some ops does and used so often, that is looked through to."""
-        while num_uses is None or graph.num_uses[v] == num_uses:
-            op = graph.makers.get(v)
+        """The value, reduced as one of some ops does, that is looked through to; others may read it if it is shared."""
+        while True:
+            op, is_read_once = graph.makers.get(v), graph.num_uses[v] == 1
             if left.get(v):
-                return v if op is not None and op.name in makers and not _negates(graph, op) else None
+                is_sum = op is not None and op.name in makers and not _negates(graph, op)
+                return v if is_sum and (is_shared or is_read_once) else None
             operand = None if op is None or moves(op) else _only_operand(graph, op, through)
-            if operand is None or graph.num_uses[v] > 1:
+            if operand is None or not is_read_once:
                 return None
             v = operand
-        return None
 
     def is_converted(v: int, source: int) -> bool:
         """Whether a value is more than the reduction's own result, possibly named."""
@@ -229,7 +230,7 @@ def reassociate(
             left[result] = common
 
     def updated_by(v: int) -> int | None:
-        return reduced(v, COMBINED["add"] | {CONVERT}, LOOKED_THROUGH[platform] | {CONVERT}, num_uses=None)
+        return reduced(v, COMBINED["add"] | {CONVERT}, LOOKED_THROUGH[platform] | {CONVERT}, is_shared=True)
 
     def is_sliced(v: int) -> bool:
         """Whether a device keeps a slice of what was all-reduced."""

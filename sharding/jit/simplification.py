@@ -218,10 +218,14 @@ def _transposed_first(eqn: Any) -> list[Any]:
 
 
 def _is_scalar_as_array(eqn: Any) -> bool:
-    """Whether an equation makes an array of one element of a scalar, such as the gradient of a bias of one feature."""
+    """Whether an equation makes an array of one element of a scalar, such as the gradient of a bias of one feature.
+
+    Not in the body of a `shard_map`, where nothing is inferred.
+    """
     if eqn.primitive.name != "broadcast_in_dim" or compat.is_literal(eqn.invars[0]) or eqn.invars[0].aval.shape:
         return False
-    return eqn.outvars[0].aval.size == 1 and eqn.outvars[0].aval.ndim > 0
+    aval = eqn.outvars[0].aval
+    return aval.size == 1 and aval.ndim > 0 and not aval.sharding.mesh.manual_axes
 
 
 def _of_equals(eqn: Any) -> int | None:
