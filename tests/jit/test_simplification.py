@@ -242,6 +242,16 @@ def test_a_sum_over_a_vmapped_axis_is_reduced_over_its_mesh_axis():
     assert compiled.by_kind() == completion.communication().lowered("cpu").by_kind()
 
 
+def test_a_scalar_of_each_device_becomes_an_array():
+    with sharding.mesh(data=8):
+
+        def sums(x):
+            return jax.shard_map(lambda x: jnp.sum(x)[None], in_specs=P("data"), out_specs=P("data"))(x)
+
+        found = sharding.jit(sums, in_shardings=P("data"))(np.ones((64, 4), np.float32))
+    np.testing.assert_array_equal(found, np.full(8, 32, np.float32))
+
+
 def test_a_vdot_leaves_its_arrays_sharded():
     def f(x, y):
         return jnp.vdot(x, y)
