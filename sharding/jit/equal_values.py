@@ -6,7 +6,7 @@ another form of a square, or with zeros added.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -63,6 +63,10 @@ class ValueNumbers:
             self._zeros.add(number)
         return number
 
+    def of_operand(self, atom: Any, numbers: Mapping[Any, int]) -> int:
+        """The number of an operand, given those of the values of its program."""
+        return numbers[atom] if not compat.is_literal(atom) and atom in numbers else self.of_atom(atom)
+
     def of_results(self, eqn: Any, operands: Sequence[int]) -> list[int]:
         """The numbers of an equation's results, given those of its operands."""
         if eqn.primitive.name in CALLS and not eqn.effects and compat.has_free_shardings(eqn):
@@ -108,14 +112,12 @@ class ValueNumbers:
         found = dict(zip(jaxpr.invars, operands, strict=True))
         found.update((v, self._number(id(const))) for v, const in zip(jaxpr.constvars, body.consts, strict=True))
 
-        def number(atom: Any) -> int:
-            return found[atom] if not compat.is_literal(atom) and atom in found else self.of_atom(atom)
-
         self._depth += 1
         for inner in jaxpr.eqns:
-            found.update(zip(inner.outvars, self.of_results(inner, [*map(number, inner.invars)]), strict=True))
+            operands = [self.of_operand(v, found) for v in inner.invars]
+            found.update(zip(inner.outvars, self.of_results(inner, operands), strict=True))
         self._depth -= 1
-        return [*map(number, jaxpr.outvars)]
+        return [self.of_operand(v, found) for v in jaxpr.outvars]
 
     def _form(self, eqn: Any) -> int | None:
         """The number of what equal equations have in common beside their operands; None for those never merged."""

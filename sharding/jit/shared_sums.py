@@ -41,11 +41,8 @@ class SharedSums:
         made: set[int] = set()
         makers: defaultdict[int, list[Any]] = defaultdict(list)
         for eqn in eqns:
-            operands = [
-                numbers[v] if not compat.is_literal(v) and v in numbers else self.values.of_atom(v) for v in eqn.invars
-            ]
             self.values.sums.clear()
-            results = self.values.of_results(eqn, operands)
+            results = self.values.of_results(eqn, [self.values.of_operand(v, numbers) for v in eqn.invars])
             if not made.issuperset(results):
                 for number in self.values.sums:
                     makers[number].append(eqn)

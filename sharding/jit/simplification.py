@@ -80,7 +80,7 @@ class _Simplifier:
         """Number -> the value that has it."""
 
         def number(atom: Any) -> int:
-            return numbers[atom] if not compat.is_literal(atom) and atom in numbers else self.values.of_atom(atom)
+            return self.values.of_operand(atom, numbers)
 
         def read(atom: Any) -> Any:
             return atom if compat.is_literal(atom) else same.get(atom, atom)

@@ -76,7 +76,9 @@ def narrow_reshards(
         for k, (v, steps) in enumerate(operand_steps(op)):
             for step in steps:
                 readers[v, step.spec.axes].append(rounds(graph, op, k, rounded))
-        for v, steps in zip(op.results, () if op.name == "edge" else strategies.of(op).result_steps, strict=False):
+        if op.name == "edge":
+            continue
+        for v, steps in zip(op.results, strategies.of(op).result_steps, strict=True):
             for step in steps:
                 readers[v, step.spec.axes].append(v in rounded)
     return {key for key, found in readers.items() if all(found)}

@@ -38,34 +38,25 @@ def added(f, dtype):
     return program
 
 
-def added_twice(f, dtype):
-    """Of two biases that are added alike, each has the same gradient."""
+def added_to_both(after):
+    """Adds to two carries, as gradients of two biases that are added are; something follows in the second."""
 
-    def program(xs, ys):
-        start = jnp.zeros(jax.eval_shape(f, xs[0], ys[0]).shape, dtype)
+    def keep(f, dtype):
+        def program(xs, ys):
+            start = jnp.zeros(jax.eval_shape(f, xs[0], ys[0]).shape, dtype)
 
-        def add(carry, xy):
-            term = f(*xy).astype(dtype)
-            return (carry[0] + term, carry[1] + term), None
+            def add(carry, xy):
+                term = f(*xy).astype(dtype)
+                return (carry[0] + term, after(carry[1] + term)), None
 
-        return jax.lax.scan(add, (start, start + 1), (xs, ys))[0]
+            return jax.lax.scan(add, (start, start + 1), (xs, ys))[0]
 
-    return program
+        return program
+
+    return keep
 
 
-def added_and_read(f, dtype):
-    """Each iteration reads the sum, too."""
-
-    def program(xs, ys):
-        start = jnp.zeros(jax.eval_shape(f, xs[0], ys[0]).shape, dtype)
-
-        def add(carry, xy):
-            term = f(*xy).astype(dtype)
-            return (carry[0] + term, jnp.sin(carry[1] + term)), None
-
-        return jax.lax.scan(add, (start, start + 1), (xs, ys))[0]
-
-    return program
+added_twice, added_and_read = added_to_both(lambda carry: carry), added_to_both(jnp.sin)
 
 
 def of_all(x, y):
