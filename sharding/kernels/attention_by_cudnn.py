@@ -32,6 +32,8 @@ def obstacle(q: Any, k: Any, _: Any, *, scores: Scores, segments: Any, return_st
         return "a window without keys after a query"
     if band.before is not None and q.shape[1] > k.shape[1]:
         return "a window with at most as many queries as keys"
+    if band.before is not None and _is_odd(q, k):
+        return "a window with even lengths"
     return ""
 
 
@@ -40,6 +42,22 @@ def attend(scores: Scores, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Arra
     compat.assume_cudnn()
     before, is_causal = scores.band.before, scores.band.after == 0
     window = None if before is None else (before, 0)
-    return jax.nn.dot_product_attention(
-        q, k, v, scale=scores.scale, is_causal=is_causal, local_window_size=window, implementation="cudnn"
+    num_queries, lengths = q.shape[1], None
+    if _is_odd(q, k):  # its gradient is of even lengths
+        lengths = jnp.full(q.shape[0], k.shape[1], jnp.int32)
+        q, k, v = (jnp.pad(x, ((0, 0), (0, x.shape[1] % 2), (0, 0), (0, 0))) for x in (q, k, v))
+    out = jax.nn.dot_product_attention(
+        q,
+        k,
+        v,
+        scale=scores.scale,
+        is_causal=is_causal,
+        key_value_seq_lengths=lengths,
+        local_window_size=window,
+        implementation="cudnn",
     )
+    return out[:, :num_queries]
+
+
+def _is_odd(q: Any, k: Any) -> bool:
+    return bool(q.shape[1] % 2 or k.shape[1] % 2)

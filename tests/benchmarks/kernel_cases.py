@@ -75,13 +75,13 @@ def _tokens(tokens: int, features: int, vocabulary: int) -> tuple[jax.Array, ...
     return normal(0, (tokens, features)), normal(1, (vocabulary, features)) / features**0.5, labels
 
 
-def _attention_peers() -> dict[str, Callable[..., Any]]:
+def _attention_peers(*, causal: bool = True) -> dict[str, Callable[..., Any]]:
     found: dict[str, Callable[..., Any]] = {
-        "jax.nn": lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True)
+        "jax.nn": lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=causal)
     }
     if importlib.util.find_spec("tokamax") is not None:
         tokamax = importlib.import_module("tokamax")
-        found["tokamax"] = lambda q, k, v: tokamax.dot_product_attention(q, k, v, is_causal=True)
+        found["tokamax"] = lambda q, k, v: tokamax.dot_product_attention(q, k, v, is_causal=causal)
     return found
 
 
@@ -107,6 +107,17 @@ CASES = [
         wrt=(0, 1, 2),
         flops=_causal_flops,
         peers=_attention_peers(),
+    ),
+    Case(
+        name="attention, ViT-B/16",
+        module="dot_product_attention",
+        call=kernels.attention,
+        make=_heads,
+        sizes=(128, 197, 12, 64),
+        tiny=(1, 127, 2, 64),
+        wrt=(0, 1, 2),
+        flops=lambda args: 2 * _causal_flops(args),
+        peers=_attention_peers(causal=False),
     ),
     Case(
         name="RMS norm",
