@@ -22,8 +22,12 @@ INDEPENDENT_OF_JAX = (
 )
 """Searches for plans, the supervision of processes, the commands of benchmarks, and what notebooks say."""
 
-QUICK_CASES, QUICK_KERNEL_CASES = 4, 2
-"""Of as many cases of a test, about one is quick: on the oldest JAX, and of interpreted kernels on newer ones."""
+QUICK_TESTS, QUICK_CASES = 2, 4
+"""On the oldest JAX: of as many tests of a file, and cases of a test, about one is quick."""
+QUICK_CASES_OF_ROOM = dict.fromkeys(("benchmarks", "kernels"), 3) | dict.fromkeys(
+    ("expert", "explain", "jit", "models", "pipeline", "remat", "rewrite", "sequence", "zero"), 2
+)
+"""On newer ones: of as many cases of a test in a room that compiles much, about one is quick."""
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
@@ -38,19 +42,21 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leaves some cases to the slow tests; on the oldest JAX, also all but a test of what hardly depends on JAX."""
+    """Leaves some tests and cases to the slow ones; on the oldest JAX, also all but a test of what hardly depends on
+    JAX. The first test of a file and the first case of a test stay quick."""
     is_oldest = jax.__version_info__ < (0, 11)
-    files, tests = set[str](), set[tuple[str, str]]()
+    files, tests = set[str](), dict[tuple[str, str], bool]()
     for item in items:
         path, name = item.path.relative_to(Path(__file__).parent).as_posix(), item.name.partition("[")[0]
-        is_late = is_oldest and path in files and path.startswith(INDEPENDENT_OF_JAX)
-        apart = QUICK_CASES if is_oldest else QUICK_KERNEL_CASES if path.startswith("kernels/") else 1
-        # By a hash of its parameters: cases in turn would be of one value of a parameter that varies first.
-        is_left_out = (path, name) in tests and zlib.crc32(item.name.encode()) % apart
-        if is_late or is_left_out:
+        if (path, name) in tests:  # by a hash: cases in turn would be of one value of a parameter that varies first
+            apart = QUICK_CASES if is_oldest else QUICK_CASES_OF_ROOM.get(path.partition("/")[0], 1)
+            is_left_out = tests[path, name] or zlib.crc32(item.name.encode()) % apart
+        else:
+            is_late = path.startswith(INDEPENDENT_OF_JAX) or zlib.crc32(name.encode()) % QUICK_TESTS
+            is_left_out = tests[path, name] = bool(is_oldest and path in files and is_late)
+        if is_left_out:
             item.add_marker(pytest.mark.slow)
         files.add(path)
-        tests.add((path, name))
 
 
 @pytest.fixture
