@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -30,6 +31,8 @@ Say = Callable[[str], None]
 """Called with one line per measurement."""
 
 
+POLYNOMIAL = 128
+"""Terms of the polynomial that measures elementwise arithmetic: enough that memory does not bound it."""
 MOST_STEPS = 10_000
 """Iterations of a measured loop beyond which it is not lengthened."""
 
@@ -41,9 +44,9 @@ class Effort:
     matmul_size: int = 512
     """Initial rows and columns of a matrix; doubled up to 16-fold until a product takes `least_seconds`."""
     copy_bytes: int = 16 << 20
-    """Per device; exceeds the caches."""
+    """Per device, exceeds the caches; quadrupled up to 256-fold until a copy takes `least_seconds`."""
     vector_elements: int = 1 << 16
-    """Per device; fits the caches."""
+    """Per device, fits the caches; quadrupled up to 1,024-fold until the arithmetic takes `least_seconds`."""
     message_bytes: tuple[int, ...] = (1 << 10, 1 << 14, 1 << 18, 1 << 22)
     """Of collectives, as `wire_bytes` counts them."""
     num_repeats: int = 5
@@ -51,7 +54,7 @@ class Effort:
     num_steps: int = 8
     """Initial extra iterations of a benchmark loop; quadrupled until they take long enough."""
     least_seconds: float = 2e-3
-    """Least time of the extra iterations."""
+    """Least time of the extra iterations, and of one on the largest arrays, beside which a launch is negligible."""
     least_calls: float = 3
     """The same, as a multiple of a call with one iteration."""
 
@@ -111,6 +114,8 @@ def calibrate(
         known,
         rates=rates,
         memory_bytes_per_second=_copy_bytes_per_second(m, effort, say),
+        matmul_share=1.0,
+        memory_share=1.0,
         op_seconds=_op_seconds(m, effort, say),
         shares_cores=False,
         collectives=tuple(_collectives(m, known, effort, say)),
@@ -165,30 +170,47 @@ def _rates(m: Mesh, known: Rates, effort: Effort, say: Say) -> Rates:
 
 
 def _matmul_flops_per_second(m: Mesh, dtype: Any, precision: str, effort: Effort) -> float:
-    size = effort.matmul_size
-    while True:
-        seconds = _step_seconds(m, lambda x: jnp.matmul(x, x, precision=precision), (size, size), dtype, effort)
-        if seconds >= effort.least_seconds or size >= 16 * effort.matmul_size:
-            return 2 * size**3 / seconds
-        size *= 2
+    def seconds(size: int) -> float:
+        return _step_seconds(m, lambda x: jnp.matmul(x, x, precision=precision), (size, size), dtype, effort)
+
+    return _rate(lambda size: 2 * size**3, seconds, effort.matmul_size, (2, 4), effort)
 
 
 def _vector_flops_per_second(m: Mesh, effort: Effort) -> float:
     def polynomial(x: jax.Array) -> jax.Array:
         value = x
-        for _ in range(32):  # one fused loop: a multiply and an add, 32 times
+        for _ in range(POLYNOMIAL):  # one fused loop of multiplies and adds
             value = value * x + 0.5
         return value
 
-    elements = effort.vector_elements
-    return 64 * elements / _step_seconds(m, polynomial, (elements,), jnp.float32, effort)
+    def seconds(elements: int) -> float:
+        return _step_seconds(m, polynomial, (elements,), jnp.float32, effort)
+
+    return _rate(lambda elements: 2 * POLYNOMIAL * elements, seconds, effort.vector_elements, (4, 5), effort)
 
 
 def _copy_bytes_per_second(m: Mesh, effort: Effort, say: Say) -> float:
-    elements = effort.copy_bytes // 4
-    rate = 2 * 4 * elements / _step_seconds(m, lambda x: x + 1.0, (elements,), jnp.float32, effort)
+    def seconds(num_bytes: int) -> float:
+        return _step_seconds(m, lambda x: x + 1.0, (num_bytes // 4,), jnp.float32, effort)
+
+    rate = _rate(lambda num_bytes: 2 * num_bytes, seconds, effort.copy_bytes, (4, 4), effort)
     say(f"memory                    {rate / 1e9:12,.1f} GB/s")
     return rate
+
+
+def _rate(
+    amount: Callable[[int], float],
+    seconds: Callable[[int], float],
+    size: int,
+    growth: tuple[int, int],
+    effort: Effort,
+) -> float:
+    """Amount per second, at a size that grows by a factor, some times at most, until a step takes long enough."""
+    factor, times = growth
+    most = factor**times * size
+    while (taken := seconds(size)) < effort.least_seconds and size < most:
+        size *= factor
+    return amount(size) / taken
 
 
 def _op_seconds(m: Mesh, effort: Effort, say: Say) -> float:
@@ -293,8 +315,8 @@ def _step_seconds(
         return jax.lax.fori_loop(0, num_steps, body, x)
 
     program = jax.jit(jax.shard_map(loop, mesh=m, in_specs=(all_axes, P()), out_specs=all_axes, check_vma=False))
-    global_shape = (m.size * shape[0], *shape[1:])
-    x = jax.device_put(np.full(global_shape, 0.5, jnp.dtype(dtype)), NamedSharding(m, all_axes))
+    make = partial(jax.random.uniform, shape=(m.size * shape[0], *shape[1:]), dtype=dtype, minval=0.25, maxval=0.75)
+    x = jax.jit(make, out_shardings=NamedSharding(m, all_axes))(jax.random.key(0))  # equal numbers multiply faster
     one = _fastest_seconds(program, x, 1, effort.num_repeats)
     num_steps = effort.num_steps
     while True:

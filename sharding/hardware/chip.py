@@ -107,6 +107,10 @@ class Chip:
     memory_bytes_per_second: float
     """Reads and writes together."""
     rates: Rates
+    matmul_share: float = 1.0
+    """Of the matmul rates that the products of train steps reach; 1 where it was not measured."""
+    memory_share: float = 1.0
+    """Of the memory bandwidth that copies reach; 1 where it was not measured."""
     link: Link
     """The interconnect within one torus (TPU) or one host (GPU, CPU)."""
     wire: Wire

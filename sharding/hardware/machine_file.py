@@ -68,6 +68,8 @@ def load(path: str | Path) -> Chip:
         known,
         rates=replace(known.rates, **table.get("rates", {})),
         **{name: table[name] for name in _NUMBERS if name in table},
+        **({"matmul_share": 1.0} if "rates" in table else {}),
+        **({"memory_share": 1.0} if "memory_bytes_per_second" in table else {}),
         shares_cores=False,  # measured per device while all of them run
         collectives=tuple(MeasuredCollective(**one) for one in table.get("collectives", ())),
     )

@@ -7,7 +7,7 @@ import pytest
 
 from sharding import hardware, mesh
 from sharding.cost import KINDS, QUICK, calibrate, collective_seconds, topology
-from sharding.cost.calibration import fitted
+from sharding.cost.calibration import Effort, _rate, fitted
 from sharding.errors import ShardingError
 
 
@@ -59,3 +59,25 @@ def test_fit_of_noisy_points_is_physical():
     start, rate = fitted([(1e3, 2e-5), (1e6, 1e-5)])  # the larger the faster
     assert start == 1e-5  # no message takes less
     assert 0 < rate < math.inf
+
+
+@pytest.mark.parametrize(("launch_seconds", "rate"), [(1e-5, 1e12), (1e-6, 1e9)], ids=str)
+def test_sizes_grow_until_a_launch_is_negligible(launch_seconds, rate):
+    asked = []
+
+    def seconds(size):
+        asked.append(size)
+        return launch_seconds + size / rate
+
+    found = _rate(float, seconds, 1 << 20, (4, 6), Effort())
+    assert found == pytest.approx(rate, rel=0.02)
+    assert asked == [(1 << 20) * 4**k for k in range(len(asked))]
+    assert len(asked) <= 7
+
+
+def test_a_calibrated_chip_reaches_what_was_measured(tmp_path):
+    known = hardware.chip("h100")
+    assert known.matmul_share < 1 > known.memory_share
+    hardware.save(known, tmp_path / "machine.json", how={})
+    found = hardware.load(tmp_path / "machine.json")
+    assert (found.matmul_share, found.memory_share) == (1, 1)
