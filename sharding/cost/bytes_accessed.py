@@ -80,8 +80,8 @@ def _written_scattered(operands: Arrays, results: Arrays, params: Params) -> flo
 
 RENAMES = frozenset(
     """
-    bitcast_convert_type from_edtype layout_constraint optimization_barrier pbroadcast pin preduced pvary random_clone
-    random_unwrap random_wrap reduced_vary_cast reshape reshard squeeze stop_gradient to_edtype unpin
+    bitcast_convert_type from_edtype layout_constraint name optimization_barrier pbroadcast pin preduced pvary
+    random_clone random_unwrap random_wrap reduced_vary_cast reshape reshard squeeze stop_gradient to_edtype unpin
     vary_unreduced_cast with_memory_space_constraint xla_metadata_value
     """.split()
 )

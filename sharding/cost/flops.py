@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 
+from ..rules.cudnn_attention import HEADS_FIRST
 from .bytes_accessed import SCATTERS, Array, Arrays, Count, Params, all_results, nothing
 
 
@@ -162,6 +163,20 @@ def _bits(operands: Arrays, results: Arrays, params: Params) -> float:
     return 50 * all_results(operands, results, params) / 4
 
 
+def _attention(num_matmuls: int) -> Count:
+    """cuDNN's attention: matmuls of all queries with all keys, half of them under a causal mask, or with a window."""
+
+    def count(operands: Arrays, results: Arrays, params: Params) -> float:
+        q, k = operands[0].shape, operands[1].shape
+        dims = (2, 1) if getattr(params["layout"], "value", params["layout"]) == HEADS_FIRST else (1, 2)
+        queries, keys, heads = q[dims[0]], k[dims[0]], q[dims[1]]
+        seen = keys / 2 if "CAUSAL" in str(getattr(params["mask_type"], "name", "")) else keys
+        seen = min(seen, params.get("sliding_window_length") or seen)
+        return 2 * num_matmuls * q[0] * heads * queries * seen * q[3]
+
+    return count
+
+
 TRANSCENDENTAL: Mapping[str, float] = {
     **dict.fromkeys(("div", "rem", "sqrt", "rsqrt", "cbrt", "integer_pow"), 4),
     **dict.fromkeys(("exp", "exp2", "expm1", "log", "log1p", "log2"), 10),
@@ -177,15 +192,23 @@ TRANSCENDENTAL: Mapping[str, float] = {
 MATMULS = frozenset(
     "dot_general conv_general_dilated ragged_dot_general scaled_matmul scaled_matmul_wrapper scaled_dot".split()
 )
+"""Matmuls and convolutions."""
+
+ATTENTION: Mapping[str, Count] = {
+    "dot_product_attention_fwd_wrapper": _attention(2),
+    "dot_product_attention_bwd_wrapper": _attention(5),
+}
+
+ON_MATRIX_UNIT = MATMULS | ATTENTION.keys()
 """Ops that run on the matrix unit."""
 
 DATA_MOVEMENT = frozenset(
     """
     all_gather all_gather_invariant all_gather_reduced all_to_all bitcast_convert_type broadcast_in_dim concatenate copy
     copy_p debug_callback debug_print device_put dynamic_slice dynamic_update_slice from_edtype gather iota
-    iota_2x32_shape layout_constraint lu_pivots_to_permutation optimization_barrier pad pbroadcast pin ppermute preduced
-    pvary ragged_all_to_all random_clone random_seed random_unwrap random_wrap real imag complex reduced_vary_cast
-    reshape reshard rev slice split squeeze stack stop_gradient tile to_edtype transpose unpin unstack
+    iota_2x32_shape layout_constraint lu_pivots_to_permutation name optimization_barrier pad pbroadcast pin ppermute
+    preduced pvary ragged_all_to_all random_clone random_seed random_unwrap random_wrap real imag complex
+    reduced_vary_cast reshape reshard rev slice split squeeze stack stop_gradient tile to_edtype transpose unpin unstack
     vary_unreduced_cast with_memory_space_constraint xla_metadata_value zeros_like
     """.split()
 )
@@ -208,6 +231,7 @@ FLOPS: Mapping[str, Count] = {
     **dict.fromkeys(SCATTERS, _scatter),
     **dict.fromkeys(_WINDOWS, _window),
     **dict.fromkeys(_RANDOM, _bits),
+    **ATTENTION,
     "cholesky": _matrix(lambda m, n: n**3 / 3),
     "cholesky_update": _matrix(lambda m, n: 6 * n * n),
     "conv_general_dilated": _conv,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ..hardware import Chip, Precision
 from ..rules.rule_table import ELEMENTWISE, MOVES
 from .bytes_accessed import READ, WRITTEN, Arrays, Params, all_operands, all_results
-from .flops import FLOPS, MATMULS, TRANSCENDENTAL, per_element
+from .flops import FLOPS, MATMULS, ON_MATRIX_UNIT, TRANSCENDENTAL, per_element
 from .kernel_work import KERNELS, Flops, kernel_flops
 
 LISTED = ELEMENTWISE | MOVES | FLOPS.keys()
@@ -57,30 +57,34 @@ def work(primitive: str, operands: Arrays, results: Arrays, params: Params) -> W
 def _flops(primitive: str, operands: Arrays, results: Arrays, params: Params) -> Flops:
     """FLOPs of an op without a body."""
     count = FLOPS.get(primitive, per_element(TRANSCENDENTAL.get(primitive, 1)))
-    dtype = str(operands[0].dtype) if primitive in MATMULS else None
+    dtype = str(operands[0].dtype) if primitive in ON_MATRIX_UNIT else None
     return Flops(count(operands, results, params), dtype)
 
 
 def op_seconds(done: Work, chip: Chip) -> float:
     """Seconds of an op on a device: the longer of compute and memory access, plus the chip's overhead per op.
 
-    The roofline model (Williams, Waterman and Patterson, CACM 2009) at peak rates: a lower bound unless the chip is
-    calibrated.
+    The roofline model (Williams, Waterman and Patterson, CACM 2009) at the rates that programs reach, where the chip's
+    record has them or it is calibrated; else at peak rates, a lower bound.
     """
     if not done.flops and not done.num_bytes:
         return 0.0
-    return max(_compute_seconds(done, chip), done.num_bytes / chip.memory_bytes_per_second) + chip.op_seconds
+    return max(_compute_seconds(done, chip), _memory_seconds(done, chip)) + chip.op_seconds
 
 
 def is_compute_bound(done: Work, chip: Chip) -> bool:
     """Whether an op takes longer to compute than to read and write its arrays."""
-    return _compute_seconds(done, chip) >= done.num_bytes / chip.memory_bytes_per_second
+    return _compute_seconds(done, chip) >= _memory_seconds(done, chip)
 
 
 def _compute_seconds(done: Work, chip: Chip) -> float:
     if done.matmul_dtype is None:
         return done.flops / chip.rates.vector_flops_per_second
-    return done.flops / chip.rates.matmul_flops_per_second(done.matmul_dtype, done.precision)
+    return done.flops / (chip.matmul_share * chip.rates.matmul_flops_per_second(done.matmul_dtype, done.precision))
+
+
+def _memory_seconds(done: Work, chip: Chip) -> float:
+    return done.num_bytes / (chip.memory_share * chip.memory_bytes_per_second)
 
 
 def _precision(params: Params) -> Precision:

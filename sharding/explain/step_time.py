@@ -33,20 +33,16 @@ from ..cost import (
 from ..cost.op_time import is_compute_bound
 from ..display import Column, Table, Tabular
 from ..display.units import seconds_text
-from ..graph import Graph, Op
+from ..graph import Op
 from ..hardware import Chip, Platform
 from ..propagation import Assignment
 from ..rewrite.op_kind import op_kinds
-from ..rules.rule_table import ELEMENTWISE
 from ..spec import Spec, axis_name, local_shape, num_parts
 from .collective_ledger import Collective
+from .fused_ops import FUSED, NO_WORK, never_stored, read_by_siblings, slice_passes
 from .host_copies import HostCopy, host_copies_of
 from .predicted_collectives import ProgramCollectives
 
-FUSED = ELEMENTWISE | {"broadcast_in_dim", "iota", "reshape", "squeeze"}
-"""Ops that XLA fuses into their consumers."""
-NO_WORK = frozenset({"annotate", "barrier", "edge", "same", "scan xs", "scan ys", "shard_map"})
-"""Ops that only constrain shardings; a slice of a scan's stacked input is read where it is used."""
 EQUAL_WORK = FUSED | {"dot_general"}
 """Ops whose work follows from their rule and their arrays."""
 DEVICE, LINKS = "device", "links"
@@ -267,6 +263,8 @@ class _Tasks:
     def __init__(self, assignment: Assignment, on: Topology, program: ProgramCollectives):
         self.assignment, self.graph, self.on, self.program = assignment.as_run, assignment.graph, on, program
         self.fused = never_stored(self.graph)
+        self.read_before = {} if on.chip.platform == "cpu" else read_by_siblings(self.graph, self.fused)
+        self.passes = slice_passes(self.graph) if on.chip.platform == "gpu" else {}
         self.kinds, self.works = op_kinds(self.graph), dict[tuple, Work]()
         self.asynchronous = asynchronous(on.chip)
         self.ready: dict[int, tuple[str, ...]] = {}  # value -> the tasks that it depends on
@@ -343,6 +341,10 @@ class _Tasks:
 
     def work(self, op: Op) -> Work | None:
         """The work of one run of an op on one device, without what it reads or writes inside a fusion."""
+        if passes := self.passes.get(id(op)):
+            v = op.results[0] if op.name == "scan xs" else op.operands[0]
+            num_bytes = math.prod(self.local(v, self.assignment.specs[v]).shape) * self.graph.itemsize(v)
+            return Work(flops=0, read_bytes=passes * num_bytes, written_bytes=0)
         if op.name in NO_WORK or not op.site:
             return None
         values = (*op.operands, *op.results)
@@ -353,7 +355,8 @@ class _Tasks:
             specs = tuple(self.assignment.specs[v] for v in values)
         if op.rule is None or op.name not in EQUAL_WORK:
             return self.work_with(op, specs)
-        key = self.kinds[id(op)].number, op.name, *(spec.axes for spec in specs), *(v in self.fused for v in values)
+        kept = *(v in self.fused for v in values), *(v in self.read_before.get(id(op), ()) for v in op.operands)
+        key = self.kinds[id(op)].number, op.name, *(spec.axes for spec in specs), *kept
         if key not in self.works:
             self.works[key] = self.work_with(op, specs)
         return self.works[key]
@@ -367,8 +370,11 @@ class _Tasks:
         if op.name == "pallas_call":  # whose parameters are those of the whole grid
             axes = {axis for spec in specs for part in spec.axes for axis in part}
             done = dataclasses.replace(done, flops=done.flops / num_parts(axes, self.assignment.sizes))
+        elsewhere = self.fused | self.read_before.get(id(op), set())
         stored = sum(
-            math.prod(a.shape) * self.graph.itemsize(v) for v, a in zip(values, arrays, strict=True) if v in self.fused
+            math.prod(a.shape) * self.graph.itemsize(v)
+            for k, (v, a) in enumerate(zip(values, arrays, strict=True))
+            if v in (elsewhere if k < n else self.fused)
         )
         return dataclasses.replace(done, read_bytes=max(0.0, done.num_bytes - stored), written_bytes=0)
 
@@ -381,18 +387,3 @@ class _Tasks:
     def local(self, v: int, spec: Spec) -> jax.ShapeDtypeStruct:
         shape = local_shape(spec.axes, self.graph.shapes[v], self.assignment.sizes)
         return jax.ShapeDtypeStruct(shape, self.graph.dtypes[v])
-
-
-def never_stored(graph: Graph) -> set[int]:
-    """Values that are never stored, as XLA fuses their ops into the consumers."""
-    stored = {*graph.inputs, *graph.outputs}
-    for op in graph.ops:
-        if op.name not in FUSED:
-            stored.update(op.results)
-            if not _reduces(op):
-                stored.update(v for v in op.operands if v in graph.makers)
-    return set(range(len(graph.shapes))) - stored
-
-
-def _reduces(op: Op) -> bool:
-    return op.name.startswith("reduce_") or op.name == "annotate"

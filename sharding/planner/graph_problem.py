@@ -25,8 +25,8 @@ import numpy as np
 
 from .. import cost
 from ..cost import Topology
+from ..explain.fused_ops import NO_WORK, never_stored
 from ..explain.runs_moved import times_moved
-from ..explain.step_time import NO_WORK, never_stored
 from ..graph import Annotation, Graph, Op
 from ..hardware import Chip
 from ..propagation.dim_classes import major_factor

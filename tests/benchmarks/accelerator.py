@@ -33,7 +33,7 @@ import numpy as np
 from . import command_line, gpt2, kernels
 from .kernel_cases import CASES, Case
 from .ratios import Ratio, rounded
-from .result_file import FOLDER, Result, Row, device_name, measured
+from .result_file import FOLDER, Result, Row, device_name, load, measured
 
 TOLERANCE = 3e-2
 """Of bfloat16 results, relative to the largest value of the reference in float32."""
@@ -47,6 +47,8 @@ class Options:
     """Tiny sizes on a CPU, to see that the command works."""
     minutes: float = 8.0
     """After as many minutes no further part starts."""
+    only: tuple[str, ...] = ()
+    """Parts, by the start of their names; the file keeps its figures of the others."""
     steps: int = 30
     """Steps of `sharding train`."""
     json: Path | None = None
@@ -60,6 +62,8 @@ def main(options: Options) -> None:
         raise SystemExit("no GPU or TPU found: install one of the extras cuda13 and tpu on a machine that has one")
     begun, rows, failed = time.monotonic(), list[Row](), list[str]()
     for name, part in parts(options):
+        if options.only and not name.startswith(options.only):
+            continue
         if time.monotonic() - begun > 60 * options.minutes:
             print(f"left out, as {options.minutes:g} minutes are over: {name}")
             continue
@@ -80,7 +84,10 @@ def _save(rows: list[Row], options: Options) -> None:
     if options.json is not None or not options.smoke:
         name = re.sub(r"[^a-z0-9]+", "-", str(device_name()).lower()).strip("-")
         file = options.json or FOLDER / f"accelerator-{name}-jax-{jax.__version__}.json"
-        measured("accelerator", options, rows, num_devices=1).save(file)
+        found = {(row["kind"], row["name"]): row for row in rows}
+        if options.only and file.exists():
+            found = {(row["kind"], row["name"]): row for row in load(file).rows} | found
+        measured("accelerator", options, found.values(), num_devices=1).save(file)
 
 
 def summary(result: Result) -> str:

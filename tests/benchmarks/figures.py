@@ -36,6 +36,7 @@ from . import (
     saving,
     scale,
     step,
+    step_times,
 )
 from .result_file import FOLDER, Result
 
@@ -52,6 +53,7 @@ BENCHMARKS: dict[str, ModuleType] = {
     "propagation": propagation,
     "scale": scale,
     "accelerator": accelerator,
+    "step_times": step_times,
     "memory_budgets": memory_budgets,
     "planned_gpt3": planned_gpt3,
     "sampled_plans": sampled_plans,

@@ -113,7 +113,7 @@ def measured(
     )
 
 
-FILE_OPTIONS = "--json", "--compiled"
+FILE_OPTIONS = "--json", "--compiled", "--profile", "--calibration", "--measured"
 """Options of files, which are no part of what was measured."""
 
 

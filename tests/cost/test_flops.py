@@ -6,8 +6,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import sharding
+from sharding import compat, kernels
 from sharding.cost import work
-from sharding.cost.flops import DATA_MOVEMENT, FLOPS, REDUCTIONS, TRANSCENDENTAL
+from sharding.cost.flops import ATTENTION, DATA_MOVEMENT, FLOPS, REDUCTIONS, TRANSCENDENTAL
 
 
 def f32(*shape):
@@ -167,3 +169,31 @@ def test_a_ragged_product_multiplies_each_row_once(rows_first):
     each = 2 * rows * k * n
     assert counted(numbers(1 - dims, 1, dims, [0]), f32(*shape), f32(groups, k, n)) == each  # a matrix per group
     assert counted(numbers(dims, 0, dims, []), f32(*shape), f32(rows, n)) == each  # summed over the rows of a group
+
+
+@pytest.mark.parametrize(
+    ("causal", "window", "seen"), [(False, None, 512), (True, None, 256), (True, (63, 0), 64)], ids=str
+)
+def test_fused_attention_counts_its_products(causal, window, seen):
+    q = jax.ShapeDtypeStruct((2, 256, 4, 64), jnp.bfloat16)
+    k = jax.ShapeDtypeStruct((2, 512, 4, 64), jnp.bfloat16)
+
+    def attend(q, k, v):
+        return kernels.attention(q, k, v, causal=causal, window=window, implementation="cudnn")
+
+    def found(f, *args):
+        with sharding.mesh(a=1, devices="h100:1x1"):
+            return sum(_flops_inside(eqn) for eqn in jax.make_jaxpr(f)(*args).jaxpr.eqns)
+
+    product = 2 * 2 * 256 * 4 * 64 * seen
+    assert found(attend, q, k, k) == 2 * product
+    gradients = jax.grad(lambda q, k, v: attend(q, k, v).sum(), (0, 1, 2))
+    assert found(gradients, q, k, k) == (2 + 5) * product
+
+
+def _flops_inside(eqn):
+    if eqn.primitive.name in ATTENTION:
+        operands, results = ([v.aval for v in vs] for vs in (eqn.invars, eqn.outvars))
+        return work(eqn.primitive.name, operands, results, eqn.params).flops
+    bodies = [body for _, _, body in compat.sub_jaxprs(eqn.params)]
+    return sum(_flops_inside(one) for body in bodies for one in compat.open_jaxpr(body).eqns)

@@ -1,0 +1,73 @@
+"""What XLA fuses: arrays that are never stored, reads that a kernel makes once for several ops, slices that are copied.
+
+By the kinds of ops alone, in program order, which takes a pass over the program. The memory report has the kernels
+themselves (`memory/fusion.py`), of a program lowered for one platform.
+"""
+
+from __future__ import annotations
+
+from ..graph import Graph, Op
+from ..rules.rule_table import ELEMENTWISE
+
+FUSED = ELEMENTWISE | {"broadcast_in_dim", "iota", "reshape", "squeeze"}
+"""Ops that XLA fuses into their consumers."""
+NO_WORK = frozenset({"annotate", "barrier", "edge", "same", "scan xs", "scan ys", "shard_map"})
+"""Ops that only constrain shardings; for slices of what a scan stacks see `slice_passes`."""
+COPY, ZEROS = 2, 1
+"""Passes over a slice: a copy reads and writes it, zeros are written."""
+
+
+def never_stored(graph: Graph) -> set[int]:
+    """Values that are never stored, as XLA fuses their ops into the consumers."""
+    stored = {*graph.inputs, *graph.outputs}
+    for op in graph.ops:
+        if op.name not in FUSED:
+            stored.update(op.results)
+            if not _reduces(op):
+                stored.update(v for v in op.operands if v in graph.makers)
+    return set(range(len(graph.shapes))) - stored
+
+
+def read_by_siblings(graph: Graph, fused: set[int]) -> dict[int, set[int]]:
+    """Op, by id -> operands that it needn't read from memory, though they are stored.
+
+    XLA:GPU and XLA:TPU fuse elementwise ops that read the same arrays into one kernel with several results, such as
+    Adam's update. Counted as one are those without another kernel between them in program order.
+    """
+    found: dict[int, set[int]] = {}
+    known, times = set[int](), 1  # values that the kernel has in registers
+    for op in graph.ops:
+        if op.name in NO_WORK:
+            continue
+        if op.name not in FUSED or op.times != times:
+            known, times = set(), op.times
+        if op.name in FUSED:
+            if again := known.intersection(op.operands) - fused:
+                found[id(op)] = again
+            known.update(op.operands, op.results)
+    return found
+
+
+def slice_passes(graph: Graph) -> dict[int, int]:
+    """Op that takes a slice of what a scan stacks, or adds one, by id -> how often XLA:GPU reads or writes the slice.
+
+    Kernels of libraries don't read slices of a stack, so these are copied out of it; nor do they write them. Stacked
+    results begin as zeros.
+    """
+
+    def is_read_by_library(v: int) -> bool:
+        return any(op.name not in FUSED | NO_WORK for op in graph.users.get(v, ()))
+
+    found: dict[int, int] = {}
+    for op in graph.ops:
+        if op.name == "scan xs":
+            found[id(op)] = COPY * is_read_by_library(op.results[0])
+        elif op.name == "scan ys":
+            (v,) = op.operands
+            is_written = v in graph.makers and graph.makers[v].name in FUSED and not is_read_by_library(v)
+            found[id(op)] = ZEROS + COPY * (not is_written)
+    return found
+
+
+def _reduces(op: Op) -> bool:
+    return op.name.startswith("reduce_") or op.name == "annotate"
