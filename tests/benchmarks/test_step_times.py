@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from benchmarks import step_times
 
+from benchmarks import step_times
 from sharding import hardware
 
 
