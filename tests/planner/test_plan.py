@@ -21,7 +21,7 @@ DEVICES = "h100:1x8"
 FLAT = {"x": 8}
 MEGATRON = {"q": P(None, "x"), "k": P(None, "x"), "v": P(None, "x"), "w1": P(None, "x"), "o": P("x"), "w2": P("x")}
 FEW_TOKENS, MANY_TOKENS = (2048, 1, 128), (512, 64, 512)
-"""Features, sequences and their length. With 256 tokens plans shard the residuals, too: 6 % less memory, 0.5 % slower."""
+"""Features, sequences and their length. With 256 tokens residuals are sharded, too: 6 % less memory, 0.5 % slower."""
 SMALL = (32, 8, 16)
 
 
