@@ -6,7 +6,9 @@ themselves (`memory/fusion.py`), of a program lowered for one platform.
 
 from __future__ import annotations
 
+from ..cost.flops import MATMULS
 from ..graph import Graph, Op
+from ..hardware import Platform
 from ..rules.rule_table import ELEMENTWISE
 
 FUSED = ELEMENTWISE | {"broadcast_in_dim", "iota", "reshape", "squeeze"}
@@ -17,12 +19,17 @@ COPY, ZEROS = 2, 1
 """Passes over a slice: a copy reads and writes it, zeros are written."""
 
 
-def never_stored(graph: Graph) -> set[int]:
-    """Values that are never stored, as XLA fuses their ops into the consumers."""
+def never_stored(graph: Graph, platform: Platform) -> set[int]:
+    """Values that are never stored, as XLA fuses their ops into the consumers.
+
+    On GPUs and TPUs products round their results themselves, where only the rounded ones are read.
+    """
     stored = {*graph.inputs, *graph.outputs}
     for op in graph.ops:
         if op.name not in FUSED:
             stored.update(op.results)
+            if platform != "cpu" and _is_rounded(graph, op):
+                stored.difference_update({*op.results} - {*graph.outputs})
             if not _reduces(op):
                 stored.update(v for v in op.operands if v in graph.makers)
     return set(range(len(graph.shapes))) - stored
@@ -67,6 +74,15 @@ def slice_passes(graph: Graph) -> dict[int, int]:
             is_written = v in graph.makers and graph.makers[v].name in FUSED and not is_read_by_library(v)
             found[id(op)] = ZEROS + COPY * (not is_written)
     return found
+
+
+def _is_rounded(graph: Graph, op: Op) -> bool:
+    """Whether an op is a product of which only the result in a narrower dtype is read."""
+    users = graph.users.get(op.results[0], ()) if op.name in MATMULS else ()
+    return len(users) == 1 and all(
+        user.name == "convert_element_type" and graph.itemsize(user.results[0]) < graph.itemsize(op.results[0])
+        for user in users
+    )
 
 
 def _reduces(op: Op) -> bool:

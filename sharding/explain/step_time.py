@@ -262,7 +262,7 @@ class _Tasks:
 
     def __init__(self, assignment: Assignment, on: Topology, program: ProgramCollectives):
         self.assignment, self.graph, self.on, self.program = assignment.as_run, assignment.graph, on, program
-        self.fused = never_stored(self.graph)
+        self.fused = never_stored(self.graph, on.chip.platform)
         self.read_before = {} if on.chip.platform == "cpu" else read_by_siblings(self.graph, self.fused)
         self.passes = slice_passes(self.graph) if on.chip.platform == "gpu" else {}
         self.kinds, self.works = op_kinds(self.graph), dict[tuple, Work]()

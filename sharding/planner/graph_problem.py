@@ -182,7 +182,7 @@ class _Builder:
         self.times = ReshardTimes(self.on, self.price)
         self.positions = {id(op): k for k, op in enumerate(self.graph.ops)}
         self.inputs = set(self.graph.inputs)
-        self.stored_nowhere = never_stored(self.graph)
+        self.stored_nowhere = never_stored(self.graph, self.chip.platform)
         self.readers = Counter(
             self.read(op, a.value) for op in self.groups.ops for a in self.joined(op) if not a.is_result
         )

@@ -27,7 +27,7 @@ def memory_bytes(tmp_path):
     def found(fn, args, device):
         chip = dataclasses.replace(hardware.chip(device), op_seconds=1e-15)
         hardware.save(chip, tmp_path / "machine.json", how={})
-        with sharding.mesh(a=1, devices=f"{device}:1x1" if device == "h100" else f"{device}:1x1x1"):
+        with sharding.mesh(a=1, devices=f"{device}:1x1x1" if device == "v5p" else f"{device}:1x1"):
             estimate = sharding.jit(fn).complete(*args).estimate(str(tmp_path / "machine.json"))
         seconds = sum(p.seconds for p in estimate.parts if p.limit == "memory")
         return seconds * chip.memory_bytes_per_second
@@ -51,6 +51,15 @@ def test_what_is_read_again_after_another_kernel_counts_again(memory_bytes):
     one = 2 * 4096 * 4096
     found = memory_bytes(f, [x, w], "h100")
     assert found == pytest.approx(5 * one, rel=0.02)  # x, y written, y, x again, the second result
+
+
+@pytest.mark.parametrize(("device", "itemsize"), [("h100", 2), ("v5p", 2), ("cpu", 4 + 4 + 2)])
+def test_products_round_their_results(memory_bytes, device, itemsize):
+    def f(x, w):
+        return jnp.matmul(x, w, preferred_element_type=jnp.float32).astype(jnp.bfloat16)
+
+    x, w = jax.ShapeDtypeStruct((8192, 8), jnp.bfloat16), jax.ShapeDtypeStruct((8, 8192), jnp.bfloat16)
+    assert memory_bytes(f, [x, w], device) == pytest.approx(itemsize * 8192 * 8192, rel=0.01)
 
 
 def test_slices_that_products_read_are_copied_on_gpus(memory_bytes):
