@@ -78,7 +78,7 @@ def slice_passes(graph: Graph) -> dict[int, int]:
 
 def _is_rounded(graph: Graph, op: Op) -> bool:
     """Whether an op is a product of which only the result in a narrower dtype is read."""
-    users = graph.users.get(op.results[0], ()) if op.name in MATMULS else ()
+    users = [*graph.users.get(op.results[0], ())] if op.name in MATMULS else []
     if [user.name for user in users] != ["convert_element_type"]:
         return False
     return graph.itemsize(users[0].results[0]) < graph.itemsize(op.results[0])
