@@ -282,6 +282,8 @@ def run_alone(options: Options) -> None:
         jitted = sharding.jit(step.run, in_shardings=step.specs, donate_argnums=0)
         run = jitted.lower(*step.args).compile()
         if options.calibration is None:
+            for like in {_filling(*item) for item in jax.tree_util.tree_leaves_with_path(step.args)} - {None}:
+                _filled.lower(jax.random.key(0), *like).compile()
             return
         expected = predicted(jitted.complete(*step.args), options.calibration)
         facts = cost.read_compiled(run)
@@ -375,11 +377,18 @@ def random_like(tree: Any, seed: int) -> Any:
 
 
 def _random(path: Any, leaf: Any, seed: int) -> jax.Array:
-    shape, dtype = leaf.shape, leaf.dtype
-    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
-        return jax.random.split(jax.random.key(seed), shape) if shape else jax.random.key(seed)
+    key, like = jax.random.key(seed), _filling(path, leaf)
+    if like is not None:
+        return _filled(key, *like)
+    return jax.random.split(key, leaf.shape) if leaf.shape else key
+
+
+def _filling(path: Any, leaf: Any) -> tuple[tuple[int, ...], Any, bool] | None:
+    """Shape, dtype, and whether the numbers are positive; None for keys."""
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return None
     names = {key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)}
-    return _filled(jax.random.key(seed), shape, jnp.dtype(dtype), bool(names & POSITIVE))
+    return leaf.shape, jnp.dtype(leaf.dtype), bool(names & POSITIVE)
 
 
 @partial(jax.jit, static_argnums=(1, 2, 3))
