@@ -15,12 +15,11 @@ from support import quick_compile
 
 INDEPENDENT_OF_JAX = (
     "benchmarks/",
-    "launch/commands/test_plan_command.py",
-    "launch/hosts/",
+    "launch/",
     "planner/",
     "test_notebooks.py",
 )
-"""Searches for plans, the supervision of processes, the commands of benchmarks, and what notebooks say."""
+"""Searches for plans, runs and their supervision, the commands of benchmarks, and what notebooks say."""
 
 QUICK_TESTS, QUICK_CASES = 2, 4
 """On the oldest JAX: of as many tests of a file, and cases of a test, about one is quick."""

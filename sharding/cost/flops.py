@@ -206,9 +206,9 @@ DATA_MOVEMENT = frozenset(
     """
     all_gather all_gather_invariant all_gather_reduced all_to_all bitcast_convert_type broadcast_in_dim concatenate copy
     copy_p debug_callback debug_print device_put dynamic_slice dynamic_update_slice from_edtype gather iota
-    iota_2x32_shape layout_constraint lu_pivots_to_permutation name optimization_barrier pad pbroadcast pin ppermute
-    preduced pvary ragged_all_to_all random_clone random_seed random_unwrap random_wrap real imag complex
-    reduced_vary_cast reshape reshard rev slice split squeeze stack stop_gradient tile to_edtype transpose unpin unstack
+    iota_2x32_shape layout_constraint lu_pivots_to_permutation optimization_barrier pad pbroadcast pin ppermute preduced
+    pvary ragged_all_to_all random_clone random_seed random_unwrap random_wrap real imag complex reduced_vary_cast
+    reshape reshard rev slice split squeeze stack stop_gradient tile to_edtype transpose unpin unstack
     vary_unreduced_cast with_memory_space_constraint xla_metadata_value zeros_like
     """.split()
 )

@@ -87,7 +87,7 @@ def test_stacked_results_begin_as_zeros_on_gpus(memory_bytes):
     assert found["h100"] - found["v5p"] == pytest.approx(stack, rel=0.01)
 
 
-def test_a_checkpoint_name_is_no_work():
+def test_a_checkpoint_name_accesses_no_memory():
     def f(x, named):
         y = jnp.sin(x) @ x
         y = checkpoint_name(y, "y") if named else y
@@ -96,4 +96,4 @@ def test_a_checkpoint_name_is_no_work():
     x = jax.ShapeDtypeStruct((512, 512), jnp.bfloat16)
     with sharding.mesh(a=1, devices="h100:1x1"):
         named, plain = (sharding.jit(lambda x, n=n: f(x, n)).complete(x).estimate().seconds for n in (True, False))
-    assert named == plain
+    assert named == pytest.approx(plain, rel=1e-3)

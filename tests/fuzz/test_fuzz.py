@@ -44,7 +44,7 @@ def test_programs(first):
 
 
 @settings(
-    max_examples=20,
+    max_examples=12,
     derandomize=True,
     deadline=None,
     database=None,

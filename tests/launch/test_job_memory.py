@@ -155,6 +155,7 @@ def test_the_page_has_the_phases(capsys, tmp_path):
     assert max(rows, key=lambda row: row[1])[0] == "training step"
 
 
+@pytest.mark.slow
 def test_a_pipeline_of_several_programs_is_said(capsys):
     shown = explain(capsys, "--mesh", "pipe=2", "--job")
     assert "not counted: the pipeline's programs" in shown

@@ -32,6 +32,7 @@ def least_of(error):
     return int(re.search(r"fix: +memory_bytes=(\d+)", error)[1])
 
 
+@pytest.mark.slow
 def test_a_model_keeps_what_fits_and_the_compiled_step_runs(compiles):
     config = gpt.Config(
         vocab=32, context=16, layers=2, features=16, heads=2, kv_heads=2, mlp_features=32, scan=True, kernels="xla"

@@ -151,6 +151,7 @@ def test_the_second_signal_stops_immediately():
             signal.raise_signal(signal.SIGINT)
 
 
+@pytest.mark.slow
 def test_kept_checkpoints(tmp_path: Path):
     options = ["--steps", "5", "--checkpoint-every", "1", "--eval-every", "2", "--keep", "1"]
     train(tmp_path, *options, mesh="data=1")

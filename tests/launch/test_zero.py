@@ -52,6 +52,7 @@ def test_steps_are_those_of_one_device(zero, sizes, one_device):
     assert share(matrix) == 1 / (others * (sizes["data"] if zero == 3 else 1))
 
 
+@pytest.mark.slow
 def test_steps_with_the_state_on_the_host_are_the_same_bit_for_bit():
     sizes = {"data": 2, "tensor": 2}
     expected, found = step(sizes, 1), step(sizes, 1, offload="host")
