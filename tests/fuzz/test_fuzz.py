@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 from benchmarks import result_file
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, given, reject, settings
 from support import quick_compile
 
 import sharding
@@ -53,7 +53,10 @@ def test_programs(first):
 )
 @given(cases)
 def test_programs_by_hypothesis(case):
-    check(case, options=quick_compile.OPTIONS)
+    try:
+        check(case, options=quick_compile.OPTIONS)
+    except Rejected:  # by plain JAX, as a callback in a branch under vmap; what is drawn depends on the modules imported
+        reject()
 
 
 def test_as_they_are_called():
