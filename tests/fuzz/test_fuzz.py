@@ -55,7 +55,7 @@ def test_programs(first):
 def test_programs_by_hypothesis(case):
     try:
         check(case, options=quick_compile.OPTIONS)
-    except Rejected:  # by plain JAX, as a callback in a branch under vmap; what is drawn depends on the modules imported
+    except Rejected:  # by plain JAX: a callback in a branch under vmap; which are drawn depends on what is imported
         reject()
 
 
