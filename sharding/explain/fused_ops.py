@@ -27,9 +27,8 @@ def never_stored(graph: Graph, platform: Platform) -> set[int]:
     stored = {*graph.inputs, *graph.outputs}
     for op in graph.ops:
         if op.name not in FUSED:
-            stored.update(op.results)
-            if platform != "cpu" and _is_rounded(graph, op):
-                stored.difference_update({*op.results} - {*graph.outputs})
+            if platform == "cpu" or not _is_rounded(graph, op):
+                stored.update(op.results)
             if not _reduces(op):
                 stored.update(v for v in op.operands if v in graph.makers)
     return set(range(len(graph.shapes))) - stored
@@ -61,9 +60,10 @@ def slice_passes(graph: Graph) -> dict[int, int]:
     Kernels of libraries don't read slices of a stack, so these are copied out of it; nor do they write them. Stacked
     results begin as zeros.
     """
+    others = FUSED | NO_WORK
 
     def is_read_by_library(v: int) -> bool:
-        return any(op.name not in FUSED | NO_WORK for op in graph.users.get(v, ()))
+        return any(op.name not in others for op in graph.users.get(v, ()))
 
     found: dict[int, int] = {}
     for op in graph.ops:

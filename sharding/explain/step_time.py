@@ -370,13 +370,13 @@ class _Tasks:
         if op.name == "pallas_call":  # whose parameters are those of the whole grid
             axes = {axis for spec in specs for part in spec.axes for axis in part}
             done = dataclasses.replace(done, flops=done.flops / num_parts(axes, self.assignment.sizes))
-        elsewhere = self.fused | self.read_before.get(id(op), set())
-        stored = sum(
+        again = self.read_before.get(id(op), ())
+        not_accessed = sum(
             math.prod(a.shape) * self.graph.itemsize(v)
             for k, (v, a) in enumerate(zip(values, arrays, strict=True))
-            if v in (elsewhere if k < n else self.fused)
+            if v in self.fused or (k < n and v in again)
         )
-        return dataclasses.replace(done, read_bytes=max(0.0, done.num_bytes - stored), written_bytes=0)
+        return dataclasses.replace(done, read_bytes=max(0.0, done.num_bytes - not_accessed), written_bytes=0)
 
     def seconds(self, op: Op, done: Work) -> float:
         """Time of an op on one device, over all of its runs."""

@@ -13,7 +13,6 @@ fails.
 from __future__ import annotations
 
 import json
-import re
 import statistics
 import subprocess
 import sys
@@ -33,7 +32,7 @@ import numpy as np
 from . import command_line, gpt2, kernels
 from .kernel_cases import CASES, Case
 from .ratios import Ratio, rounded
-from .result_file import FOLDER, Result, Row, device_name, load, measured
+from .result_file import FOLDER, Result, Row, device_name, file_name, load, measured
 
 TOLERANCE = 3e-2
 """Of bfloat16 results, relative to the largest value of the reference in float32."""
@@ -82,8 +81,7 @@ def main(options: Options) -> None:
 
 def _save(rows: list[Row], options: Options) -> None:
     if options.json is not None or not options.smoke:
-        name = re.sub(r"[^a-z0-9]+", "-", str(device_name()).lower()).strip("-")
-        file = options.json or FOLDER / f"accelerator-{name}-jax-{jax.__version__}.json"
+        file = options.json or FOLDER / f"accelerator-{file_name(str(device_name()))}-jax-{jax.__version__}.json"
         found = {(row["kind"], row["name"]): row for row in rows}
         if options.only and file.exists():
             found = {(row["kind"], row["name"]): row for row in load(file).rows} | found

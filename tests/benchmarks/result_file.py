@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -130,6 +131,11 @@ def command() -> str:
             at = kept.index(option)
             del kept[at : at + 2]
     return " ".join(["python", program.removesuffix(".__main__"), *map(shlex.quote, kept)])
+
+
+def file_name(text: str) -> str:
+    """A name or title in names of files."""
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
 
 def device_name() -> str | None:

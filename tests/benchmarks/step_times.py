@@ -15,14 +15,13 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -43,12 +42,12 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # as under pytest: `suppo
 import corpus
 from support.train_steps import small_models
 from support.train_steps.small_models import floats, ints
-from support.train_steps.step import Sizes, Step
+from support.train_steps.step import MakeStep, Sizes, Step
 
 from benchmarks import command_line
 from benchmarks.prediction import chosen
 from benchmarks.ratios import rounded
-from benchmarks.result_file import FOLDER, Result, Row, device_name, load, measured
+from benchmarks.result_file import FOLDER, Result, Row, device_name, file_name, load, measured
 
 MESH: Sizes = {"data": 1, "expert": 1, "model": 1}
 PEOPLES = (
@@ -115,10 +114,10 @@ class Options:
 def own_programs() -> dict[str, Callable[[Sizes], Step]]:
     """The project's models at published sizes, with AdamW and clipping."""
 
-    def gpt_of(rows: int, module: Any = gpt.GPT, **options: Any) -> Any:
+    def gpt_of(rows: int, **options: Any) -> Any:
         config = replace(gpt.PRESETS["gpt-small"], **options)
         tokens = ints(rows, config.context + 1)
-        return small_models.step(lambda rngs: module(config, rngs=rngs), gpt.next_token_loss, layouts.gpt, tokens)
+        return small_models.step(lambda rngs: gpt.GPT(config, rngs=rngs), gpt.next_token_loss, layouts.gpt, tokens)
 
     def experts(rows: int) -> Any:
         config = replace(gpt_moe.PRESETS["gpt-moe-2b"], num_experts=8)
@@ -154,15 +153,17 @@ def own_programs() -> dict[str, Callable[[Sizes], Step]]:
             dlrm.Clicks(floats(16_384, 13), ints(16_384, 26), floats(16_384)),
         ),
     }
-    return {name: lambda sizes, make=make: make("batch", sizes) for name, make in made.items()}
+    return of_batches(made)
+
+
+def of_batches(made: Mapping[str, MakeStep]) -> dict[str, Callable[[Sizes], Step]]:
+    """Steps with only the batch annotated, by name."""
+    return {name: partial(make, "batch") for name, make in made.items()}
 
 
 def programs(options: Options) -> dict[str, Callable[[Sizes], Step]]:
     """Name -> program, of those that are chosen and whose packages are installed."""
-    if options.smoke:
-        found = {name: lambda sizes, make=make: make("batch", sizes) for name, make in small_models.STEPS.items()}
-    else:
-        found = own_programs() | peoples()
+    found = of_batches(small_models.STEPS) if options.smoke else own_programs() | peoples()
     return {name: found[name] for name in chosen(options.programs, found)}
 
 
@@ -277,9 +278,7 @@ def run_alone(options: Options) -> None:
     """Compiles a program or loads it from the cache, and runs it when told to."""
     make = programs(replace(options, programs=(options.alone,)))[options.alone]
     with sharding.mesh(dict(MESH), devices=jax.devices()[:1]):
-        with tracing_context():
-            step = make(MESH)
-        jitted = sharding.jit(step.run, in_shardings=step.specs, donate_argnums=0)
+        jitted, step = jitted_step(make)
         run = jitted.lower(*step.args).compile()
         if options.calibration is None:
             for like in {_filling(*item) for item in jax.tree_util.tree_leaves_with_path(step.args)} - {None}:
@@ -306,6 +305,13 @@ def run_alone(options: Options) -> None:
     print(json.dumps(row))
 
 
+def jitted_step(make: Callable[[Sizes], Step]) -> tuple[Any, Step]:
+    """A program on the mesh in context, with its state donated, and its arguments."""
+    with tracing_context():
+        step = make(MESH)
+    return sharding.jit(step.run, in_shardings=step.specs, donate_argnums=0), step
+
+
 def predicted(completion: Any, calibration: Path) -> Row:
     """What is said of a program before it runs."""
     estimate = completion.estimate()
@@ -329,9 +335,7 @@ def estimated_anew(result: Result) -> list[Row]:
         for row in result.rows:
             if row["kind"] == "step":
                 with sharding.mesh(dict(MESH), devices=f"{chip.name}:1x1"):
-                    with tracing_context():
-                        step = makers[row["name"]](MESH)
-                    jitted = sharding.jit(step.run, in_shardings=step.specs, donate_argnums=0)
+                    jitted, step = jitted_step(makers[row["name"]])
                     row |= predicted(jitted.complete(*step.args), calibration)
                 print(_line(row), flush=True)
             rows.append(row)
@@ -402,10 +406,6 @@ def _filled(key: jax.Array, shape: tuple[int, ...], dtype: Any, is_positive: boo
 
 def _peak_bytes() -> int | None:
     return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
-
-
-def file_name(name: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 def _save(rows: list[Row], options: Options) -> None:
