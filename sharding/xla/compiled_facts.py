@@ -206,13 +206,19 @@ def _unpadded(lines: Computation, line: Instruction) -> list[Array]:
     return list(arrays(lines[source.operands[0]].result))
 
 
+_MOVES = ("bitcast", "convert", "copy", "copy-done", "copy-start", "slice")
+"""Ops between a padded reduce-scatter and the permute of its rows: XLA:TPU copies between kinds of memory."""
+
+
 def _realigns(lines: Computation, line: Instruction) -> bool:
     """Whether a permute moves rows between the padded shards of a reduce-scatter: it is the end of that."""
-    source = lines.get(line.operands[0])
-    if source is None or source.opcode != "slice":
+    made, is_part = lines.get(line.operands[0]), False
+    while made is not None and made.opcode in _MOVES:
+        is_part |= made.opcode == "slice"
+        made = lines.get(made.operands[0])
+    if made is None or not is_part or made.opcode != "fusion":
         return False
-    made = lines[source.operands[0]]
-    return made.opcode == "fusion" and _REDUCE_SCATTER in made.attribute(r"calls=%?([\w.\-]+)")
+    return _REDUCE_SCATTER in made.attribute(r"calls=%?([\w.\-]+)")
 
 
 def _arrays(line: Instruction, num_devices: int) -> list[Array]:

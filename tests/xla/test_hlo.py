@@ -167,6 +167,21 @@ def test_an_all_reduce_fused_with_its_slice_is_a_reduce_scatter():
     assert (c.bytes, c.wire_bytes) == (4096 * 4096 * 2, 4096 * 4096)
 
 
+@pytest.mark.parametrize("moved", ["%fusion", "%slice"])
+def test_rows_of_a_padded_reduce_scatter_may_be_copied_before_they_move(moved: str):
+    """Between kinds of memory: the shard before its rows are sliced off, or the slice."""
+    shape = {"%fusion": "bf16[2240,4096]", "%slice": "bf16[192,4096]"}[moved]
+    copies = (
+        f"  %copy-start = ({shape}{{1,0:S(1)}}, {shape}{{1,0}}, u32[]{{:S(2)}}) copy-start({moved})",
+        f"  %copy-done = {shape}{{1,0:S(1)}} copy-done(%copy-start)",
+    )
+    lines = TPU_SCATTER.splitlines()
+    (made,) = (k for k, line in enumerate(lines) if line.startswith(f"  {moved} = "))
+    after = [line.replace(f"({moved})", "(%copy-done)") for line in lines[made + 1 :]]
+    (c,) = read_hlo("\n".join([*lines[: made + 1], *copies, *after]), mesh=MESH).collectives
+    assert (c.kind, c.shape) == ("reduce-scatter", (4096, 4096))
+
+
 TPU_WINDOWED = """
 %cond (s: (f32[8,4], u32[])) -> pred[] {
   %limit = u32[]{:T(128)} constant(4)
