@@ -1,7 +1,7 @@
 """Equal values of a program, by value numbering: two values have one number if they are computed alike.
 
 Equal equations of equal operands are, also inside of the bodies of `jit`s, in another order of commuted operands, as
-another form of a square, or with zeros added.
+another form of a square, or with zeros added; so is what a condition that always holds is joined with.
 """
 
 from __future__ import annotations
@@ -46,6 +46,9 @@ class ValueNumbers:
     def __init__(self) -> None:
         self._numbers: dict[Hashable, int] = {}
         self._zeros: set[int] = set()
+        self._trues: set[int] = set()
+        self._neutral = {"add": self._zeros, "add_any": self._zeros, "and": self._trues, "or": self._zeros}
+        """Op on two arrays -> the numbers of those that leave the other one as it is."""
         self._forms: dict[int, tuple[Any, int | None]] = {}
         """Id of an equation -> the equation, which keeps the id valid, and the number of its form."""
         self._depth = 0
@@ -59,8 +62,11 @@ class ValueNumbers:
         if atom.aval.shape:
             return self._new_number()
         number = self._number((str(atom.aval), np.asarray(atom.val, atom.aval.dtype).tobytes()))
-        if jnp.issubdtype(atom.aval.dtype, jnp.number) and atom.val == 0:
+        is_truth = atom.aval.dtype == bool
+        if (is_truth or jnp.issubdtype(atom.aval.dtype, jnp.number)) and atom.val == 0:
             self._zeros.add(number)
+        elif is_truth:
+            self._trues.add(number)
         return number
 
     def of_operand(self, atom: Any, numbers: Mapping[Any, int]) -> int:
@@ -81,7 +87,7 @@ class ValueNumbers:
             key = ("square", str(eqn.outvars[0].aval), operands[0])
         elif name in COMMUTATIVE:
             key = (form, *sorted(operands))
-        if name in ("add", "add_any") and (term := self._only_term(eqn, operands)) is not None:
+        if name in self._neutral and (term := self._only_term(eqn, operands)) is not None:
             return [term]
         found = [self._number((key, i)) for i in range(len(eqn.outvars))]
         if name in SUMS:
@@ -91,9 +97,9 @@ class ValueNumbers:
         return found
 
     def _only_term(self, eqn: Any, operands: Sequence[int]) -> int | None:
-        """The number of what zeros are added to, if they are."""
-        pairs = zip(eqn.invars, operands, strict=True)
-        terms = [(atom.aval, number) for atom, number in pairs if number not in self._zeros]
+        """The number of what zeros are added to, or of what is combined with true or false, if it stays as it is."""
+        pairs, neutral = zip(eqn.invars, operands, strict=True), self._neutral[eqn.primitive.name]
+        terms = [(atom.aval, number) for atom, number in pairs if number not in neutral]
         is_same = len(terms) == 1 and str(terms[0][0]) == str(eqn.outvars[0].aval)
         return terms[0][1] if is_same else None
 

@@ -10,6 +10,9 @@ import jax.extend.core as jex
 
 from .. import compat
 
+SIDE_BY_SIDE = frozenset({"concatenate", "stack"})
+"""Primitives that put arrays side by side."""
+
 
 def traced(like: Any, f: Callable[..., Any], operands: Sequence[Any], results: Sequence[Any] | None = None) -> Any:
     """The equation that computes a function.
@@ -26,6 +29,11 @@ def traced(like: Any, f: Callable[..., Any], operands: Sequence[Any], results: S
     invars = [v if compat.is_literal(v) else given[v] for v in eqn.invars]
     outvars = [jex.Var(v.aval) for v in eqn.outvars] if results is None else results
     return compat.new_eqn(like, invars, outvars, eqn.primitive, eqn.params)
+
+
+def dim_of_parts(maker: Any) -> int:
+    """The dim along which an equation puts arrays side by side."""
+    return maker.params["axis" if maker.primitive.name == "stack" else "dimension"]
 
 
 def inlined(jaxpr: Any, operands: Sequence[Any]) -> tuple[list[Any], list[Any]]:

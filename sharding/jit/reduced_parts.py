@@ -15,7 +15,7 @@ import jax.extend.core as jex
 
 from .. import compat
 from ..graph.straight_line import num_uses
-from .equations import traced
+from .equations import SIDE_BY_SIDE, dim_of_parts, traced
 
 COMBINE = {
     "reduce_and": (jax.lax.reduce_and, jax.lax.bitwise_and),
@@ -33,7 +33,7 @@ MOST_PARTS = 1024
 def reduced_apart(eqns: Sequence[Any], outvars: Sequence[Any]) -> list[Any]:
     """The equations of a jaxpr, with each reduction of arrays that are only put side by side as one of each."""
     uses = num_uses(eqns, outvars)
-    makers = {e.outvars[0]: e for e in eqns if e.primitive.name in ("concatenate", "stack")}
+    makers = {e.outvars[0]: e for e in eqns if e.primitive.name in SIDE_BY_SIDE}
     scalars = {e.outvars[0]: e.invars[0] for e in eqns if _is_of_scalar(e)}
     found: list[Any] = []
     removed: set[int] = set()
@@ -48,13 +48,8 @@ def reduced_apart(eqns: Sequence[Any], outvars: Sequence[Any]) -> list[Any]:
     return [e for e in found if id(e) not in removed]
 
 
-def _along(maker: Any) -> int:
-    """The dim along which arrays are put side by side."""
-    return maker.params["axis" if maker.primitive.name == "stack" else "dimension"]
-
-
 def _is_along(maker: Any, axes: Sequence[int]) -> bool:
-    return _along(maker) in axes and 1 < len(maker.invars) <= MOST_PARTS
+    return dim_of_parts(maker) in axes and 1 < len(maker.invars) <= MOST_PARTS
 
 
 def _is_of_scalar(eqn: Any) -> bool:
@@ -66,7 +61,7 @@ def _is_of_scalar(eqn: Any) -> bool:
 def _apart(eqn: Any, maker: Any, scalars: Mapping[Any, Any]) -> list[Any]:
     """A reduction of several arrays as equations on each, and those that combine their results."""
     reduce, combine = COMBINE[eqn.primitive.name]
-    axes, along = eqn.params["axes"], _along(maker)
+    axes, along = eqn.params["axes"], dim_of_parts(maker)
     if maker.primitive.name == "stack":
         axes = tuple(d - (d > along) for d in axes if d != along)
     (result,) = eqn.outvars

@@ -1,18 +1,23 @@
 """Products whose result is transposed, as products of the operands in the other order.
 
 Differentiation leaves a transposition behind the gradient of each weight. Compilers drop it, too, but only where no
-constraint is in between, and move what they can behind loops only where it is dropped. What another product reads keeps
-its order.
+constraint is in between, and move what they can behind loops only where it is dropped. Dims of size 1 may be in any
+place. What another product reads keeps its order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
+
+import jax
+import jax.extend.core as jex
 
 from .. import compat
 from ..graph.straight_line import num_uses
 from ..rewrite.swapped_matmul import swap_permutation, swapped
+from .equations import traced
 
 
 def turned(eqns: Sequence[Any], outvars: Sequence[Any]) -> list[Any]:
@@ -24,11 +29,28 @@ def turned(eqns: Sequence[Any], outvars: Sequence[Any]) -> list[Any]:
     for eqn in eqns:
         is_transposed = eqn.primitive.name == "transpose" and multiplied.isdisjoint(eqn.outvars)
         at = makers.get(eqn.invars[0]) if is_transposed and uses[eqn.invars[0]] == 1 else None
-        if at is not None and eqn.params["permutation"] == swap_permutation(found[at]):
-            found[at] = eqn = swapped(found[at], eqn.outvars[0])
+        new = [eqn] if at is None else _in_the_other_order(found[at], eqn)
+        if at is not None and new[0] is not eqn:
+            found[at], *rest = new
+            found += rest
         else:
             at = len(found)
-            found.append(eqn)
-        if eqn.primitive.name == "dot_general":
-            makers[eqn.outvars[0]] = at
+            found += new
+        if new[0].primitive.name == "dot_general":
+            makers[new[0].outvars[0]] = at
     return found
+
+
+def _in_the_other_order(product: Any, turn: Any) -> list[Any]:
+    """A product and its transposition as the swapped product, reshaped if dims of size 1 move; else the latter."""
+    shape, swap, asked = product.outvars[0].aval.shape, swap_permutation(product), turn.params["permutation"]
+    if asked == swap:
+        return [swapped(product, turn.outvars[0])]
+    is_swap = [d for d in asked if shape[d] > 1] == [d for d in swap if shape[d] > 1]
+    if not is_swap or product.params.get("out_sharding") is not None:
+        return [turn]
+    whole = jex.Var(product.outvars[0].aval.update(shape=tuple(shape[d] for d in swap)))
+    return [
+        swapped(product, whole),
+        traced(turn, partial(jax.lax.reshape, new_sizes=turn.outvars[0].aval.shape), [whole], turn.outvars),
+    ]

@@ -1,5 +1,7 @@
 """Equal equations become one, collectives over dims reductions; nothing else changes."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -98,6 +100,26 @@ def _parts(closed):
 @pytest.mark.parametrize(("f", "name", "left"), [(twice, "sin", 1), (twice, "reduce_sum", 1), (in_a_scan, "sin", 1)])
 def test_equal_equations_are_one(f, name, left):
     assert count(simplify(jax.make_jaxpr(f)(X)), name) == left
+
+
+def all_finite(x):
+    """What `tree_reduce(logical_and, ..., True)` does, and its opposite."""
+    finite = functools.reduce(jnp.logical_and, [jnp.isfinite(x).all(), (x < 9).all()], jnp.array(True))
+    return finite, functools.reduce(jnp.logical_or, [(x > 1).any(), (x < 0).any()], jnp.array(False))
+
+
+def decided(x):
+    return (x > 1).any() & jnp.array(False), (x > 1).any() | jnp.array(True), x[0].astype(int) & jnp.int32(1)
+
+
+@pytest.mark.parametrize(("f", "num_joined"), [(all_finite, 2), (decided, 3)])
+def test_what_conditions_that_always_hold_are_joined_with_stays_as_it_is(f, num_joined):
+    closed = jax.make_jaxpr(f)(X)
+    simple = simplify(closed)
+    assert count(simple, "and") + count(simple, "or") == num_joined
+    found = jax.core.eval_jaxpr(*_parts(simple), X)
+    for a, b in zip(found, f(X), strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 def squares(x):

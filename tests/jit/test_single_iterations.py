@@ -1,4 +1,7 @@
-"""A loop of one iteration is what it computes; on every compiler nothing is gathered for its backward pass again."""
+"""A loop of one iteration is what it computes, and one that is unrolled whole.
+
+On every compiler nothing is gathered for the backward pass again.
+"""
 
 from functools import partial
 
@@ -10,8 +13,10 @@ from support.compilers import COMPILERS, predicted_and_compiled
 
 from sharding import P
 from sharding.jit.simplification import simplify
+from sharding.jit.single_iterations import MOST_EQUATIONS
 
 X = np.linspace(-1.0, 1.0, 12, dtype=np.float32).reshape(3, 4)
+W = np.ones((3, 4, 4), np.float32)
 
 
 def carried(x):
@@ -37,7 +42,28 @@ def recomputed(x):
     return jax.grad(lambda w: jax.lax.scan(jax.checkpoint(body), x[0], w)[0].sum())(x[:1])
 
 
-@pytest.mark.parametrize("f", [carried, counted, swapped, nested, recomputed])
+def cumulated(x):
+    """Both a carry and a stack, from the last row to the first."""
+    return jax.lax.scan(lambda c, row: (c + row, c * row), x[0], x, reverse=True, unroll=True)
+
+
+def constant(x):
+    """Rows that are literals, and a carry that is one from the first iteration on."""
+    return jax.lax.scan(lambda c, _: (jnp.float32(1), (2.0, c)), x[0, 0], None, length=3, unroll=8)
+
+
+def nested_unrolled(x):
+    return jax.lax.scan(lambda c, row: (cumulated(x + row[None])[0] + c, row), x[0], x, unroll=3)
+
+
+def through_its_stack(x):
+    return jax.grad(lambda x: jax.lax.scan(lambda c, w: (jnp.tanh(c * w), c), x[0], x, unroll=True)[0].sum())(x)
+
+
+FLAT = [carried, counted, swapped, nested, recomputed, cumulated, constant, nested_unrolled, through_its_stack]
+
+
+@pytest.mark.parametrize("f", FLAT)
 def test_no_loop_is_left(f):
     closed = simplify(jax.make_jaxpr(f)(X))
     assert "scan" not in str(closed)
@@ -53,11 +79,26 @@ def test_what_is_printed_in_a_loop_stays():
     assert "scan" in str(simplify(jax.make_jaxpr(f)(X)))
 
 
-def gradients(num_layers, w, x):
-    def body(x, w):
-        return jnp.tanh(x @ w), None
+def test_a_loop_that_is_unrolled_in_part_stays():
+    assert "scan" in str(simplify(jax.make_jaxpr(partial(gradients, 3, unroll=2))(W, X)))
 
-    return jax.grad(lambda w: jax.lax.scan(jax.checkpoint(body), x, w)[0].sum())(w[:num_layers])
+
+def test_a_large_loop_stays():
+    def f(x):
+        return jax.lax.scan(lambda c, _: (jnp.sin(jnp.cos(c)), None), x, None, length=MOST_EQUATIONS, unroll=True)[0]
+
+    assert "scan" in str(simplify(jax.make_jaxpr(f)(X)))
+
+
+def layer(x, w):
+    return jnp.tanh(x @ w), None
+
+
+RECOMPUTED = jax.checkpoint(layer)
+
+
+def gradients(num_layers, w, x, body=RECOMPUTED, unroll=1):
+    return jax.grad(lambda w: jax.lax.scan(body, x, w, unroll=unroll)[0].sum())(w[:num_layers])
 
 
 @pytest.mark.parametrize(("backend", "described"), COMPILERS.values())
@@ -67,3 +108,15 @@ def test_a_single_layer_is_gathered_once(backend, described):
     f = partial(gradients, 1)
     predicted, compiled = predicted_and_compiled(f, args, backend, described, sizes, in_shardings=specs)
     assert predicted == compiled
+
+
+@pytest.mark.parametrize(("backend", "described"), COMPILERS.values())
+@pytest.mark.parametrize("num_layers", [2, 5])
+def test_unrolled_layers_are_gathered_once(num_layers, backend, described):
+    """The backward pass reads the weights that the loop has stacked: those that the forward pass has gathered."""
+    args = jax.ShapeDtypeStruct((8, 64, 64), "float32"), jax.ShapeDtypeStruct((512, 64), "float32")
+    sizes, specs = {"data": 2, "model": 4}, (P(None, "data"), P("data"))
+    f = partial(gradients, num_layers, body=layer, unroll=True)
+    predicted, compiled = predicted_and_compiled(f, args, backend, described, sizes, in_shardings=specs)
+    assert predicted == compiled
+    assert predicted["all-gather"][0] == num_layers

@@ -27,6 +27,11 @@ def of_mixed_precision(x, y):
     return found.T
 
 
+def of_one_direction(x, y):
+    """As a vmapped derivative along one direction has it: a dim of size 1 comes first in what it makes."""
+    return jnp.einsum("obsm,bsn->omn", x[None], y).transpose(0, 2, 1)
+
+
 def used_twice(x, y):
     product = jax.lax.dot_general(x, y, (((0, 1), (0, 1)), ((), ())))
     return product.T, product
@@ -45,7 +50,7 @@ def equations(f):
     return closed, [eqn.primitive.name for eqn in getattr(closed, "jaxpr", closed).eqns]
 
 
-@pytest.mark.parametrize("f", [weight_gradient, of_batches, turned_twice, of_mixed_precision])
+@pytest.mark.parametrize("f", [weight_gradient, of_batches, turned_twice, of_mixed_precision, of_one_direction])
 def test_no_transposition_is_left(f):
     closed, names = equations(f)
     assert "transpose" not in names
