@@ -11,6 +11,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
 from .. import compat
 from ..annotations import annotate
@@ -34,6 +35,9 @@ SUMS = frozenset(
     "reduce_xor".split()
 )
 """Primitives whose results are reduced among devices where dims are sharded."""
+
+SHARDINGS = frozenset({"out_sharding", "sharding"})
+"""Parameters with the sharding of a result over axes that are Explicit."""
 
 MAX_DEPTH = 8
 """Of nested `jit`s, the levels that are numbered as part of each level around them: all of them would take a time that
@@ -136,10 +140,17 @@ class ValueNumbers:
 def _form(eqn: Any) -> Hashable | None:
     if eqn.effects or eqn.primitive.name in KEPT or eqn.primitive in (annotate.annotate_p, barrier_p, same_p):
         return None
-    params = tuple((name, type(value), value) for name, value in sorted(eqn.params.items()))
+    params = tuple((name, type(value), value) for name, value in map(_meaning, sorted(eqn.params.items())))
     key = (eqn.primitive, params, tuple(str(v.aval) for v in (*eqn.invars, *eqn.outvars)))
     try:
         hash(key)
     except TypeError:
         return None
     return key
+
+
+def _meaning(param: tuple[str, Any]) -> tuple[str, Any]:
+    """A parameter of an equation; a sharding over axes that are all Auto, which says nothing, as None."""
+    name, value = param
+    says_nothing = isinstance(value, NamedSharding) and value.mesh.are_all_axes_auto
+    return (name, None) if says_nothing and name in SHARDINGS else param

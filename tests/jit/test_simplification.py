@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType, NamedSharding
 
 import sharding
 from sharding import P
@@ -120,6 +121,19 @@ def test_what_conditions_that_always_hold_are_joined_with_stays_as_it_is(f, num_
     found = jax.core.eval_jaxpr(*_parts(simple), X)
     for a, b in zip(found, f(X), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(("kind", "num_zeros"), [(AxisType.Auto, 1), (AxisType.Explicit, 2)])
+def test_a_sharding_over_axes_that_are_auto_says_nothing(kind, num_zeros):
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(kind,))
+    replicated = NamedSharding(mesh, P(None, None))
+
+    def zeros(x):
+        placed = jax.lax.broadcast_in_dim(jnp.float32(0), x.shape, (), out_sharding=replicated)
+        return jnp.sin(placed), jnp.cos(jnp.zeros(x.shape))
+
+    with jax.set_mesh(mesh):
+        assert count(simplify(jax.make_jaxpr(zeros)(X)), "broadcast_in_dim") == num_zeros
 
 
 def squares(x):
