@@ -290,8 +290,9 @@ class Graph:
 
     @cached_property
     def num_uses(self) -> Counter[int]:
-        """Value -> how often ops read it and the program returns it."""
-        return Counter([*(v for op in self.ops for v in op.operands), *self.outputs])
+        """Value -> how often ops that are run read it and the program returns it."""
+        live = (op for op in self.ops if self.is_live(op, self.live_values))
+        return Counter([*(v for op in live for v in op.operands), *self.outputs])
 
     @cached_property
     def times(self) -> dict[int, int]:
