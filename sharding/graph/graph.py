@@ -281,18 +281,18 @@ class Graph:
 
     @cached_property
     def users(self) -> Mapping[int, Sequence[Op]]:
-        """Value -> the ops that read it, once per operand."""
+        """Value -> the ops that read it and are run, once per operand."""
         found: defaultdict[int, list[Op]] = defaultdict(list)
         for op in self.ops:
-            for v in op.operands:
+            for v in op.operands if self.is_live(op, self.live_values) else ():
                 found[v].append(op)
         return found
 
     @cached_property
     def num_uses(self) -> Counter[int]:
         """Value -> how often ops that are run read it and the program returns it."""
-        live = (op for op in self.ops if self.is_live(op, self.live_values))
-        return Counter([*(v for op in live for v in op.operands), *self.outputs])
+        read = Counter({v: len(found) for v, found in self.users.items()})
+        return read + Counter(self.outputs)
 
     @cached_property
     def times(self) -> dict[int, int]:
