@@ -8,7 +8,6 @@ from typing import Any
 from .. import compat
 from ..graph import Scope
 from ..spec import Spec
-from . import library_calls
 from .emitter import Emitter
 from .equation_lowering import Env, Lowering
 from .instruction import Body, Instruction
@@ -34,7 +33,7 @@ def stored(
     if x is None:
         return emitter.constant(emitter.local_shape(shape, spec), emitter.stored_itemsize(itemsize, value))
     x = emitter.reshard(x, shape, itemsize, have, spec)
-    return library_calls.rounded(x, emitter) if emitter.stored_itemsize(x.itemsize, value) < x.itemsize else x
+    return emitter.rounded(x) if emitter.stored_itemsize(x.itemsize, value) < x.itemsize else x
 
 
 Rows = Mapping[int, Spec]

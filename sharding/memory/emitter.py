@@ -21,6 +21,10 @@ class Cursor:
     """Float32 values that are stored in bfloat16."""
 
 
+MOVES = frozenset({"all-gather", "all-to-all", "collective-permute"})
+"""Collectives without arithmetic."""
+
+
 class Emitter:
     """Appends instructions to a body.
 
@@ -142,11 +146,13 @@ class Emitter:
         """The array after one reshard step.
 
         An all-to-all slices its operand and concatenates the result. A reduce-scatter is an all-reduce and a slice on
-        XLA:CPU; an all-reduce to a smaller local shape slices first.
+        XLA:CPU, which sends 16-bit floats as float32; an all-reduce to a smaller local shape slices first.
 
         Args:
             shape: local shape of the result.
         """
+        if itemsize == 2 and self.traits.widens_16_bits and step.kind in MOVES:
+            return self.rounded(self.apply_step(self.widened(x), shape, 4, step))
         key, facts = step.spec.axes, {"value": x.value, "eqn": x.eqn}
         sent = {**facts, "axes": step.axes}
         if step.kind == "all-gather" and self.traits.gathers_leading_dim:
@@ -194,3 +200,21 @@ class Emitter:
         x = self.emit("convert", "fusible", [x], x.shape, 4, elementwise=True, **facts)
         x = self.emit("all-reduce", "unfusible", [x], x.shape, 4, group=(axes, 4), axes=axes, **facts)
         return self.emit("convert", "fusible", [x], x.shape, itemsize, elementwise=True, expensive=True, **facts)
+
+    def rounded(self, wide: Instruction) -> Instruction:
+        """float32 rounded to 16 bits."""
+        facts: Mapping[str, Any] = {"value": wide.value, "eqn": wide.eqn, "elementwise": True, "expensive": True}
+        return self.emit("convert", "fusible", [wide], wide.shape, 2, key="16", **facts)
+
+    def widened(self, x: Instruction) -> Instruction:
+        """16 bits as float32: the value before rounding, unless the program rounds it itself."""
+        wide = before_rounding(x) if x.name == "convert" else x
+        if wide.itemsize != 2:
+            return wide
+        return self.emit("convert", "fusible", [x], x.shape, 4, key="32", elementwise=True, value=x.value, eqn=x.eqn)
+
+
+def before_rounding(x: Instruction) -> Instruction:
+    """The float32 value that was rounded to 16 bits; x itself if there is none."""
+    is_rounded = x.name in ("convert", "convert_element_type") and x.itemsize == 2 and len(x.operands) == 1
+    return x.operands[0] if is_rounded and x.operands[0].itemsize == 4 else x

@@ -25,7 +25,7 @@ from ..rewrite.reshard import Step
 from ..spec import Spec, closed_spec
 from . import library_calls, primitive_traits
 from .compiler_traits import CompilerTraits
-from .emitter import Cursor, Emitter
+from .emitter import Cursor, Emitter, before_rounding
 from .expansions import EXPANSIONS
 from .instruction import Instruction, Phase
 from .local_op import LocalOp
@@ -181,7 +181,7 @@ class Lowering:
 
     def keeps_rounding(self, x: Instruction, var: Any, scope: Scope | None) -> bool:
         """Whether an op's result stays rounded to 16 bits for all who read it: its sharding is constrained."""
-        is_rounded = self.traits.widens_16_bits and library_calls.before_rounding(x) is not x
+        is_rounded = self.traits.widens_16_bits and before_rounding(x) is not x
         return (
             is_rounded
             and scope is not None
@@ -273,7 +273,7 @@ class Lowering:
         if expanded is not None:
             return [expanded]
         if name == "convert_element_type" and itemsize == 4 and present:
-            wide = library_calls.before_rounding(present[0])
+            wide = before_rounding(present[0])
             if wide is not present[0]:
                 return [wide]
         facts |= {
@@ -291,7 +291,7 @@ class Lowering:
             if facts["elementwise"]:
                 present = [stretched(x, shape, emitter) for x in present]
         if facts["elementwise"] and library_calls.is_computed_in_f32(eqn, traits):
-            return [library_calls.rounded(emitter.emit(name, "fusible", present, shape, 4, **facts), emitter)]
+            return [emitter.rounded(emitter.emit(name, "fusible", present, shape, 4, **facts))]
         role, made = "fusible" if is_fusible else "unfusible", []
         for k, (shape, itemsize, value) in enumerate(outputs):
             facts |= {"value": value, "key": key and (key, k)}

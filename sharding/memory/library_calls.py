@@ -15,7 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from .compiler_traits import CompilerTraits
-from .emitter import Emitter
+from .emitter import Emitter, before_rounding
 from .instruction import Instruction
 from .local_op import LocalOp
 from .primitive_traits import CONVERSIONS
@@ -39,10 +39,10 @@ def library_call(op: LocalOp) -> Instruction:
         lhs, rhs, out = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
         orders, order = [[lhs[0], *lhs[2:], lhs[1]], [*rhs[2:], rhs[1], rhs[0]]], [out[0], *out[2:], out[1]]
     stored = [
-        emitter.transposed(widened(x, emitter) if wide else x, dims) for x, dims in zip(operands, orders, strict=True)
+        emitter.transposed(emitter.widened(x) if wide else x, dims) for x, dims in zip(operands, orders, strict=True)
     ]
     made = emitter.emit(name, "unfusible", stored, [shape[d] for d in order], 4 if wide else itemsize, **op.facts)
-    made = rounded(made, emitter) if wide and is_half else made
+    made = emitter.rounded(made) if wide and is_half else made
     return emitter.transposed(made, [order.index(d) for d in range(len(order))])
 
 
@@ -91,26 +91,6 @@ def is_computed_in_f32(eqn: Any, traits: CompilerTraits) -> bool:
     """Whether an equation of bfloat16 arithmetic runs in float32."""
     is_half = traits.widens_16_bits and eqn.outvars[0].aval.dtype == jnp.bfloat16
     return is_half and eqn.primitive.name not in CONVERSIONS
-
-
-def rounded(wide: Instruction, emitter: Emitter) -> Instruction:
-    """float32 rounded to 16 bits."""
-    facts: dict[str, Any] = {"value": wide.value, "eqn": wide.eqn, "elementwise": True, "expensive": True}
-    return emitter.emit("convert", "fusible", [wide], wide.shape, 2, key="16", **facts)
-
-
-def widened(x: Instruction, emitter: Emitter) -> Instruction:
-    """16 bits as float32: the value before rounding, unless the program rounds it itself."""
-    wide = before_rounding(x) if x.name == "convert" else x
-    if wide.itemsize != 2:
-        return wide
-    return emitter.emit("convert", "fusible", [x], x.shape, 4, key="32", elementwise=True, value=x.value, eqn=x.eqn)
-
-
-def before_rounding(x: Instruction) -> Instruction:
-    """The float32 value that was rounded to 16 bits; x itself if there is none."""
-    is_rounded = x.name in ("convert", "convert_element_type") and x.itemsize == 2 and len(x.operands) == 1
-    return x.operands[0] if is_rounded and x.operands[0].itemsize == 4 else x
 
 
 def kept_rounded(x: Instruction, emitter: Emitter) -> Instruction:
