@@ -22,16 +22,16 @@ def convolution(op: LocalOp) -> Instruction | None:
 
 
 def product(op: LocalOp) -> Instruction | None:
-    """On CPUs a library's; elsewhere the product of a matrix and a vector, or one per batch, is a reduction, and one
-    that sums nothing is elementwise."""
+    """Elementwise if it sums nothing; else on CPUs a library's, and elsewhere a reduction if it is of a matrix and a
+    vector, or of one each per batch."""
+    summed, _ = op.eqn.params["dimension_numbers"]
+    if len(op.operands) == 2 and math.prod(op.operands[0].shape[d] for d in summed[0]) == 1:
+        factors = [op.emitter.emit("broadcast_in_dim", "fusible", [x], op.shape, x.itemsize) for x in op.operands]
+        return op.emit("mul", factors, elementwise=True)
     if op.emitter.traits.uses_library:
         return library_call(op)
     if len(op.operands) != 2:
         return None
-    summed, _ = op.eqn.params["dimension_numbers"]
-    if math.prod(op.operands[0].shape[d] for d in summed[0]) == 1:
-        factors = [op.emitter.emit("broadcast_in_dim", "fusible", [x], op.shape, x.itemsize) for x in op.operands]
-        return op.emit("mul", factors, elementwise=True)
     sizes = zip(op.operands, *op.eqn.params["dimension_numbers"], strict=True)
     if any(x.num_elements == math.prod(x.shape[d] for d in (*summed, *batch)) for x, summed, batch in sizes):
         return op.emit("reduce_sum", op.operands, expensive=True)
