@@ -144,15 +144,18 @@ class _Fusion:
 
     def library_operands(self, reduction: Instruction) -> Iterator[Instruction]:
         """The operands of a reduction and of the ops that a library runs with it."""
-        inside, waiting = {reduction}, list(reduction.operands)
-        while waiting:
-            one = waiting.pop()
-            if one in inside:
-                continue
+        inside, seen = {reduction}, set(reduction.operands)
+        waiting = [(-self.place[x], x) for x in seen]
+        heapq.heapify(waiting)
+        while waiting:  # the last one first: all that reads it has been seen
+            _, one = heapq.heappop(waiting)
             is_free = _is_fusible(one) and one not in self.stored and one not in self.read_by_library
             if is_free and one.name != "dynamic_slice" and all(user in inside for user in self.users[one]):
                 inside.add(one)
-                waiting += one.operands
+                for operand in one.operands:
+                    if operand not in seen:
+                        seen.add(operand)
+                        heapq.heappush(waiting, (-self.place[operand], operand))
             else:
                 yield one
 
