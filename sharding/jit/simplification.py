@@ -33,7 +33,7 @@ from .package_primitives import implementation
 from .reduced_parts import reduced_apart
 from .shared_sums import SharedSums
 from .single_iterations import same_as_p, unrolled
-from .sliced_parts import SlicedParts
+from .stacked_rows import StackedRows
 from .transposed_products import turned
 
 REDUCTIONS = {"pmax": jax.lax.reduce_max, "pmin": jax.lax.reduce_min, "psum": jax.lax.reduce_sum}
@@ -76,7 +76,7 @@ class _Simplifier:
         same: dict[Any, Any] = {source.invars[i]: source.invars[k] for i, k in enumerate(equal) if i != k}
         eqns: list[Any] = []
         flattened: dict[Any, Any] = {}
-        parts = SlicedParts()
+        stacks = StackedRows()
         numbers: dict[Any, int] = {}
         computed = {self.values.of_atom(v): v for v in reversed(source.invars)}
         """Number -> the value that has it."""
@@ -113,10 +113,10 @@ class _Simplifier:
             if _is_only_padding(eqn):
                 fill = partial(jax.lax.broadcast, sizes=eqn.outvars[0].aval.shape)
                 eqn, is_changed = traced(eqn, fill, eqn.invars[1:], eqn.outvars), True
-            if (part := parts.simpler(eqn)) is not eqn:
-                eqn, is_changed = part, True
-            parts.add(eqn)
-            if (operand := parts.passed_on(eqn) or _passed_on(eqn)) is not None:
+            if (row := stacks.simpler(eqn)) is not eqn:
+                eqn, is_changed = row, True
+            stacks.add(eqn)
+            if (operand := stacks.passed_on(eqn) or _passed_on(eqn)) is not None:
                 same[eqn.outvars[0]], numbers[eqn.outvars[0]], is_changed = operand, number(operand), True
                 continue
             results = self.values.of_results(eqn, [*map(number, eqn.invars)])
@@ -134,7 +134,7 @@ class _Simplifier:
             return jaxpr
         unused = flattened.keys() - num_uses(eqns, outvars)
         live = [eqn for eqn in eqns if unused.isdisjoint(eqn.outvars)]
-        return compat.rebuild(jaxpr, eqns=parts.without_unused(live, outvars), outvars=outvars)
+        return compat.rebuild(jaxpr, eqns=stacks.without_unused(live, outvars), outvars=outvars)
 
     def with_simple_bodies(self, eqn: Any) -> Any:
         """An equation with simplified bodies; itself if none changes."""

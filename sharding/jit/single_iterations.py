@@ -32,10 +32,14 @@ def unrolled(eqn: Any) -> list[Any]:
 
 
 def _is_straight(params: Mapping[str, Any]) -> bool:
-    """Whether a `scan` lowers to no loop, and to a program of a size that is worked on at once."""
-    length = params["length"]
-    num_eqns = length * len(compat.open_jaxpr(params["jaxpr"]).eqns)
-    return length == 1 or (1 < length <= params["unroll"] and num_eqns <= MOST_EQUATIONS)
+    """Whether a `scan` lowers to no loop, and to a program of a size that is worked on at once.
+
+    One that only carries values stays a loop, whose iterations are all sharded alike.
+    """
+    length, body = params["length"], compat.open_jaxpr(params["jaxpr"])
+    has_stacks = len(body.invars) > sum(compat.scan_parts(params))
+    is_unrolled = has_stacks and 1 < length <= params["unroll"]
+    return length == 1 or (is_unrolled and length * len(body.eqns) <= MOST_EQUATIONS)
 
 
 def _iterations(eqn: Any) -> Iterator[Any]:

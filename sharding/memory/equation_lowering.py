@@ -33,6 +33,7 @@ from .local_op import LocalOp
 Env = dict[Any, Instruction | None]
 """Variable -> the instruction that produces it; None for a constant expression, which each user recomputes."""
 
+LIBRARY_REDUCTIONS = frozenset({"reduce_max", "reduce_min", "reduce_sum"})
 MIN_LIBRARY_ELEMENTS = 4096
 """A library runs reductions of at least as many elements (openxla/xla, `backends/cpu/ynn_support.cc`)."""
 
@@ -286,7 +287,7 @@ class Lowering:
         if traits.uses_library:
             if name.startswith("scatter") and present[0].role != "argument":
                 present[0] = emitter.owned(present[0])
-            if name in primitive_traits.REDUCTIONS:
+            if name in LIBRARY_REDUCTIONS:
                 facts["is_library_reduction"] = present[0].num_elements >= MIN_LIBRARY_ELEMENTS
             if facts["elementwise"]:
                 present = [stretched(x, shape, emitter) for x in present]

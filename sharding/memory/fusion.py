@@ -17,6 +17,8 @@ import heapq
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import jax.numpy as jnp
+
 from .instruction import Instruction, users
 from .primitive_traits import REDUCTIONS
 
@@ -52,6 +54,13 @@ def fuse(
         block_elements: how many elements one block of threads reduces to one, which are stored for it.
     """
     return _Fusion(instructions, results, counts_bytes, block_elements).kernels()
+
+
+IN_LIBRARY = frozenset(
+    "abs add add_any ceil convert convert_element_type cos div erf exp expm1 floor integer_pow log log1p logistic max "
+    "min mul neg pow round rsqrt sign sin sqrt square sub tan tanh".split()
+)
+"""Elementwise ops on floats that XLA:CPU's library computes before it reduces their results."""
 
 
 class _Fusion:
@@ -150,7 +159,7 @@ class _Fusion:
         while waiting:  # the last one first: all that reads it has been seen
             _, one = heapq.heappop(waiting)
             is_free = _is_fusible(one) and one not in self.stored and one not in self.read_by_library
-            if is_free and one.name != "dynamic_slice" and all(user in inside for user in self.users[one]):
+            if is_free and runs_in_library(one) and all(user in inside for user in self.users[one]):
                 inside.add(one)
                 for operand in one.operands:
                     if operand not in seen:
@@ -211,6 +220,15 @@ class _Fusion:
                     found.add(user)
                     waiting.append(user)
         return True
+
+
+def runs_in_library(one: Instruction) -> bool:
+    """Whether XLA:CPU's library computes an operand of a reduction (openxla/xla, `backends/cpu/ynn_support.cc`)."""
+    if one.name == "dynamic_slice":
+        return False
+    atoms = () if one.eqn is None else (*one.eqn.invars, *one.eqn.outvars)
+    are_floats = all(jnp.issubdtype(v.aval.dtype, jnp.floating) for v in atoms)
+    return not one.elementwise or (are_floats and one.name in IN_LIBRARY)
 
 
 def is_effectively_unary(one: Instruction) -> bool:

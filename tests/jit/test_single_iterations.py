@@ -12,8 +12,8 @@ import pytest
 from support.compilers import COMPILERS, predicted_and_compiled
 
 from sharding import P
+from sharding.jit import single_iterations
 from sharding.jit.simplification import simplify
-from sharding.jit.single_iterations import MOST_EQUATIONS
 
 X = np.linspace(-1.0, 1.0, 12, dtype=np.float32).reshape(3, 4)
 W = np.ones((3, 4, 4), np.float32)
@@ -49,7 +49,7 @@ def cumulated(x):
 
 def constant(x):
     """Rows that are literals, and a carry that is one from the first iteration on."""
-    return jax.lax.scan(lambda c, _: (jnp.float32(1), (2.0, c)), x[0, 0], None, length=3, unroll=8)
+    return jax.lax.scan(lambda c, row: (jnp.float32(1), (2.0, c + row)), x[0, 0], x[:, 0], unroll=8)
 
 
 def nested_unrolled(x):
@@ -83,10 +83,14 @@ def test_a_loop_that_is_unrolled_in_part_stays():
     assert "scan" in str(simplify(jax.make_jaxpr(partial(gradients, 3, unroll=2))(W, X)))
 
 
-def test_a_large_loop_stays():
-    def f(x):
-        return jax.lax.scan(lambda c, _: (jnp.sin(jnp.cos(c)), None), x, None, length=MOST_EQUATIONS, unroll=True)[0]
+def test_a_large_loop_stays(monkeypatch):
+    monkeypatch.setattr(single_iterations, "MOST_EQUATIONS", 8)
+    assert "scan" in str(simplify(jax.make_jaxpr(cumulated)(np.ones((6, 4)))))
 
+
+def test_a_loop_that_only_carries_values_stays():
+    """Its iterations are sharded alike; what each makes of one array could be sharded in another way."""
+    f = partial(jax.lax.fori_loop, 0, 3, lambda _, x: jnp.sin(x @ x.T @ x), unroll=True)
     assert "scan" in str(simplify(jax.make_jaxpr(f)(X)))
 
 
