@@ -5,7 +5,7 @@ What the backward pass computes again, without a barrier, then is equal to what 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -31,7 +31,7 @@ def unrolled(eqn: Any) -> list[Any]:
     return [*_iterations(eqn)]
 
 
-def _is_straight(params: Mapping[str, Any]) -> bool:
+def _is_straight(params: dict[str, Any]) -> bool:
     """Whether a `scan` lowers to no loop, and to a program of a size that is worked on at once.
 
     One that only carries values stays a loop, whose iterations are all sharded alike.

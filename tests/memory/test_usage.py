@@ -8,7 +8,7 @@ from support.train_steps import hand_written, known_misses, small_models
 from support.train_steps.step import MESHES, STYLES
 
 import sharding
-from sharding import P
+from sharding import P, cost
 from sharding.memory import usage
 from sharding.memory.compiler_traits import TRAITS
 
@@ -145,3 +145,46 @@ def test_arguments_and_results_in_the_hosts_memory_take_none_of_the_device(platf
 
     assert taken("device") == 2 * 8 * 128 * 4
     assert taken("pinned_host") == 8 * 128 * 4
+
+
+def one_hot_mean(indices, table):
+    """A comparison, which XLA:CPU's library of reductions does not compute."""
+    return (jax.nn.one_hot(indices, table.shape[0]) * table[None]).sum(-1)
+
+
+def squares_mean(x, y):
+    """Arithmetic, which it does: nothing is stored but the result."""
+    return ((x[:, None] - y[None]) ** 2 * jnp.exp(x[:, None])).sum(-1)
+
+
+def gradients_of_each(x, g):
+    """Outer products, one per example, are multiplied where they are added up."""
+    return jnp.einsum("bi,bj->bij", x, g) + jnp.einsum("bi,bj->bij", 2 * x, jnp.sin(g))
+
+
+def gathered(x, *weights):
+    """Weights of 16 bits are gathered as float32, all before the first is multiplied, then rounded."""
+    for w in weights:
+        x = jnp.tanh(x @ w)
+    return x
+
+
+MODELED = {
+    "one-hot": (one_hot_mean, [((1024,), "int32"), ((2048,), "float32")]),
+    "squares": (squares_mean, [((4096,), "float32"), ((65536,), "float32")]),
+    "outer products": (gradients_of_each, [((256, 64), "float32"), ((256, 512), "float32")]),
+    "gathered": (gathered, [((512, 1024), "bfloat16"), *[((1024, 1024), "bfloat16")] * 4]),
+}
+
+
+@peak_memory.newest_jax_only
+@pytest.mark.parametrize("name", MODELED)
+def test_what_the_cpus_library_computes_and_what_it_is_given(name):
+    f, shapes = MODELED[name]
+    args = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
+    is_shared = name in ("one-hot", "squares")
+    with sharding.mesh(data=8):
+        step = sharding.jit(f, in_shardings=(P("data"), *[None if is_shared else P("data")] * (len(args) - 1)))
+        predicted = step.complete(*args).memory(platform="cpu").peak_bytes
+        compiled = cost.read_compiled(step.lower(*args).compile()).peak_bytes
+    assert predicted == pytest.approx(compiled, rel=0.05)
