@@ -8,8 +8,9 @@ the sharding of its minor dims. A vmapped `while` is written as JAX lowers it: i
 example holds, and the others keep their values. Primitives of other packages become calls of their implementations, and
 gathers of whole arrays reshapes. A selection between a value and itself is that value, integers minus themselves are
 zeros, and an array of which a pad cuts off all elements is padding. A reshape in another order of dims becomes a
-transposition and a reshape, a platform-dependent conditional its platform's branch, a loop of one iteration what it
-computes, a transposed product the product in the other order, and a reduction of arrays side by side those of each.
+transposition and a reshape, a platform-dependent conditional its platform's branch, a loop of one iteration or one that
+is unrolled what it computes, a row of a stack what was stacked, a transposed product the product in the other order,
+and a reduction of arrays side by side those of each.
 """
 
 from __future__ import annotations
