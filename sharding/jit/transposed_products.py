@@ -44,12 +44,13 @@ def turned(eqns: Sequence[Any], outvars: Sequence[Any]) -> list[Any]:
 def _in_the_other_order(product: Any, turn: Any) -> list[Any]:
     """A product and its transposition as the swapped product, reshaped if dims of size 1 move; else the latter."""
     shape, swap, asked = product.outvars[0].aval.shape, swap_permutation(product), turn.params["permutation"]
-    if asked == swap:
-        return [swapped(product, turn.outvars[0])]
     is_swap = [d for d in asked if shape[d] > 1] == [d for d in swap if shape[d] > 1]
+    turned_shape = tuple(shape[d] for d in swap)
+    if asked == swap or (is_swap and turned_shape == turn.outvars[0].aval.shape):
+        return [swapped(product, turn.outvars[0])]
     if not is_swap or product.params.get("out_sharding") is not None:
         return [turn]
-    whole = jex.Var(product.outvars[0].aval.update(shape=tuple(shape[d] for d in swap)))
+    whole = jex.Var(product.outvars[0].aval.update(shape=turned_shape))
     return [
         swapped(product, whole),
         traced(turn, partial(jax.lax.reshape, new_sizes=turn.outvars[0].aval.shape), [whole], turn.outvars),

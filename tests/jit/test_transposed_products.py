@@ -32,6 +32,11 @@ def of_one_direction(x, y):
     return jnp.einsum("obsm,bsn->omn", x[None], y).transpose(0, 2, 1)
 
 
+def of_vectors(x, y):
+    """Only dims of size 1 move: all orders are one array."""
+    return jax.lax.dot_general(x[:1, :1], y[:1, :1], (((2,), (2,)), ((), ()))).transpose(1, 0, 2, 3)
+
+
 def used_twice(x, y):
     product = jax.lax.dot_general(x, y, (((0, 1), (0, 1)), ((), ())))
     return product.T, product
@@ -50,7 +55,9 @@ def equations(f):
     return closed, [eqn.primitive.name for eqn in getattr(closed, "jaxpr", closed).eqns]
 
 
-@pytest.mark.parametrize("f", [weight_gradient, of_batches, turned_twice, of_mixed_precision, of_one_direction])
+@pytest.mark.parametrize(
+    "f", [weight_gradient, of_batches, turned_twice, of_mixed_precision, of_one_direction, of_vectors]
+)
 def test_no_transposition_is_left(f):
     closed, names = equations(f)
     assert "transpose" not in names
