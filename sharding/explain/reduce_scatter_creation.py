@@ -13,7 +13,7 @@ from ..rules import Rule
 from ..spec import Axis, Spec, local_shape, num_parts
 from ..xla.collective_lowering import is_scattered_by_all_reduce
 
-COMMUTES_WITH_SLICE = frozenset("add add_any annotate barrier convert_element_type name".split())
+COMMUTES_WITH_SLICE = frozenset("add annotate barrier convert_element_type name".split())
 """Ops between a sum and its slice, such as a bias add, that may as well run after the slice."""
 
 
@@ -46,7 +46,7 @@ def reduce_scattered(
     """
     seen: dict[int, list[tuple[Spec, frozenset[Axis]]]] = {}
     for op in graph.ops:
-        for v, steps in operand_steps(op) if graph.is_live(op, graph.live_values) else ():
+        for v, steps in operand_steps(op):
             if steps and all(step.kind == "slice" for step in steps):
                 axes = frozenset(axis for step in steps for axis in step.axes)
                 seen.setdefault(v, []).append((steps[-1].spec, axes))

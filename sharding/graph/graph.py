@@ -281,18 +281,17 @@ class Graph:
 
     @cached_property
     def users(self) -> Mapping[int, Sequence[Op]]:
-        """Value -> the ops that read it and are run, once per operand."""
+        """Value -> the ops that read it, once per operand."""
         found: defaultdict[int, list[Op]] = defaultdict(list)
         for op in self.ops:
-            for v in op.operands if self.is_live(op, self.live_values) else ():
+            for v in op.operands:
                 found[v].append(op)
         return found
 
     @cached_property
     def num_uses(self) -> Counter[int]:
-        """Value -> how often ops that are run read it and the program returns it."""
-        read = Counter({v: len(found) for v, found in self.users.items()})
-        return read + Counter(self.outputs)
+        """Value -> how often ops read it and the program returns it."""
+        return Counter([*(v for op in self.ops for v in op.operands), *self.outputs])
 
     @cached_property
     def times(self) -> dict[int, int]:

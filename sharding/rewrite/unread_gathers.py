@@ -35,7 +35,7 @@ def without_unread_gathers(assignment: Assignment) -> Assignment:
         for v, have, steps in zip(op.results, strategy.result_specs, strategy.result_steps, strict=True):
             if v in kept or {step.kind for step in steps if step.kind not in SUMS} != {"all-gather"}:
                 continue
-            uses = graph.users[v]
+            uses = [use for use in graph.users[v] if graph.is_live(use, live)]
             if uses and all(_slices(use, v, have.axes, assignment, strategies) for use in uses):
                 specs[v] = have
     return assignment if specs == list(assignment.specs) else dataclasses.replace(assignment, specs=tuple(specs))
