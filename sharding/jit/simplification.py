@@ -15,7 +15,7 @@ and a reduction of arrays side by side those of each.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,7 @@ import jax.numpy as jnp
 
 from .. import compat
 from ..graph import CALLS
-from ..graph.straight_line import are_same, num_uses
+from ..graph.straight_line import are_same
 from .constant_folding import GIVEN_OPERANDS, branch_call, fold_constants
 from .equal_values import ValueNumbers
 from .equations import traced
@@ -133,9 +133,8 @@ class _Simplifier:
         given, eqns = eqns, reduced_apart(turned(eqns, outvars), outvars)
         if not is_changed and are_same(given, eqns):
             return jaxpr
-        unused = flattened.keys() - num_uses(eqns, outvars)
-        live = [eqn for eqn in eqns if unused.isdisjoint(eqn.outvars)]
-        return compat.rebuild(jaxpr, eqns=stacks.without_unused(live, outvars), outvars=outvars)
+        live = _without_unused(eqns, outvars, flattened.keys() | stacks.makers.keys())
+        return compat.rebuild(jaxpr, eqns=live, outvars=outvars)
 
     def with_simple_bodies(self, eqn: Any) -> Any:
         """An equation with simplified bodies; itself if none changes."""
@@ -146,6 +145,17 @@ class _Simplifier:
             if new is not body:
                 params = compat.with_jaxpr(params, key, position, new)
         return eqn if params is eqn.params else eqn.replace(params=params)
+
+
+def _without_unused(eqns: Sequence[Any], outvars: Sequence[Any], removable: Collection[Any]) -> list[Any]:
+    """The equations but those of which nothing reads the results, if all of these are removable."""
+    used = {v for v in outvars if not compat.is_literal(v)}
+    found: list[Any] = []
+    for eqn in reversed(eqns):
+        if not eqn.outvars or any(v in used or v not in removable for v in eqn.outvars):
+            used.update(v for v in eqn.invars if not compat.is_literal(v))
+            found.append(eqn)
+    return found[::-1]
 
 
 def _equal(atoms: Sequence[Any]) -> tuple[int, ...]:

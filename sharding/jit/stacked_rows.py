@@ -6,7 +6,6 @@ twice, and what the backward pass gathers is equal to what the forward pass gath
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -23,7 +22,7 @@ class StackedRows:
     """What is known of the stacks of a list of equations, and of arrays with dims of size 1."""
 
     def __init__(self) -> None:
-        self._makers: dict[Any, Any] = {}
+        self.makers: dict[Any, Any] = {}
         """Variable -> the equation that stacks arrays, slices one or changes its dims of size 1."""
         self._rows: set[Any] = set()
         """What slices cut out of stacks, with a dim of size 1."""
@@ -31,7 +30,7 @@ class StackedRows:
     def add(self, eqn: Any) -> None:
         """Takes in an equation, in order."""
         if _is_stack(eqn) or _is_slice(eqn) or _only_reshapes(eqn):
-            self._makers[eqn.outvars[0]] = eqn
+            self.makers[eqn.outvars[0]] = eqn
 
     def simpler(self, eqn: Any) -> Any:
         """A row of a `stack`, with a dim of size 1, as the array with that dim; any other equation as it is."""
@@ -49,24 +48,13 @@ class StackedRows:
         elif _is_slice(eqn):
             source = eqn.invars[0]
         elif _only_reshapes(eqn) and eqn.invars[0] in self._rows:
-            before = self._makers.get(eqn.invars[0])
+            before = self.makers.get(eqn.invars[0])
             source = before.invars[0] if before is not None and _only_reshapes(before) else None
         return source if source is not None and source.aval == eqn.outvars[0].aval else None
 
-    def without_unused(self, eqns: Sequence[Any], outvars: Sequence[Any]) -> list[Any]:
-        """The equations but those that stack, slice or reshape what nothing reads."""
-        used = {v for v in outvars if not compat.is_literal(v)}
-        found: list[Any] = []
-        for eqn in reversed(eqns):
-            if eqn.outvars and all(v in self._makers and v not in used for v in eqn.outvars):
-                continue
-            used.update(v for v in eqn.invars if not compat.is_literal(v))
-            found.append(eqn)
-        return found[::-1]
-
     def _row(self, eqn: Any) -> tuple[Any, Any]:
         """The array that a slice cuts out of a stack whole, and the equation that stacks it; else (None, None)."""
-        stack = self._makers.get(eqn.invars[0]) if _is_slice(eqn) else None
+        stack = self.makers.get(eqn.invars[0]) if _is_slice(eqn) else None
         if stack is None or not _is_stack(stack):
             return None, None
         dim, shape = dim_of_parts(stack), [*stack.outvars[0].aval.shape]

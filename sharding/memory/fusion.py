@@ -27,6 +27,13 @@ AFTER_PRODUCTS = REDUCTIONS | {"transpose", "dynamic_update_slice"}
 """What a product's kernel computes of its result besides elementwise ops."""
 
 
+IN_LIBRARY = frozenset(
+    "abs add add_any ceil convert convert_element_type cos div erf exp expm1 floor integer_pow log log1p logistic max "
+    "min mul neg pow round rsqrt sign sin sqrt square sub tan tanh".split()
+)
+"""Elementwise ops on floats that XLA:CPU's library computes before it reduces their results."""
+
+
 @dataclass(slots=True, eq=False)
 class Kernel:
     """A fused computation: one stored instruction and those computed inside it."""
@@ -54,13 +61,6 @@ def fuse(
         block_elements: how many elements one block of threads reduces to one, which are stored for it.
     """
     return _Fusion(instructions, results, counts_bytes, block_elements).kernels()
-
-
-IN_LIBRARY = frozenset(
-    "abs add add_any ceil convert convert_element_type cos div erf exp expm1 floor integer_pow log log1p logistic max "
-    "min mul neg pow round rsqrt sign sin sqrt square sub tan tanh".split()
-)
-"""Elementwise ops on floats that XLA:CPU's library computes before it reduces their results."""
 
 
 class _Fusion:
