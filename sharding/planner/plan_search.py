@@ -28,7 +28,7 @@ from . import plan_remat
 from .algorithms import check_algorithm
 from .graph_problem import GraphProblem, of_graph
 from .mesh_search import MeshPlan, MeshSearch, SearchOptions
-from .parallel_plan import Candidate, Plan
+from .parallel_plan import Candidate, NextBest, Plan
 from .plan_annotations import Annotated, rank, score
 from .plan_stages import Staged
 from .plan_version import Version
@@ -269,11 +269,12 @@ class _Search:
             self.is_interrupted = True
             if not annotated:
                 raise
-        best, result = min(annotated, key=lambda pair: rank(pair[1].costs, self.options.fits))
+        annotated.sort(key=lambda pair: rank(pair[1].costs, self.options.fits))
+        best, result = annotated[0]
         if not self.options.fits(result.costs):
             self.too_large(best.with_annotations(result))
             return None
-        result, next_best = best.polish().run(result)
+        best, result, next_best = self.polished(annotated)
         rest = [
             Candidate(
                 axes=tuple(one.search.axes.items()),
@@ -285,6 +286,21 @@ class _Search:
             if one is not best
         ]
         return self.fitted(best.plan(result, next_best, rest), best.search)
+
+    def polished(
+        self, annotated: Sequence[tuple[MeshPlan, Annotated]]
+    ) -> tuple[MeshPlan, Annotated, dict[str, NextBest]]:
+        """The best plan after its last changes, or another that wants less than this one takes, after its own."""
+        (best, result), *others = annotated
+        result, next_best = best.polish().run(result)
+        for one, found in others:
+            if self.is_interrupted or self.options.left <= 0:
+                break
+            if rank(one.costs, self.options.fits) < rank(result.costs, self.options.fits):
+                changed, its_next_best = one.polish().run(found)
+                if rank(changed.costs, self.options.fits) < rank(result.costs, self.options.fits):
+                    best, result, next_best = one, changed, its_next_best
+        return best, result, next_best
 
     def fitted(self, plan: Plan, search: MeshSearch) -> Plan:
         """The plan with what its blocks can keep within the limit, if that is faster."""

@@ -1,6 +1,8 @@
 """Versions of a step in pipeline stages: planned beside the step, chosen where links between hosts are slow."""
 
 import dataclasses
+import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +11,10 @@ import pytest
 
 import sharding
 from sharding import hardware, pipeline, planner
+from sharding.explain.program_costs import Costs
 from sharding.hardware.chip import Wire
+from sharding.planner.mesh_search import SearchOptions
+from sharding.planner.plan_search import _Search
 
 PER_STAGE, FEATURES, TOKENS = 4, 4096, 8192
 STAGES = planner.Stages(count=4, schedule="1f1b", microbatches=8)
@@ -97,3 +102,41 @@ def test_a_mesh_of_the_users_picks_the_versions_that_suit_it():
     options = {"devices": "h100:1x8", "staged": [version], "seconds": 20}
     assert sharding.plan(whole, *shapes(), mesh={"x": 8}, **options).stages is None
     assert sharding.plan(whole, *shapes(), mesh={"pipe": 4, "x": 2}, **options).axes == {"pipe": 4, "x": 2}
+
+
+@dataclasses.dataclass(frozen=True)
+class OnMesh:
+    """A stand-in for the plan of a mesh: the seconds that it wants, and that its last changes reach."""
+
+    wants: float
+    reaches: float
+
+    @property
+    def costs(self):
+        return costs(self.wants)
+
+    def polish(self):
+        return self
+
+    def run(self, result):
+        return dataclasses.replace(result, costs=costs(min(self.reaches, result.costs.seconds))), {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    costs: Costs
+
+
+def costs(seconds):
+    return Costs(seconds=seconds, sent_bytes=0, peak_bytes=0, argument_bytes=0, lost_bytes=0)
+
+
+@pytest.mark.parametrize(("wants", "chosen"), [(0.8, 1), (1.1, 0)])
+def test_what_wants_less_gets_its_last_changes_before_the_choice(wants, chosen):
+    on = hardware.parse("h100:4x2")
+    options = SearchOptions(devices=on, algorithm="auto", limit=math.inf, deadline=math.inf, seed=0)
+    search = _Search(options=options, on_progress=lambda text: None)
+    annotated: Any = [(OnMesh(1.0, 1.0), Found(costs(1.0))), (OnMesh(wants, 0.9), Found(costs(1.2)))]
+    best, result, _ = search.polished(annotated)
+    assert best is annotated[chosen][0]
+    assert result.costs.seconds == (1.0, 0.9)[chosen]
