@@ -2,8 +2,8 @@
 
 `jnp.take(x, 0, axis)` along a dim of size 1 gathers all of `x`, and its transpose scatters all of it into zeros: both
 are reshapes. Compilers for accelerators find that out after partitioning, when the collectives are there already.
-Indices that count along a batch dim are left out (`batched_indices`). A conditional with a known predicate becomes its
-branch. A remainder of a division by 1 is 0, whatever is divided.
+Indices that count along a batch dim are left out (`batched_indices`). A conditional or a selection with a known
+predicate becomes its branch or case. A remainder of a division by 1 is 0, whatever is divided.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from ..graph.straight_line import are_same
 from .batched_indices import batched
 from .equations import traced
 from .known_indices import Index, Known, constant, of_atom, of_constant, of_result, of_row, of_stack
+from .unchanged_carries import with_constants
 
 Indices = tuple[Index | None, ...]
 """What is known of inputs or outputs; None for those of which nothing is."""
@@ -55,40 +56,49 @@ class _Pass:
         known.update((v, index) for v, index in consts if index is not None)
         zeros: set[Any] = set()
         eqns: list[Any] = []
-        literals: dict[Any, Any] = {}
+        same: dict[Any, Any] = {}
+        """Variable -> the variable or literal that it is equal to."""
 
         def read(atom: Any) -> Any:
-            return atom if compat.is_literal(atom) else literals.get(atom, atom)
+            return atom if compat.is_literal(atom) else same.get(atom, atom)
 
         for eqn in source.eqns:
             if any(read(v) is not v for v in eqn.invars):
                 eqn = eqn.replace(invars=[read(v) for v in eqn.invars])
             if eqn.primitive.name == "rem" and constant(eqn.invars[1], known) == 1:
                 if not eqn.outvars[0].aval.shape:
-                    known[eqn.outvars[0]], literals[eqn.outvars[0]] = 0, compat.new_literal(0, eqn.outvars[0].aval)
+                    known[eqn.outvars[0]], same[eqn.outvars[0]] = 0, compat.new_literal(0, eqn.outvars[0].aval)
                     continue
                 eqn = _zeros(eqn)
+            if (case := _known_case(eqn, known)) is not None:
+                same[eqn.outvars[0]] = case
+                continue
             if eqn.primitive.name == "cond" and (branch := constant(eqn.invars[0], known)) is not None:
                 eqn = branch_call(eqn, min(max(branch, 0), len(eqn.params["branches"]) - 1))
             eqn = _reshaped(self.with_bodies(eqn, known), known, zeros)
+            loop, unchanged = with_constants(eqn)
+            same.update(unchanged)
+            if loop is not eqn:
+                eqn = self.with_bodies(loop, known)
+            same.update(_passed_on(eqn))
             eqns += batched(eqn, known)
             if (index := of_result(eqn, known)) is not None:
                 known[eqn.outvars[0]] = index
             if _is_zero_array(eqn):
                 zeros.update(eqn.outvars)
-        outputs = tuple(of_atom(v, known) for v in source.outvars)
-        if not literals and are_same(eqns, source.eqns):
+        outvars = [*map(read, source.outvars)]
+        outputs = tuple(of_atom(v, known) for v in outvars)
+        if not same and are_same(eqns, source.eqns):
             return jaxpr, outputs
-        return compat.rebuild(jaxpr, eqns=eqns, outvars=[*map(read, source.outvars)]), outputs
+        return compat.rebuild(jaxpr, eqns=eqns, outvars=outvars), outputs
 
     def with_bodies(self, eqn: Any, known: dict[Any, Index]) -> Any:
         """An equation with rewritten bodies; adds what is known of its results."""
         name, params = eqn.primitive.name, eqn.params
         if name not in CALLS and name not in ("cond", "scan", "shard_map", "while"):
             return eqn
-        given = _given(eqn, known)
         for key, position, body in compat.sub_jaxprs(params):
-            new, outputs = self.jaxpr(body, given)
+            new, outputs = self.jaxpr(body, _given(eqn, key, known))
             if new is not body:
                 params = compat.with_jaxpr(params, key, position, new)
             found = zip(eqn.outvars, _returned(eqn, outputs), strict=False)
@@ -108,8 +118,8 @@ def branch_call(eqn: Any, branch: int) -> Any:
     return compat.new_eqn(eqn, eqn.invars[1:], eqn.outvars, call.primitive, call.params)
 
 
-def _given(eqn: Any, known: Known) -> Indices:
-    """What is known of the inputs of an equation's bodies."""
+def _given(eqn: Any, key: str, known: Known) -> Indices:
+    """What is known of the inputs of one of an equation's bodies, the parameter `key`."""
     name, operands = eqn.primitive.name, tuple(of_atom(v, known) for v in eqn.invars)
     if name == "scan":
         consts, carried = compat.scan_parts(eqn.params)
@@ -117,6 +127,9 @@ def _given(eqn: Any, known: Known) -> Indices:
         return (*operands[:consts], *[None] * carried, *map(of_row, operands[first:]))
     if name == "cond":
         return operands[1:]
+    if name == "while":
+        first = eqn.params["cond_nconsts"]
+        return operands[:first] if key == "cond_jaxpr" else operands[first : first + eqn.params["body_nconsts"]]
     return operands if name in OF_OPERANDS else ()
 
 
@@ -126,6 +139,29 @@ def _returned(eqn: Any, outputs: Indices) -> Indices:
         _, carried = compat.scan_parts(eqn.params)
         return (*[None] * carried, *map(of_stack, outputs[carried:]))
     return outputs if eqn.primitive.name in OF_OPERANDS else ()
+
+
+def _known_case(eqn: Any, known: Known) -> Any:
+    """The case that a selection of arrays with a known predicate returns; else None."""
+    is_selection = eqn.primitive.name == "select_n" and eqn.outvars[0].aval.shape
+    which = constant(eqn.invars[0], known) if is_selection else None
+    if which is None or compat.is_drop(eqn.outvars[0]):
+        return None
+    case = eqn.invars[1 + which]
+    return case if str(case.aval) == str(eqn.outvars[0].aval) else None
+
+
+def _passed_on(eqn: Any) -> dict[Any, Any]:
+    """The results of a call that are operands of it, with those."""
+    if eqn.primitive.name not in GIVEN_OPERANDS or eqn.effects:
+        return {}
+    (_, _, body), *_ = compat.sub_jaxprs(eqn.params)
+    jaxpr = compat.open_jaxpr(body)
+    operands = dict(zip(jaxpr.invars, eqn.invars, strict=True))
+    pairs = [
+        (out, v if compat.is_literal(v) else operands.get(v)) for out, v in zip(eqn.outvars, jaxpr.outvars, strict=True)
+    ]
+    return {out: v for out, v in pairs if v is not None and not compat.is_drop(out) and str(v.aval) == str(out.aval)}
 
 
 def _reshaped(eqn: Any, known: Known, zeros: Collection[Any]) -> Any:

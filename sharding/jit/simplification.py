@@ -9,8 +9,9 @@ example holds, and the others keep their values. Primitives of other packages be
 gathers of whole arrays reshapes. A selection between a value and itself is that value, integers minus themselves are
 zeros, and an array of which a pad cuts off all elements is padding. A reshape in another order of dims becomes a
 transposition and a reshape, a platform-dependent conditional its platform's branch, a loop of one iteration or one that
-is unrolled what it computes, a row of a stack what was stacked, a transposed product the product in the other order,
-and a reduction of arrays side by side those of each.
+is unrolled what it computes, a row of a stack what was stacked, an array that is overwritten whole what is written, a
+transposed product the product in the other order, a slice of a product the product of slices, and a reduction of
+arrays side by side those of each.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from .package_primitives import implementation
 from .reduced_parts import reduced_apart
 from .shared_sums import SharedSums
 from .single_iterations import same_as_p, unrolled
+from .sliced_products import sliced_first
 from .stacked_rows import StackedRows
 from .transposed_products import turned
 
@@ -130,7 +132,7 @@ class _Simplifier:
                 computed.update((n, v) for v, n in reversed(new) if v not in equals)
                 eqns.append(eqn)
         outvars = [*map(read, source.outvars)]
-        given, eqns = eqns, reduced_apart(turned(eqns, outvars), outvars)
+        given, eqns = eqns, reduced_apart(sliced_first(turned(eqns, outvars), outvars), outvars)
         if not is_changed and are_same(given, eqns):
             return jaxpr
         live = _without_unused(eqns, outvars, flattened.keys() | stacks.makers.keys())
@@ -264,12 +266,21 @@ def _passed_on(eqn: Any) -> Any:
     """The operand that an equation returns as it is, such as one of two equal operands or cases; else None."""
     if eqn.primitive is same_as_p or _turns_nothing(eqn):
         return eqn.invars[0]
+    if _is_overwritten(eqn):
+        return eqn.invars[1]
     operands = eqn.invars[1:] if eqn.primitive.name == "select_n" else eqn.invars
     is_same = eqn.primitive.name in IDEMPOTENT and len(operands) > 1 and all(v is operands[0] for v in operands)
     if not is_same or compat.is_literal(operands[0]) or compat.is_drop(eqn.outvars[0]):
         return None
     given, returned = operands[0].aval, eqn.outvars[0].aval
     return operands[0] if getattr(given, "weak_type", False) == getattr(returned, "weak_type", False) else None
+
+
+def _is_overwritten(eqn: Any) -> bool:
+    """Whether an equation updates all of an array."""
+    if eqn.primitive.name != "dynamic_update_slice" or compat.is_literal(eqn.invars[1]):
+        return False
+    return str(eqn.invars[1].aval) == str(eqn.outvars[0].aval)
 
 
 def _turns_nothing(eqn: Any) -> bool:

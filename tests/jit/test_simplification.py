@@ -367,3 +367,15 @@ def test_only_the_branch_of_the_platform_is_left(platform, others, left):
     if left:
         (found,) = jax.core.eval_jaxpr(getattr(simple, "jaxpr", simple), simple.consts, X + 2)
         np.testing.assert_allclose(found, getattr(jnp, left)(jnp.log(X + 2)))
+
+
+def test_what_is_overwritten_whole_is_what_is_written():
+    def f(x):
+        return jax.lax.dynamic_update_slice(jnp.zeros_like(x), jnp.sin(x), (jnp.argmax(x[0]), 0))
+
+    jaxpr = jax.make_jaxpr(f)(X)
+    assert count(jaxpr, "dynamic_update_slice") == 1
+    assert count(simplify(jaxpr), "dynamic_update_slice") == 0
+    np.testing.assert_array_equal(jax.jit(f)(X), jnp.sin(X))
+    with sharding.mesh({"a": 1}, devices=jax.devices()[:1]):
+        np.testing.assert_array_equal(sharding.jit(f)(X), jax.jit(f)(X))
