@@ -20,7 +20,6 @@ from ..rewrite import xla_workarounds
 from ..rewrite.constraint_emitter import MOVES_SHARDS
 from ..rewrite.op_strategy import OpStrategies, OpStrategy
 from ..rewrite.reshard import Step, chain, local_bytes
-from ..rewrite.rotation import rotation_parts
 from ..rewrite.unread_gathers import without_unread_gathers
 from ..spec import Axis, Spec, num_parts
 from ..xla.collective_lowering import is_gathered_by_all_reduce
@@ -215,9 +214,8 @@ class ProgramCollectives:
 
     def rotated(self, op: Op) -> Iterator[Transfer]:
         """Reshards an array to the spec of its rotation, then rotates it."""
-        part, (result,) = next(rotation_parts(op, self.graph.makers)), op.results
-        while part.name == "pad":
-            part = self.graph.makers[part.operands[0]]
+        (result,) = op.results
+        part = self.exchanges.rotations[result].cut
         v, want = part.operands[0], self.specs[result]
         if v in self.times:
             what, advise = f"rotation of {self.graph.label(v)}", functools.partial(self.hints.operand, part, v, want)

@@ -8,7 +8,7 @@ from ..graph import Graph, Op
 from ..rewrite import halo_exchange
 from ..rewrite.halo_exchange import Halo
 from ..rewrite.reshard import local_bytes
-from ..rewrite.rotation import rotation, rotation_gradient, rotation_parts
+from ..rewrite.rotation import rotation_parts, rotations
 from ..spec import Axis, Spec, axis_name, num_parts
 from .collective_ledger import Collective
 
@@ -31,9 +31,7 @@ class ShardExchanges:
         collective: Callable[..., Collective],
     ):
         self.graph, self.specs, self.sizes, self.collective = graph, specs, sizes, collective
-        uniform = [op for op in graph.ops if not graph.diverges(op)]
-        self.rotations = {op.results[0]: shift for op in uniform if (shift := _rotation(op, graph)) is not None}
-        makers = graph.makers
+        makers, self.rotations = graph.makers, rotations(graph)
         parts = (op for result in self.rotations for op in rotation_parts(makers[result], makers))
         self.rotation_parts = {v for op in parts for v in op.results}
 
@@ -62,30 +60,20 @@ class ShardExchanges:
             yield self.collective("collective-permute", halo.axes, int(shard_bytes * share), op, v, times, cause)
 
     def rotated(self, op: Op) -> Iterator[Collective]:
-        """A rotation (`jnp.roll`) along a sharded dim: the permutes that move rows to other devices.
-
-        With uneven shards XLA rotates twice, once past the padding at the end, and selects.
-        """
+        """A rotation (`jnp.roll`) along a sharded dim: the permutes that move rows to other devices."""
         (v,) = op.results
-        (dim, shift), spec = self.rotations[v], self.specs[v]
-        axes = spec.dims[dim].axes
-        if not axes or not shift:
+        found, spec = self.rotations[v], self.specs[v]
+        axes = spec.dims[found.dim].axes
+        if not axes or not found.shift:
             return
-        shard_bytes, length = self.shard_bytes(v, spec), self.graph.shapes[v][dim]
-        rows = -(-length // num_parts(axes, self.sizes))
-        parts = -(-length // rows)  # those with any rows
-        padding = parts * rows - length
-        for amount in (shift, shift + padding) if padding else (shift,):
-            far, rest = divmod(amount, rows)
-            for part in [n for n, away in ((rows - rest, far), (rest, far + 1)) if n and away % parts]:
-                cause = f"rotates dim {dim}, sharded over {axis_names(axes)}, by {shift}"
-                yield self.collective("collective-permute", axes, shard_bytes * part // rows, op, v, op.times, cause)
-
-
-def _rotation(op: Op, graph: Graph) -> tuple[int, int] | None:
-    """(dim, shift) if an op rotates an array, or None."""
-    shift = rotation(op, graph.makers)
-    return rotation_gradient(op, graph.makers) if shift is None else (op.site[0].params["dimension"], shift)
+        shard_bytes = self.shard_bytes(v, spec)
+        for pieces in found.pieces(self.graph.shapes[v][found.dim], num_parts(axes, self.sizes)):
+            all_rows = sum(rows for rows, _ in pieces)
+            for rows in (rows for rows, away in pieces if away):
+                cause = f"rotates dim {found.dim}, sharded over {axis_names(axes)}, by {found.shift}"
+                yield self.collective(
+                    "collective-permute", axes, shard_bytes * rows // all_rows, op, v, op.times, cause
+                )
 
 
 def axis_names(axes: Sequence[Axis]) -> str:

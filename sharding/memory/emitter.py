@@ -46,7 +46,7 @@ class Emitter:
         self.carried: set[Instruction] = set()
         """Operands that a loop updates in place."""
 
-    def emit(self, name: str, role: Role, operands: Sequence[Instruction], shape: Sequence[int], itemsize: int,
+    def emit(self, name: str, role: Role, operands: Sequence[Instruction], shape: Sequence[int], itemsize: float,
              *, key: Any = None, **facts: Any) -> Instruction:  # fmt: skip
         """Append an instruction of a local shape, or return the equal one that the body already has.
 
@@ -55,7 +55,7 @@ class Emitter:
             role: how it is computed.
             operands: the instructions it reads.
             shape: local shape of the result.
-            itemsize: bytes per element; 2 for values that are stored in bfloat16.
+            itemsize: bytes per element; 2 for values that are stored in bfloat16, half a byte for those of 4 bits.
             key: what it depends on besides name, operands and shape, for common-subexpression elimination; None: never
                 shared.
             facts: further fields of the instruction.
@@ -68,24 +68,24 @@ class Emitter:
         if key is not None and full in self._made:
             return self._made[full]
         made = Instruction(
-            name, role, list(operands), shape, math.prod(shape) * itemsize, phase=self.cursor.phase, **facts
+            name, role, list(operands), shape, math.ceil(math.prod(shape) * itemsize), phase=self.cursor.phase, **facts
         )
         self.body.instructions.append(made)
         if key is not None:
             self._made[full] = made
         return made
 
-    def stored_itemsize(self, itemsize: int, value: int | None) -> int:
+    def stored_itemsize(self, itemsize: float, value: int | None) -> float:
         """Bytes per element of an array with a value."""
         return min(itemsize, 2) if value in self.cursor.rounded else itemsize
 
-    def argument(self, shape: Sequence[int], itemsize: int, value: int | None) -> Instruction:
+    def argument(self, shape: Sequence[int], itemsize: float, value: int | None) -> Instruction:
         """Append an argument of the body."""
         made = self.emit("argument", "argument", [], shape, itemsize, value=value)
         self.body.arguments.append(made)
         return made
 
-    def constant(self, shape: Sequence[int], itemsize: int) -> Instruction:
+    def constant(self, shape: Sequence[int], itemsize: float) -> Instruction:
         """A broadcast constant, where an op needs it in memory."""
         return self.emit("broadcast", "fusible", [], shape, itemsize, key="constant", elementwise=True)
 
@@ -97,7 +97,7 @@ class Emitter:
         return x
 
     def tuple_elements(
-        self, source: Instruction, elements: Sequence[tuple[Sequence[int], int, int | None, Any]]
+        self, source: Instruction, elements: Sequence[tuple[Sequence[int], float, int | None, Any]]
     ) -> list[Instruction]:
         """The results of an instruction with several.
 
@@ -123,7 +123,7 @@ class Emitter:
             found = self._local_shapes[id(spec), shape] = spec, local_shape(spec.axes, shape, self.sizes)
         return found[1]
 
-    def reshard(self, x: Instruction, shape: tuple[int, ...], itemsize: int, have: Spec, need: Spec) -> Instruction:
+    def reshard(self, x: Instruction, shape: tuple[int, ...], itemsize: float, have: Spec, need: Spec) -> Instruction:
         """The array resharded by the cheapest chain of steps.
 
         Args:
@@ -133,16 +133,18 @@ class Emitter:
         if have is need or have.axes == need.axes:
             return x
         return self.apply_steps(
-            x, shape, itemsize, chain(have, need, shape, itemsize, self.sizes, permutes=self.permutes)
+            x, shape, itemsize, chain(have, need, shape, math.ceil(itemsize), self.sizes, permutes=self.permutes)
         )
 
-    def apply_steps(self, x: Instruction, shape: tuple[int, ...], itemsize: int, steps: Sequence[Step]) -> Instruction:
+    def apply_steps(
+        self, x: Instruction, shape: tuple[int, ...], itemsize: float, steps: Sequence[Step]
+    ) -> Instruction:
         """The array after some reshard steps."""
         for step in steps:
             x = self.apply_step(x, self.local_shape(shape, step.spec), itemsize, step)
         return x
 
-    def apply_step(self, x: Instruction, shape: tuple[int, ...], itemsize: int, step: Step) -> Instruction:
+    def apply_step(self, x: Instruction, shape: tuple[int, ...], itemsize: float, step: Step) -> Instruction:
         """The array after one reshard step.
 
         An all-to-all slices its operand and concatenates the result. A reduce-scatter is an all-reduce and a slice on
@@ -173,7 +175,7 @@ class Emitter:
             x = self.emit("slice", "fusible", [x], shape, itemsize, key=key, **sent)
         return self.all_reduce(x, itemsize, step.axes) if step.kind == "all-reduce" else x
 
-    def all_gather(self, x: Instruction, shape: Sequence[int], itemsize: int, step: Step) -> Instruction:
+    def all_gather(self, x: Instruction, shape: Sequence[int], itemsize: float, step: Step) -> Instruction:
         """An all-gather that concatenates shards along a leading dim; other dims are moved there and back."""
         facts: Mapping[str, Any] = {"value": x.value, "eqn": x.eqn}
         dim = next((d for d, (have, need) in enumerate(zip(x.shape, shape, strict=True)) if have != need), 0)
@@ -191,7 +193,7 @@ class Emitter:
         )
         return self.transposed(gathered, [order.index(d) for d in range(len(shape))])
 
-    def all_reduce(self, x: Instruction, itemsize: int, axes: tuple[Axis, ...]) -> Instruction:
+    def all_reduce(self, x: Instruction, itemsize: float, axes: tuple[Axis, ...]) -> Instruction:
         """An all-reduce of partial sums; 16-bit floats are reduced in 32 bits."""
         facts: Mapping[str, Any] = {"value": x.value, "eqn": x.eqn}
         if itemsize != 2 or not self.traits.widens_16_bits:

@@ -22,8 +22,9 @@ from ..rewrite.constraint_emitter import AssignedProgram
 from ..rewrite.op_strategy import OpStrategies
 from ..rewrite.redundant_constraints import redundant
 from ..rewrite.reshard import Step
+from ..rewrite.rotation import rotations
 from ..spec import Spec, closed_spec
-from . import library_calls, primitive_traits
+from . import library_calls, primitive_traits, shard_rotation
 from .compiler_traits import CompilerTraits
 from .emitter import Cursor, Emitter, before_rounding
 from .expansions import EXPANSIONS
@@ -51,6 +52,7 @@ class Lowering:
         self.specs = assignment.specs
         self.strategies = OpStrategies(assignment)
         self.program = AssignedProgram(assignment, jax.sharding.AbstractMesh((*self.sizes.values(),), (*self.sizes,)))
+        self.rotations = rotations(self.graph)
         self.unconstrained: dict[Scope, set[Any]] = {}
         """Scope -> the variables whose constraints are left out."""
         self.cursor = Cursor()
@@ -62,9 +64,9 @@ class Lowering:
         value = self.graph_value(var, scope)
         return self.specs[value] if value is not None else closed_spec(len(var.aval.shape))
 
-    def itemsize(self, aval: Any) -> int:
+    def itemsize(self, aval: Any) -> float:
         """Bytes per element on the device, those of a PRNG key included; an array of the host has none."""
-        return 0 if compat.is_on_host(aval) else int(aval.dtype.itemsize)
+        return 0 if compat.is_on_host(aval) else primitive_traits.element_bytes(aval.dtype)
 
     def read(self, atom: Any, env: Env) -> Instruction | None:
         """The instruction that produces an atom; None for constants."""
@@ -143,6 +145,9 @@ class Lowering:
         if all(x is None for x in operands) and self.is_constant(eqn, scope):
             self.bind(eqn.outvars, [None] * len(eqn.outvars), env)
             return
+        if (turned := self.rotated(eqn, scope, env, emitter)) is not None:
+            self.bind(eqn.outvars, [turned], env)
+            return
         operand_specs = [self.spec_of(a, scope) for a in eqn.invars]
         final_specs = result_specs = [self.spec_of(v, scope) for v in eqn.outvars]
         steps: list[Sequence[Step]] = [()] * len(result_specs)
@@ -179,6 +184,23 @@ class Lowering:
                 x = emitter.apply_steps(x, shape, itemsize, path)
                 x = emitter.reshard(x, shape, itemsize, path[-1].spec if path else have, need)
                 env[var] = library_calls.kept_rounded(x, emitter) if self.keeps_rounding(x, var, scope) else x
+
+    def rotated(self, eqn: Any, scope: Scope | None, env: Env, emitter: Emitter) -> Instruction | None:
+        """The result of an equation that rotates an array along a sharded dim; None if it does not."""
+        if len(eqn.outvars) != 1 or compat.is_drop(eqn.outvars[0]):
+            return None
+        (var,) = eqn.outvars
+        value = self.graph_value(var, scope)
+        found = None if value is None else self.rotations.get(value)
+        if found is None:
+            return None
+        source = found.cut.site[0].invars[0]
+        if (x := self.read(source, env)) is None:
+            return None
+        shape, want = source.aval.shape, self.spec_of(var, scope)
+        axes = want.dims[found.dim].axes
+        x = emitter.reshard(x, shape, self.itemsize(source.aval), self.spec_of(source, scope), want)
+        return shard_rotation.rotated(x, found, axes, shape[found.dim], value, eqn, emitter) if axes else None
 
     def keeps_rounding(self, x: Instruction, var: Any, scope: Scope | None) -> bool:
         """Whether an op's result stays rounded to 16 bits for all who read it: its sharding is constrained."""
@@ -267,7 +289,7 @@ class Lowering:
         shape, itemsize, value = outputs[0]
         key = _key(eqn, operands)
         facts: dict[str, Any] = {"value": value, "eqn": eqn, "key": key}
-        if name in primitive_traits.RESHAPES:
+        if name in primitive_traits.RESHAPES or (name == "broadcast_in_dim" and _only_reshapes(present, shape)):
             return [emitter.emit(name, "bitcast", present, shape, itemsize, **{**facts, "key": "bitcast"})]
         op = LocalOp(eqn=eqn, operands=present, shape=shape, itemsize=itemsize, facts=facts, emitter=emitter)
         expanded = EXPANSIONS[name](op) if name in EXPANSIONS else None
@@ -313,7 +335,7 @@ class Lowering:
         return results
 
 
-def matrix_product(eqn: Any, operands: Sequence[Instruction], itemsize: int) -> Product | None:
+def matrix_product(eqn: Any, operands: Sequence[Instruction], itemsize: float) -> Product | None:
     """The sizes of a `dot_general` on one device; None where an operand is a constant."""
     if len(operands) != 2:
         return None
@@ -326,10 +348,15 @@ def matrix_product(eqn: Any, operands: Sequence[Instruction], itemsize: int) -> 
         rows=left.num_elements // max(1, each),
         columns=right.num_elements // max(1, each),
         summed=num_summed,
-        operand_itemsize=min(left.itemsize, right.itemsize),
-        itemsize=itemsize,
+        operand_itemsize=math.ceil(min(left.itemsize, right.itemsize)),
+        itemsize=math.ceil(itemsize),
         is_reshaped=any(len(x.shape) > 2 + bool(batch[0]) for x in operands) or len(batch[0]) > 1,
     )
+
+
+def _only_reshapes(operands: Sequence[Instruction], shape: Sequence[int]) -> bool:
+    """Whether a broadcast only adds dims of size 1."""
+    return len(operands) == 1 and operands[0].num_elements == math.prod(shape)
 
 
 def stretched(x: Instruction, shape: Sequence[int], emitter: Emitter) -> Instruction:

@@ -66,8 +66,14 @@ def selected_and_scattered(op: LocalOp) -> Instruction | None:
 
 
 def scattered(op: LocalOp) -> Instruction | None:
-    """On TPUs a scatter of one element to each row, as of a gradient of `take_along_axis`, compares an iota with the
-    indices."""
+    """An update of a slice if it has one index (openxla/xla, `service/scatter_expander.cc`).
+
+    On TPUs a scatter of one element to each row, as of a gradient of `take_along_axis`, compares an iota with the
+    indices.
+    """
+    *batch, _ = op.eqn.invars[1].aval.shape
+    if math.prod(batch) == 1:
+        return updated_slice(op)
     numbers = op.eqn.params["dimension_numbers"]
     indexed = numbers.scatter_dims_to_operand_dims
     is_in_rows = len(indexed) == 1 and len(numbers.operand_batching_dims) == len(op.shape) - 1
@@ -78,6 +84,14 @@ def scattered(op: LocalOp) -> Instruction | None:
         return None
     rows = [op.emitter.emit("broadcast_in_dim", "fusible", [one], op.shape, one.itemsize) for one in rows]
     return op.emit("select_n", [x, *rows], elementwise=True)
+
+
+def updated_slice(op: LocalOp) -> Instruction:
+    """An update in place; of an array that its own kernel fills, an array like a pad."""
+    x, *others = op.operands
+    if x.name == "broadcast" and not x.operands:
+        return op.emit("pad", others)
+    return op.emit("dynamic_update_slice", op.operands, in_place=((0, 0),))
 
 
 EXPANSIONS: Mapping[str, Expansion] = {

@@ -72,9 +72,10 @@ class Instruction:
         return self.num_bytes + self.padding
 
     @property
-    def itemsize(self) -> int:
-        """Bytes per element."""
-        return self.num_bytes // max(1, self.num_elements)
+    def itemsize(self) -> float:
+        """Bytes per element, less than one for packed ones."""
+        found = self.num_bytes / max(1, self.num_elements)
+        return found if 0 < found < 1 else int(found)
 
     @property
     def num_elements(self) -> int:

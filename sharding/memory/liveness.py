@@ -175,8 +175,8 @@ class _BufferAssignment:
     def reused_buffer(self, kernel: Kernel, born: int) -> Buffer | None:
         """The operand's buffer that a kernel's result reuses, if any."""
         root = kernel.root
-        if root.role == "bitcast" and len(kernel.members) == 1:
-            return self.buffer_of.get(root.operands[0])
+        if root.role == "bitcast" and all(m.role == "bitcast" for m in kernel.members):
+            return self.buffer_of.get(kernel.operands[0])
         if root.role == "tuple-element":
             source = root.operands[0]
             at = self.operand_in_place(source, root.element)
@@ -209,11 +209,18 @@ class _BufferAssignment:
         """
         for argument, number in self.carried:
             new, old = self.buffer_of.get(self.body.results[number]), self.buffer_of.get(argument)
-            if new is None or old is None or new is old or new.makers[0][1].role == "argument":
+            if new is None or new is old or new.makers[0][1].role == "argument":
+                continue
+            if old is None:  # nothing reads the argument, whose buffer only the result takes, not what it is made in
+                new.dies = new.makers[-1][0]
+                new.is_temporary = new.is_temporary and len(new.makers) > 1
                 continue
             first = self.kernel_of[new.makers[0][1]]
             is_overwritten = any(first.root.operands[at] is argument for at, _ in first.root.in_place)
-            needs_both = argument in first.operands and not is_overwritten and argument in read_otherwise(first)
+            is_copy = first.root.name == "copy" and first.root.operands == [argument]
+            is_copy = is_copy and self.last_read[argument] <= new.born
+            needs_both = argument in first.operands and argument in read_otherwise(first)
+            needs_both = needs_both and not (is_overwritten or is_copy)
             readers = (kernel for _, x in new.makers for kernel in self.readers.get(x, ()))
             is_early = new.is_temporary and new.born < self.last_read.get(argument, 0)
             new.is_temporary = is_early or needs_both or any(argument in kernel.operands for kernel in readers)

@@ -18,7 +18,7 @@ class LocalOp:
     operands: Sequence[Instruction]
     """Those that are not constants."""
     shape: tuple[int, ...]
-    itemsize: int
+    itemsize: float
     facts: Mapping[str, Any]
     """Of the instruction that makes the result; see `Emitter.emit`."""
     emitter: Emitter

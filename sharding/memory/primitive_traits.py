@@ -6,10 +6,13 @@ After XLA:CPU's fusion pass (openxla/xla, `service/cpu/cpu_instruction_fusion.cc
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
+from .. import compat
 from ..rules import ELEMENTWISE
 from .compiler_traits import CompilerTraits
 
@@ -89,6 +92,15 @@ def is_fusible(name: str) -> bool:
 def updates(name: str) -> bool:
     """Whether it writes into its first operand."""
     return name == "dynamic_update_slice" or name.startswith("scatter")
+
+
+@cache
+def element_bytes(dtype: Any) -> float:
+    """Bytes per element; those of less than 8 bits are packed."""
+    if dtype.itemsize > 1 or compat.is_extended(dtype) or jnp.issubdtype(dtype, jnp.bool_):
+        return int(dtype.itemsize)
+    found = jnp.iinfo(dtype) if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo(dtype)
+    return found.bits / 8 if found.bits < 8 else 1
 
 
 def stores_constant(name: str, shape: tuple[int, ...]) -> bool:

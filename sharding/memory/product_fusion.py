@@ -85,7 +85,7 @@ def _append(product: Instruction, readers: Users, results: set[Instruction]) -> 
         last.in_place = tuple((k, 0) for k in alike[:1])
 
 
-def _num_bytes_read(one: Instruction) -> int:
+def _num_bytes_read(one: Instruction) -> float:
     """Of the operands of an elementwise op, which are all as large as its result."""
     return sum(max(x.num_elements, one.num_elements) * x.itemsize for x in one.operands)
 

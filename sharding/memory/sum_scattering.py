@@ -32,7 +32,7 @@ def _scatter(one: Instruction, readers: Users, results: set[Instruction]) -> Non
         return
     one.name, one.in_place = "reduce-scatter", ()
     for x in converted:
-        x.num_bytes, x.shape = math.prod(shape) * x.itemsize, shape
+        x.num_bytes, x.shape = math.ceil(math.prod(shape) * x.itemsize), shape
     for x in slices:
         x.role = "bitcast"
 

@@ -64,10 +64,12 @@ def _added(one: Instruction, minor: Minor) -> int:
     return padded_bytes(one.shape, one.itemsize, minor) - one.num_bytes
 
 
-def _copy(x: Instruction, itemsize: int) -> Instruction:
+def _copy(x: Instruction, itemsize: float) -> Instruction:
     """A copy of an array, possibly rounded."""
     itemsize = min(itemsize, x.itemsize)
-    return Instruction("copy", "unfusible", [x], x.shape, x.num_elements * itemsize, value=x.value, eqn=x.eqn)
+    return Instruction(
+        "copy", "unfusible", [x], x.shape, math.ceil(x.num_elements * itemsize), value=x.value, eqn=x.eqn
+    )
 
 
 def _rounds(product: Instruction) -> bool:
@@ -93,7 +95,7 @@ def _carried(loop: Instruction) -> dict[int, Minor]:
     return found
 
 
-def padded_bytes(shape: tuple[int, ...], itemsize: int, minor: Minor | None = None) -> int:
+def padded_bytes(shape: tuple[int, ...], itemsize: float, minor: Minor | None = None) -> int:
     """Bytes of an array in tiles, its dims ordered so that they are fewest.
 
     Args:
@@ -101,14 +103,14 @@ def padded_bytes(shape: tuple[int, ...], itemsize: int, minor: Minor | None = No
         itemsize: bytes per element.
         minor: the dims that may be minor. Default: any.
     """
-    num_bytes = math.prod(shape) * itemsize
+    num_bytes = math.ceil(math.prod(shape) * itemsize)
     if num_bytes == 0 or not shape:
         return num_bytes
     if len(shape) == 1:
-        return _up(shape[0], min(LINE, max(LANES, _power(shape[0])))) * itemsize
+        return math.ceil(_up(shape[0], min(LINE, max(LANES, _power(shape[0])))) * itemsize)
     every = frozenset(range(len(shape)))
     lanes, sublanes = (every, every) if minor is None else (minor.lanes or every, minor.sublanes or every)
-    least = max(1, 4 // itemsize)  # rows that share a register's 32 bits
+    least = max(1, int(4 / itemsize))  # rows that share a register's 32 bits
     ratios = [
         _up(shape[a], LANES) / shape[a] * (_up(shape[b], min(SUBLANES, max(least, _power(shape[b])))) / shape[b])
         for a in lanes

@@ -6,11 +6,49 @@ Only the rows that end on another device are sent, by at most two collective-per
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from .. import compat
 from ..graph import Graph, Op
 from ..spec import Spec
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """A rotation of an array along a dim, as `jnp.roll` makes it: row i becomes row i + shift."""
+
+    dim: int
+    shift: int
+    cut: Op
+    """One of the ops that slice the array, which is its operand."""
+
+    def pieces(self, length: int, num_shards: int) -> list[list[tuple[int, int]]]:
+        """Of what each shard is made, per rotation that XLA does: (rows, how many shards away they are), in order.
+
+        With uneven shards it rotates twice, once past the padding at the end, and selects.
+        """
+        rows = -(-length // num_shards)
+        used = -(-length // rows)  # shards with any rows
+        found = []
+        for amount in sorted({self.shift, self.shift + used * rows - length}):
+            far, rest = divmod(amount, rows)
+            found.append([(n, away % used) for n, away in ((rest, far + 1), (rows - rest, far)) if n])
+        return found
+
+
+def rotations(graph: Graph) -> dict[int, Rotation]:
+    """Returns result -> the rotation that makes it, of those that all devices run alike."""
+    uniform = (op for op in graph.ops if not graph.diverges(op))
+    return {op.results[0]: found for op in uniform if (found := _rotation(op, graph.makers)) is not None}
+
+
+def _rotation(op: Op, makers: Mapping[int, Op]) -> Rotation | None:
+    if (shift := rotation(op, makers)) is not None:
+        return Rotation(dim=op.site[0].params["dimension"], shift=shift, cut=makers[op.operands[0]])
+    if (found := rotation_gradient(op, makers)) is not None:
+        return Rotation(dim=found[0], shift=found[1], cut=makers[makers[op.operands[0]].operands[0]])
+    return None
 
 
 def rotation(op: Op, makers: Mapping[int, Op]) -> int | None:

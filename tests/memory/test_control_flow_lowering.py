@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from support import peak_memory
 
 import sharding
 from sharding import P, annotate
@@ -12,6 +13,7 @@ from sharding.memory.device_program import lower
 from sharding.memory.instruction import all_instructions
 
 MATRIX = jax.ShapeDtypeStruct((8, 16), jnp.float32)
+FLOATS = peak_memory.floats(1024, 512)
 
 
 def rounds(number):
@@ -107,3 +109,26 @@ def test_a_program_on_a_sharded_batch_is_that_of_a_share_of_it(f, platform):
         return [(one.name, one.role, one.shape, one.num_bytes, len(one.operands)) for one in all_instructions(body)]
 
     assert instructions(64, 8) == instructions(8, 1)
+
+
+def stages(x):
+    """A solver's stages: each reads the results of those before, and the first carry is only written."""
+
+    def one(carry):
+        k, _, rows = carry
+        y = x + jnp.einsum("s,sij->ij", jnp.arange(4.0) + k, rows)
+        return k + 1, y, rows.at[k].set(jnp.sin(y) * y)
+
+    return lax.while_loop(lambda c: c[0] < 4, one, (0, x, jnp.zeros((4, *x.shape))))[1]
+
+
+def advanced(x):
+    """A state that is donated, and updated in place."""
+    return lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, jnp.sin(c[1]) * c[0]), (0, x))[1][None][0]
+
+
+@peak_memory.newest_jax_only
+@pytest.mark.parametrize("f", [stages, advanced])
+def test_carries_take_the_memory_of_donated_arguments_and_unread_ones(f):
+    peak = peak_memory.peak_of(f, FLOATS, sizes={"data": 8}, in_shardings=P("data"), donate_argnums=0)
+    assert peak.ratio == pytest.approx(1, abs=0.01)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import sharding
-from sharding import P, kernels
+from sharding import P, cost, kernels
 from sharding.memory.compiler_traits import TRAITS
 from sharding.memory.device_program import lower
 from sharding.memory.instruction import all_instructions
@@ -153,3 +153,14 @@ def test_a_permute_moves_shards_to_other_devices_unless_only_some_run_it(has_bra
         assignment = sharding.jit(branch).complete(SQUARE).assignment
     found = {one.name for one in all_instructions(lower(assignment, TRAITS["gpu"]).body)}
     assert ("collective-permute" in found) == (not has_branch)
+
+
+@pytest.mark.parametrize("dtype", ["int4", "uint4", "float4_e2m1fn", "int8", "bool"])
+def test_elements_of_less_than_a_byte_are_packed(dtype):
+    rows, columns = 256, 64
+    with sharding.mesh(data=8):
+        step = sharding.jit(lambda x: x.T, in_shardings=P("data"))
+        predicted = step.complete(jax.ShapeDtypeStruct((rows, columns), dtype)).memory(platform="cpu")
+        compiled = cost.read_compiled(step.lower(jax.ShapeDtypeStruct((rows, columns), dtype)).compile())
+    assert predicted.peak_bytes == pytest.approx(compiled.peak_bytes, abs=64)
+    assert predicted.peak_bytes == 2 * rows * columns // 8 // (2 if "4" in dtype else 1)

@@ -118,3 +118,22 @@ def test_a_function_on_shards_stores_what_its_body_does():
         predicted, compiled = step.complete(*args).memory(platform="cpu"), step.lower(*args).compile()
     assert predicted.peak_bytes == pytest.approx(cost.read_compiled(compiled).peak_bytes, rel=0.05)
     assert predicted.peak_bytes < 4 * (64 * 64 + 64 * 2048 + 64 * 2048)  # not the logits of all rows of a device
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
+@pytest.mark.parametrize("at", ["set", "add"])
+def test_a_scatter_at_one_index_updates_a_slice_in_the_kernel_of_what_it_writes(at, platform):
+    def f(rows, x, k):
+        return getattr(rows.at[k], at)(jnp.sin(x) * x, unique_indices=True)
+
+    rows, x = floats(8, 1024, 512), floats(1024, 512)
+    with sharding.mesh({"data": 8}):
+        specs = (P(None, "data"), P("data"), None)
+        step = sharding.jit(f, in_shardings=specs, donate_argnums=0)
+        completion = step.complete(rows, x, jax.ShapeDtypeStruct((), "int32"))
+        found = completion.memory(platform=platform)
+        compiled = cost.read_compiled(step.lower(rows, x, jax.ShapeDtypeStruct((), "int32")).compile())
+    shard = 1024 // 8 * 512 * 4
+    assert found.peak_bytes == pytest.approx(9 * shard, rel=0.01)
+    if platform == "cpu":
+        assert compiled.peak_bytes == pytest.approx(9 * shard, rel=0.01)
