@@ -153,7 +153,7 @@ def _known_case(eqn: Any, known: Known) -> Any:
 
 def _passed_on(eqn: Any) -> dict[Any, Any]:
     """The results of a call that are operands of it, with those."""
-    if eqn.primitive.name not in GIVEN_OPERANDS or eqn.effects:
+    if eqn.primitive.name not in GIVEN_OPERANDS or eqn.effects or not compat.has_free_shardings(eqn):
         return {}
     (_, _, body), *_ = compat.sub_jaxprs(eqn.params)
     jaxpr = compat.open_jaxpr(body)

@@ -50,10 +50,11 @@ def sliced_first(eqns: Sequence[Any], outvars: Sequence[Any]) -> list[Any]:
 
 
 def _keeps_little(eqn: Any) -> bool:
-    """Whether an equation slices off most of an array; not in the body of a `shard_map`."""
+    """Whether an equation slices off most of an array; not in the body of a `shard_map`, nor over Explicit axes."""
     if eqn.primitive.name != "slice" or compat.is_literal(eqn.invars[0]):
         return False
-    if eqn.invars[0].aval.sharding.mesh.manual_axes:
+    mesh = eqn.invars[0].aval.sharding.mesh
+    if mesh.manual_axes or mesh.explicit_axes:
         return False
     kept, all_of_it = (math.prod(v.aval.shape) for v in (eqn.outvars[0], eqn.invars[0]))
     return kept <= MOST_KEPT * all_of_it
@@ -71,7 +72,7 @@ def _size(dim: tuple[int, int, int]) -> int:
 
 
 class _Slices:
-    """The equations that compute a slice of what one computes from slices of its operands."""
+    """The equations that compute a slice from slices of what it is computed from."""
 
     def __init__(self, eqn: Any, makers: Mapping[Any, Any], uses: Mapping[Any, int]):
         self.eqn, self.makers, self.uses = eqn, makers, uses

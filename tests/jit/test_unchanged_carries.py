@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import Mesh, NamedSharding
 
 import sharding
 from sharding import P
@@ -110,3 +111,13 @@ def test_a_selection_with_a_known_predicate_is_its_case():
     assert "select_n" not in str(fold_constants(jaxpr))
     with sharding.mesh({"a": 8}):
         np.testing.assert_allclose(sharding.jit(f, in_shardings=P("a"))(X), np.sin(X) + 1, rtol=1e-6)
+
+
+@pytest.mark.parametrize("has_sharding", [False, True])
+def test_what_a_call_returns_as_it_is_is_its_operand_unless_it_reshards(has_sharding):
+    with sharding.mesh({"a": 8}):
+        there = NamedSharding(Mesh(np.array(jax.devices()), "a"), P("a"))
+        options = {"out_shardings": there} if has_sharding else {}
+        call = jax.jit(lambda x, y: (x, y * 2), **options)
+        simple = fold_constants(jax.make_jaxpr(lambda x: call(x, x)[0])(X)).jaxpr
+    assert (simple.outvars[0] is simple.invars[0]) == (not has_sharding)
