@@ -64,7 +64,7 @@ class ShardExchanges:
         (v,) = op.results
         found, spec = self.rotations[v], self.specs[v]
         axes = spec.dims[found.dim].axes
-        if not axes or not found.shift:
+        if not axes:
             return
         shard_bytes = self.shard_bytes(v, spec)
         for pieces in found.pieces(self.graph.shapes[v][found.dim], num_parts(axes, self.sizes)):

@@ -19,9 +19,9 @@ from .. import compat
 from ..graph import CALLS
 from ..graph.straight_line import are_same
 from .batched_indices import batched
-from .equations import traced
+from .equations import are_alike, traced
 from .known_indices import Index, Known, constant, of_atom, of_constant, of_result, of_row, of_stack
-from .unchanged_carries import with_constants
+from .unchanged_carries import carried_as_constants
 
 Indices = tuple[Index | None, ...]
 """What is known of inputs or outputs; None for those of which nothing is."""
@@ -76,7 +76,7 @@ class _Pass:
             if eqn.primitive.name == "cond" and (branch := constant(eqn.invars[0], known)) is not None:
                 eqn = branch_call(eqn, min(max(branch, 0), len(eqn.params["branches"]) - 1))
             eqn = _reshaped(self.with_bodies(eqn, known), known, zeros)
-            loop, unchanged = with_constants(eqn)
+            loop, unchanged = carried_as_constants(eqn)
             same.update(unchanged)
             if loop is not eqn:
                 eqn = self.with_bodies(loop, known)
@@ -148,7 +148,7 @@ def _known_case(eqn: Any, known: Known) -> Any:
     if which is None or compat.is_drop(eqn.outvars[0]):
         return None
     case = eqn.invars[1 + which]
-    return case if str(case.aval) == str(eqn.outvars[0].aval) else None
+    return case if are_alike(case, eqn.outvars[0]) else None
 
 
 def _passed_on(eqn: Any) -> dict[Any, Any]:
@@ -161,7 +161,7 @@ def _passed_on(eqn: Any) -> dict[Any, Any]:
     pairs = [
         (out, v if compat.is_literal(v) else operands.get(v)) for out, v in zip(eqn.outvars, jaxpr.outvars, strict=True)
     ]
-    return {out: v for out, v in pairs if v is not None and not compat.is_drop(out) and str(v.aval) == str(out.aval)}
+    return {out: v for out, v in pairs if v is not None and not compat.is_drop(out) and are_alike(v, out)}
 
 
 def _reshaped(eqn: Any, known: Known, zeros: Collection[Any]) -> Any:

@@ -17,6 +17,7 @@ from .. import compat
 from ..annotations import annotate
 from ..annotations.propagation_barrier import barrier_p
 from ..annotations.same import same_p
+from .equations import are_alike
 
 KEPT = frozenset({"checkpoint", "optimization_barrier", "remat", "remat2"})
 """Primitives that exist to compute something once more."""
@@ -103,8 +104,8 @@ class ValueNumbers:
     def _only_term(self, eqn: Any, operands: Sequence[int]) -> int | None:
         """The number of what zeros are added to, or of what is combined with true or false, if it stays as it is."""
         pairs, neutral = zip(eqn.invars, operands, strict=True), self._neutral[eqn.primitive.name]
-        terms = [(atom.aval, number) for atom, number in pairs if number not in neutral]
-        is_same = len(terms) == 1 and str(terms[0][0]) == str(eqn.outvars[0].aval)
+        terms = [(atom, number) for atom, number in pairs if number not in neutral]
+        is_same = len(terms) == 1 and are_alike(terms[0][0], eqn.outvars[0])
         return terms[0][1] if is_same else None
 
     def _number(self, key: Hashable) -> int:

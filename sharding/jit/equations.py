@@ -31,6 +31,11 @@ def traced(like: Any, f: Callable[..., Any], operands: Sequence[Any], results: S
     return compat.new_eqn(like, invars, outvars, eqn.primitive, eqn.params)
 
 
+def are_alike(some: Any, other: Any) -> bool:
+    """Whether two atoms have the same type, weak types and shardings included."""
+    return str(some.aval) == str(other.aval)
+
+
 def dim_of_parts(maker: Any) -> int:
     """The dim along which an equation puts arrays side by side."""
     return maker.params["axis" if maker.primitive.name == "stack" else "dimension"]

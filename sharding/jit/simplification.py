@@ -28,7 +28,7 @@ from ..graph import CALLS
 from ..graph.straight_line import are_same
 from .constant_folding import GIVEN_OPERANDS, branch_call, fold_constants
 from .equal_values import ValueNumbers
-from .equations import traced
+from .equations import are_alike, traced
 from .known_indices import OF_EQUALS
 from .loop_invariants import hoist
 from .package_primitives import implementation
@@ -280,7 +280,7 @@ def _is_overwritten(eqn: Any) -> bool:
     """Whether an equation updates all of an array."""
     if eqn.primitive.name != "dynamic_update_slice" or compat.is_literal(eqn.invars[1]):
         return False
-    return str(eqn.invars[1].aval) == str(eqn.outvars[0].aval)
+    return are_alike(eqn.invars[1], eqn.outvars[0])
 
 
 def _turns_nothing(eqn: Any) -> bool:

@@ -9,9 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 from .. import compat
+from ..graph.straight_line import num_uses
+from .equations import are_alike
 
 
-def with_constants(eqn: Any) -> tuple[Any, dict[Any, Any]]:
+def carried_as_constants(eqn: Any) -> tuple[Any, dict[Any, Any]]:
     """A `while` whose unchanged carries are constants, and its dropped results with the operands that they are.
 
     Any other equation is returned as it is.
@@ -23,14 +25,12 @@ def with_constants(eqn: Any) -> tuple[Any, dict[Any, Any]]:
     num_conditions, num_body = params["cond_nconsts"], params["body_nconsts"]
     first = num_conditions + num_body
     initial, inside, tested = eqn.invars[first:], body.invars[num_body:], conditions.invars[num_conditions:]
-    unchanged = [k for k, out in enumerate(body.outvars) if out is inside[k] and _is_alike(initial[k], eqn.outvars[k])]
+    unchanged = [k for k, out in enumerate(body.outvars) if out is inside[k] and are_alike(initial[k], eqn.outvars[k])]
     if not unchanged:
         return eqn, {}
     kept = [k for k in range(len(initial)) if k not in unchanged]
-    read = {v for e in conditions.eqns for v in e.invars if not compat.is_literal(v)} | {
-        v for v in conditions.outvars if not compat.is_literal(v)
-    }
-    in_condition = [k for k in unchanged if tested[k] in read]
+    uses = num_uses(conditions.eqns, conditions.outvars)
+    in_condition = [k for k in unchanged if uses[tested[k]]]
     condition = compat.rebuild(
         params["cond_jaxpr"],
         invars=[*conditions.invars[:num_conditions], *(tested[k] for k in (*in_condition, *kept))],
@@ -57,7 +57,3 @@ def with_constants(eqn: Any) -> tuple[Any, dict[Any, Any]]:
     ]
     loop = eqn.replace(invars=operands, outvars=[eqn.outvars[k] for k in kept], params=new)
     return loop, {eqn.outvars[k]: initial[k] for k in unchanged if not compat.is_drop(eqn.outvars[k])}
-
-
-def _is_alike(operand: Any, result: Any) -> bool:
-    return str(operand.aval) == str(result.aval)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 from .. import compat
+from ..graph.straight_line import num_uses
 from .instruction import Body, Instruction, all_instructions
 
 LOOPS = frozenset({"scan", "while"})
@@ -69,9 +70,8 @@ def _read_by_condition(loop: Instruction) -> list[int]:
     if loop.name != "while":
         return []
     condition = compat.open_jaxpr(loop.eqn.params["cond_jaxpr"])
-    used = {x for eqn in condition.eqns for x in eqn.invars if not compat.is_literal(x)}
-    used.update(x for x in condition.outvars if not compat.is_literal(x))
-    return [k for k, x in enumerate(condition.invars[loop.eqn.params["cond_nconsts"] :]) if x in used]
+    uses = num_uses(condition.eqns, condition.outvars)
+    return [k for k, x in enumerate(condition.invars[loop.eqn.params["cond_nconsts"] :]) if uses[x]]
 
 
 def _keep(loop: Instruction, alive: set[Instruction], read: set[int]) -> None:

@@ -10,7 +10,7 @@ from ..cost.gpu_latencies import devices_in_host
 from ..rewrite.reshard import Step, chain
 from ..spec import Axis, Spec, local_shape
 from .compiler_traits import CompilerTraits
-from .instruction import Body, Instruction, Phase, Role
+from .instruction import Body, Instruction, Phase, Role, array_bytes
 
 
 class Cursor:
@@ -68,7 +68,7 @@ class Emitter:
         if key is not None and full in self._made:
             return self._made[full]
         made = Instruction(
-            name, role, list(operands), shape, math.ceil(math.prod(shape) * itemsize), phase=self.cursor.phase, **facts
+            name, role, list(operands), shape, array_bytes(math.prod(shape), itemsize), phase=self.cursor.phase, **facts
         )
         self.body.instructions.append(made)
         if key is not None:

@@ -200,7 +200,11 @@ class Lowering:
         shape, want = source.aval.shape, self.spec_of(var, scope)
         axes = want.dims[found.dim].axes
         x = emitter.reshard(x, shape, self.itemsize(source.aval), self.spec_of(source, scope), want)
-        return shard_rotation.rotated(x, found, axes, shape[found.dim], value, eqn, emitter) if axes else None
+        if not axes:
+            return None
+        facts = {"value": value, "eqn": eqn}
+        op = LocalOp(eqn=eqn, operands=[x], shape=x.shape, itemsize=x.itemsize, facts=facts, emitter=emitter)
+        return shard_rotation.rotated(op, found, axes, shape[found.dim])
 
     def keeps_rounding(self, x: Instruction, var: Any, scope: Scope | None) -> bool:
         """Whether an op's result stays rounded to 16 bits for all who read it: its sharding is constrained."""

@@ -83,6 +83,11 @@ class Instruction:
         return math.prod(self.shape)
 
 
+def array_bytes(num_elements: int, itemsize: float) -> int:
+    """Bytes of an array whose elements may be packed."""
+    return math.ceil(num_elements * itemsize)
+
+
 @dataclass(slots=True, eq=False)
 class Body:
     """The instructions of a program, a loop body or a branch."""

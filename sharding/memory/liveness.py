@@ -217,10 +217,9 @@ class _BufferAssignment:
                 continue
             first = self.kernel_of[new.makers[0][1]]
             is_overwritten = any(first.root.operands[at] is argument for at, _ in first.root.in_place)
-            is_copy = first.root.name == "copy" and first.root.operands == [argument]
-            is_copy = is_copy and self.last_read[argument] <= new.born
-            needs_both = argument in first.operands and argument in read_otherwise(first)
-            needs_both = needs_both and not (is_overwritten or is_copy)
+            is_moved = first.root.name == "copy" and self.last_read.get(argument, 0) <= new.born
+            is_replaced = is_overwritten or is_moved
+            needs_both = argument in first.operands and not is_replaced and argument in read_otherwise(first)
             readers = (kernel for _, x in new.makers for kernel in self.readers.get(x, ()))
             is_early = new.is_temporary and new.born < self.last_read.get(argument, 0)
             new.is_temporary = is_early or needs_both or any(argument in kernel.operands for kernel in readers)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 
-from .instruction import Body, Instruction, Users, users
+from .instruction import Body, Instruction, Users, array_bytes, users
 from .primitive_traits import masks_rows
 
 
@@ -32,7 +32,7 @@ def _scatter(one: Instruction, readers: Users, results: set[Instruction]) -> Non
         return
     one.name, one.in_place = "reduce-scatter", ()
     for x in converted:
-        x.num_bytes, x.shape = math.ceil(math.prod(shape) * x.itemsize), shape
+        x.num_bytes, x.shape = array_bytes(math.prod(shape), x.itemsize), shape
     for x in slices:
         x.role = "bitcast"
 

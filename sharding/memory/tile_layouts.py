@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from ..rewrite.bfloat16_propagation import PRODUCTS, is_default
-from .instruction import Body, Instruction, users
+from .instruction import Body, Instruction, array_bytes, users
 
 LANES = 128
 SUBLANES = 8
@@ -68,7 +68,7 @@ def _copy(x: Instruction, itemsize: float) -> Instruction:
     """A copy of an array, possibly rounded."""
     itemsize = min(itemsize, x.itemsize)
     return Instruction(
-        "copy", "unfusible", [x], x.shape, math.ceil(x.num_elements * itemsize), value=x.value, eqn=x.eqn
+        "copy", "unfusible", [x], x.shape, array_bytes(x.num_elements, itemsize), value=x.value, eqn=x.eqn
     )
 
 
@@ -103,11 +103,11 @@ def padded_bytes(shape: tuple[int, ...], itemsize: float, minor: Minor | None = 
         itemsize: bytes per element.
         minor: the dims that may be minor. Default: any.
     """
-    num_bytes = math.ceil(math.prod(shape) * itemsize)
+    num_bytes = array_bytes(math.prod(shape), itemsize)
     if num_bytes == 0 or not shape:
         return num_bytes
     if len(shape) == 1:
-        return math.ceil(_up(shape[0], min(LINE, max(LANES, _power(shape[0])))) * itemsize)
+        return array_bytes(_up(shape[0], min(LINE, max(LANES, _power(shape[0])))), itemsize)
     every = frozenset(range(len(shape)))
     lanes, sublanes = (every, every) if minor is None else (minor.lanes or every, minor.sublanes or every)
     least = max(1, int(4 / itemsize))  # rows that share a register's 32 bits

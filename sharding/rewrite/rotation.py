@@ -31,16 +31,20 @@ class Rotation:
         rows = -(-length // num_shards)
         used = -(-length // rows)  # shards with any rows
         found = []
-        for amount in sorted({self.shift, self.shift + used * rows - length}):
+        for amount in sorted({self.shift, self.shift + used * rows - length}) if self.shift else (0,):
             far, rest = divmod(amount, rows)
             found.append([(n, away % used) for n, away in ((rest, far + 1), (rows - rest, far)) if n])
         return found
 
 
 def rotations(graph: Graph) -> dict[int, Rotation]:
-    """Returns result -> the rotation that makes it, of those that all devices run alike."""
-    uniform = (op for op in graph.ops if not graph.diverges(op))
-    return {op.results[0]: found for op in uniform if (found := _rotation(op, graph.makers)) is not None}
+    """Returns result -> the rotation that makes it, of those that all devices run alike; found once per program."""
+    known: dict[int, Rotation] | None = graph.derived.get("rotations")
+    if known is None:
+        pairs = ((op, _rotation(op, graph.makers)) for op in graph.ops)
+        known = {op.results[0]: found for op, found in pairs if found is not None and not graph.diverges(op)}
+        graph.derived["rotations"] = known
+    return known
 
 
 def _rotation(op: Op, makers: Mapping[int, Op]) -> Rotation | None:

@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 import sharding
 from sharding import P
 from sharding.jit.constant_folding import fold_constants
-from sharding.jit.unchanged_carries import with_constants
+from sharding.jit.unchanged_carries import carried_as_constants
 
 X = np.linspace(-1.0, 1.0, 64, dtype=np.float32).reshape(8, 8)
 
@@ -99,7 +99,7 @@ def test_a_condition_that_prints_stays():
         return c[0] < 2
 
     (loop,) = loops(jax.make_jaxpr(lambda x: lax.while_loop(condition, lambda c: (c[0] + 1, c[1]), (0, x)))(X).jaxpr)
-    assert with_constants(loop) == (loop, {})
+    assert carried_as_constants(loop) == (loop, {})
 
 
 def test_a_selection_with_a_known_predicate_is_its_case():
