@@ -22,6 +22,8 @@ class CompilerTraits:
     """Whether arithmetic, dots and collectives of 16-bit floats run in 32 bits."""
     multiplies_16_bits: bool = True
     """Whether dots of 16-bit floats don't, unless their left operand is transposed."""
+    multiplies_mixed: bool = False
+    """Whether products read operands of two types as they are, unless one is complex."""
     uses_library: bool = False
     """Whether a library runs dots and convolutions, their operands transposed to its order, and large reductions with
     the elementwise ops around them, a loop computes random bits, and what a scatter updates is copied as soon as it is
@@ -37,8 +39,6 @@ class CompilerTraits:
     """Whether all-gathers and reduce-scatters are combined as all-reduces are."""
     stored_once: frozenset[str] = frozenset({"gather", "threefry2x32", "threefry4x32"})
     """Primitives that are stored rather than computed in each of several consumers."""
-    counts_bytes: bool = True
-    """Whether bytes decide what several consumers compute again, or else elements."""
     block_elements: int = 0
     """How many elements one block of threads reduces to one: what it reads is stored, as it would compute it slowly."""
     schedule: Schedule = "least memory"
@@ -70,11 +70,15 @@ TRAITS: Mapping[Platform, CompilerTraits] = {
         reduces_in_place=False,
         gathers_leading_dim=True,
         stored_once=TRANSCENDENTAL,
-        counts_bytes=False,
         schedule="breadth first",
     ),
     "tpu": CompilerTraits(
-        rounds_early=True, merges_sums=True, fuses_into_products=True, stores_tiles=True, moves_alone=True
+        multiplies_mixed=True,
+        rounds_early=True,
+        merges_sums=True,
+        fuses_into_products=True,
+        stores_tiles=True,
+        moves_alone=True,
     ),
     "gpu": CompilerTraits(
         uses_cudnn=True,

@@ -35,7 +35,7 @@ class Emitter:
     """
 
     def __init__(self, sizes: Mapping[str, int], cursor: Cursor, traits: CompilerTraits, *, permutes: bool = True):
-        self.body = Body(counts_bytes=traits.counts_bytes, block_elements=traits.block_elements)
+        self.body = Body(uses_library=traits.uses_library, block_elements=traits.block_elements)
         self.sizes = sizes
         self.traits = traits
         self.permutes = permutes
@@ -210,9 +210,12 @@ class Emitter:
 
     def widened(self, x: Instruction) -> Instruction:
         """16 bits as float32: the value before rounding, unless the program rounds it itself."""
-        wide = before_rounding(x) if x.name == "convert" else x
-        if wide.itemsize != 2:
-            return wide
+        return self.in_32_bits(before_rounding(x) if x.name == "convert" else x)
+
+    def in_32_bits(self, x: Instruction) -> Instruction:
+        """What is stored in 16 bits, as float32."""
+        if x.itemsize != 2:
+            return x
         return self.emit("convert", "fusible", [x], x.shape, 4, key="32", elementwise=True, value=x.value, eqn=x.eqn)
 
 

@@ -13,7 +13,6 @@ from typing import Any
 import jax
 
 from .. import compat
-from ..cost.gpu_latencies import Product
 from ..graph import CALLS, Graph, Op, Scope
 from ..propagation import Assignment
 from ..rewrite import xla_workarounds
@@ -30,13 +29,11 @@ from .emitter import Cursor, Emitter, before_rounding
 from .expansions import EXPANSIONS
 from .instruction import Instruction, Phase
 from .local_op import LocalOp
+from .products import matrix_product, of_one_type
 
 Env = dict[Any, Instruction | None]
 """Variable -> the instruction that produces it; None for a constant expression, which each user recomputes."""
 
-LIBRARY_REDUCTIONS = frozenset({"reduce_max", "reduce_min", "reduce_sum"})
-MIN_LIBRARY_ELEMENTS = 4096
-"""A library runs reductions of at least as many elements (openxla/xla, `backends/cpu/ynn_support.cc`)."""
 
 Handler = Callable[["Lowering", int, Any, "Scope | None", Env, Emitter], None]
 """(lowering, index of the equation, equation, its scope, environment, emitter) -> None."""
@@ -295,6 +292,8 @@ class Lowering:
         facts: dict[str, Any] = {"value": value, "eqn": eqn, "key": key}
         if name in primitive_traits.RESHAPES or (name == "broadcast_in_dim" and _only_reshapes(present, shape)):
             return [emitter.emit(name, "bitcast", present, shape, itemsize, **{**facts, "key": "bitcast"})]
+        if name == "dot_general":
+            present = of_one_type(eqn, present, emitter)
         op = LocalOp(eqn=eqn, operands=present, shape=shape, itemsize=itemsize, facts=facts, emitter=emitter)
         expanded = EXPANSIONS[name](op) if name in EXPANSIONS else None
         if expanded is not None:
@@ -313,12 +312,10 @@ class Lowering:
         if traits.uses_library:
             if name.startswith("scatter") and present[0].role != "argument":
                 present[0] = emitter.owned(present[0])
-            if name in LIBRARY_REDUCTIONS:
-                facts["is_library_reduction"] = present[0].num_elements >= MIN_LIBRARY_ELEMENTS
             if facts["elementwise"]:
                 present = [stretched(x, shape, emitter) for x in present]
-        if facts["elementwise"] and library_calls.is_computed_in_f32(eqn, traits):
-            return [emitter.rounded(emitter.emit(name, "fusible", present, shape, 4, **facts))]
+        if facts["elementwise"]:
+            return [library_calls.arithmetic(name, present, shape, itemsize, emitter, **facts)]
         role, made = "fusible" if is_fusible else "unfusible", []
         for k, (shape, itemsize, value) in enumerate(outputs):
             facts |= {"value": value, "key": key and (key, k)}
@@ -337,25 +334,6 @@ class Lowering:
             if x is not None and x.value is None and not compat.is_drop(v):
                 x.value, x.eqn = self.graph_value(v, scope), eqn
         return results
-
-
-def matrix_product(eqn: Any, operands: Sequence[Instruction], itemsize: float) -> Product | None:
-    """The sizes of a `dot_general` on one device; None where an operand is a constant."""
-    if len(operands) != 2:
-        return None
-    summed, batch = eqn.params["dimension_numbers"]
-    left, right = operands
-    num_summed, num_batch = (math.prod(left.shape[d] for d in dims[0]) for dims in (summed, batch))
-    each = num_summed * num_batch
-    return Product(
-        batch=num_batch,
-        rows=left.num_elements // max(1, each),
-        columns=right.num_elements // max(1, each),
-        summed=num_summed,
-        operand_itemsize=math.ceil(min(left.itemsize, right.itemsize)),
-        itemsize=math.ceil(itemsize),
-        is_reshaped=any(len(x.shape) > 2 + bool(batch[0]) for x in operands) or len(batch[0]) > 1,
-    )
 
 
 def _only_reshapes(operands: Sequence[Instruction], shape: Sequence[int]) -> bool:

@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping
 
 from .cudnn_convolutions import cudnn_convolution
 from .instruction import Instruction
-from .library_calls import library_call
+from .library_calls import arithmetic, library_call, reduces_in_library
 from .local_op import LocalOp
+from .primitive_traits import REDUCTIONS
 
 Expansion = Callable[[LocalOp], Instruction | None]
 """The result of an op; None where it runs as it is."""
@@ -94,9 +95,62 @@ def updated_slice(op: LocalOp) -> Instruction:
     return op.emit("dynamic_update_slice", op.operands, in_place=((0, 0),))
 
 
+def reduction(op: LocalOp) -> Instruction | None:
+    """A reshape where each device has one element to reduce; on CPUs a library's, or else first one of windows, which
+    is an op of its own (openxla/xla, `service/tree_reduction_rewriter.cc`)."""
+    if not op.operands:
+        return None
+    (x,) = op.operands
+    if x.num_elements == math.prod(op.shape):
+        return op.emit("reshape", [x], role="bitcast")
+    if not op.emitter.traits.uses_library:
+        return None
+    facts = {"expensive": True}
+    if reduces_in_library(op.eqn, x):
+        return op.emit(op.eqn.primitive.name, [x], is_library_reduction=True, **facts)
+    windows = {d: min(x.shape[d], WINDOW) for d in op.eqn.params["axes"]}
+    if max(windows.values(), default=0) == WINDOW and any(x.shape[d] > WINDOW for d in windows):
+        x = op.emitter.widened(x)
+        shape = [math.ceil(size / windows.get(d, 1)) for d, size in enumerate(x.shape)]
+        x = op.emitter.emit("reduce_window", "unfusible", [x], shape, x.itemsize, eqn=op.eqn)
+    return op.emit(op.eqn.primitive.name, [x], **facts)
+
+
+def division(op: LocalOp) -> Instruction | None:
+    """On CPUs a product with the inverse of what is broadcast, which is fewer divisions."""
+    emitter = op.emitter
+    if not emitter.traits.uses_library or len(op.operands) != 2:
+        return None
+    x, y = op.operands
+    source = y.operands[0] if y.name == "broadcast_in_dim" else y
+    if source.num_elements in (1, math.prod(op.shape)):
+        return None
+    facts = {"elementwise": True, "eqn": op.eqn}
+    inverse = arithmetic("div", [source], source.shape, op.itemsize, emitter, expensive=True, **facts)
+    spread = emitter.emit("broadcast_in_dim", "fusible", [inverse], op.shape, op.itemsize, eqn=op.eqn)
+    return arithmetic("mul", [x, spread], op.shape, op.itemsize, emitter, **{**op.facts, **facts})
+
+
+def inverse_error_function(op: LocalOp) -> Instruction | None:
+    """On CPUs a polynomial of a logarithm and its root, which are stored where several need it."""
+    if not (op.emitter.traits.uses_library and op.operands):
+        return None
+    (x,) = op.operands
+    facts = {"elementwise": True, "expensive": True, "eqn": op.eqn}
+    logarithm = op.emitter.emit("log1p", "fusible", [x], op.shape, op.itemsize, key="erf_inv", **facts)
+    root = op.emitter.emit("sqrt", "fusible", [logarithm], op.shape, op.itemsize, key="erf_inv", **facts)
+    return op.emit("erf_inv", [logarithm, root, x], elementwise=True)
+
+
+WINDOW = 32
+"""The most elements along a dim that are reduced at once."""
+
 EXPANSIONS: Mapping[str, Expansion] = {
+    **dict.fromkeys(REDUCTIONS, reduction),
     "conv_general_dilated": convolution,
+    "div": division,
     "dot_general": product,
+    "erf_inv": inverse_error_function,
     "scatter": scattered,
     "scatter-add": scattered,
     "select_and_scatter_add": selected_and_scattered,

@@ -97,8 +97,8 @@ class Body:
     results: list[Instruction] = field(default_factory=list)
     effects: list[Instruction] = field(default_factory=list)
     """Instructions that run although no result depends on them, such as callbacks that print."""
-    counts_bytes: bool = True
-    """See `fusion.fuse`."""
+    uses_library: bool = False
+    """See `CompilerTraits`."""
     block_elements: int = 0
     """See `fusion.fuse`."""
     all_names: frozenset[str] | None = None

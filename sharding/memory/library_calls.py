@@ -15,6 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from .compiler_traits import CompilerTraits
+from .cpu_fusion import MIN_LIBRARY_ELEMENTS
 from .emitter import Emitter, before_rounding
 from .instruction import Instruction
 from .local_op import LocalOp
@@ -87,10 +88,37 @@ def _is_transposed(x: Instruction) -> bool:
     return not x.operands[0].is_in_order(x.eqn.params["permutation"])
 
 
+def reduces_in_library(eqn: Any, operand: Instruction) -> bool:
+    """Whether the library runs a reduction (openxla/xla, `backends/cpu/ynn_support.cc`)."""
+    dtype = eqn.outvars[0].aval.dtype
+    if operand.num_elements < MIN_LIBRARY_ELEMENTS or not jnp.issubdtype(dtype, jnp.floating):
+        return False
+    return eqn.primitive.name in ("reduce_max", "reduce_min") or (
+        eqn.primitive.name == "reduce_sum" and dtype.itemsize >= 4
+    )
+
+
 def is_computed_in_f32(eqn: Any, traits: CompilerTraits) -> bool:
     """Whether an equation of bfloat16 arithmetic runs in float32."""
     is_half = traits.widens_16_bits and eqn.outvars[0].aval.dtype == jnp.bfloat16
     return is_half and eqn.primitive.name not in CONVERSIONS
+
+
+def arithmetic(
+    name: str,
+    operands: Sequence[Instruction],
+    shape: Sequence[int],
+    itemsize: float,
+    emitter: Emitter,
+    *,
+    eqn: Any,
+    **facts: Any,
+) -> Instruction:
+    """An elementwise op; of bfloat16 in float32, where that is what runs."""
+    if not is_computed_in_f32(eqn, emitter.traits):
+        return emitter.emit(name, "fusible", operands, shape, itemsize, eqn=eqn, **facts)
+    wide = [emitter.in_32_bits(x) for x in operands]
+    return emitter.rounded(emitter.emit(name, "fusible", wide, shape, 4, eqn=eqn, **facts))
 
 
 def kept_rounded(x: Instruction, emitter: Emitter) -> Instruction:

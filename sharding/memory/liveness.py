@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from .cpu_fusion import fuse_on_cpu
 from .fusion import Kernel, fuse
 from .heap_simulator import Interval, aligned
 from .instruction import Body, Instruction
@@ -88,12 +89,11 @@ def lifetimes(
         not_temporary: results whose buffers are counted elsewhere.
         orders: of which the one with the lowest peak is taken.
     """
-    kernels = fuse(
-        body.live_instructions(),
-        body.results,
-        counts_bytes=body.counts_bytes,
-        block_elements=body.block_elements,
-    )
+    alive = body.live_instructions()
+    if body.uses_library:
+        kernels = fuse_on_cpu(alive, body.results)
+    else:
+        kernels = fuse(alive, body.results, block_elements=body.block_elements)
     roots = [kernel.root for kernel in kernels if kernel.root.bodies]
     nested = {root: [_nested(root, inner, orders) for inner in root.bodies] for root in roots}
     found = (_BufferAssignment(order(kernels, body.results), body, carried, not_temporary, nested) for order in orders)

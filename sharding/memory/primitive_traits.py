@@ -114,4 +114,6 @@ def is_expensive(name: str, eqn: Any, traits: CompilerTraits) -> bool:
     if name == "convert_element_type":
         rounds = str(eqn.outvars[0].aval.dtype) == "bfloat16" and str(eqn.invars[0].aval.dtype) == "float32"
         return traits.widens_16_bits and rounds
+    if name == "div" and compat.is_literal(eqn.invars[1]):
+        return False  # a product with the inverse
     return name in traits.stored_once or name in REDUCTIONS

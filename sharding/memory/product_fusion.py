@@ -7,6 +7,8 @@ itself. What follows is computed as long as nothing else reads what is before it
 
 from __future__ import annotations
 
+import jax.numpy as jnp
+
 from .instruction import Body, Instruction, Users, users
 
 MOST_OPERANDS = 4
@@ -30,9 +32,14 @@ def fuse_products(body: Body, *, is_entry: bool = True) -> None:
     for one in body.instructions:
         for inner in one.bodies:
             fuse_products(inner, is_entry=False)
-        if one.name == "dot_general" and one.role == "unfusible":
+        if one.name == "dot_general" and one.role == "unfusible" and not _is_complex(one):
             one.operands = [y for x in one.operands for y in _sources(x, readers, results, is_entry)]
             _append(one, readers, results)
+
+
+def _is_complex(product: Instruction) -> bool:
+    """Whether it is of complex numbers, which these kernels don't have."""
+    return product.eqn is not None and jnp.issubdtype(product.eqn.outvars[0].aval.dtype, jnp.complexfloating)
 
 
 def _sources(x: Instruction, readers: Users, results: set[Instruction], is_entry: bool) -> list[Instruction]:

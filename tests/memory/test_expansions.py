@@ -137,3 +137,49 @@ def test_a_scatter_at_one_index_updates_a_slice_in_the_kernel_of_what_it_writes(
     assert found.peak_bytes == pytest.approx(9 * shard, rel=0.01)
     if platform == "cpu":
         assert compiled.peak_bytes == pytest.approx(9 * shard, rel=0.01)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
+def test_a_sum_of_one_element_per_device_is_a_reshape(platform):
+    found = memory_of(
+        lambda x: jnp.sin(x.sum(0)), floats(8, 64, 64), platform=platform, in_shardings=P("data"), out_shardings=P()
+    )
+    assert num_stored(found, "reduce_sum") == 0
+
+
+@pytest.mark.parametrize(("dtype", "is_stored"), [("bfloat16", True), ("float32", False)])
+def test_on_cpus_what_the_library_does_not_sum_is_stored_and_summed_in_windows(dtype, is_stored):
+    def total(x):
+        (found,) = jax.vjp(lambda row: jnp.broadcast_to(row[:, None], x.shape), x[:, 0])[1](x * 2)
+        return found
+
+    x = jax.ShapeDtypeStruct((256, 1024), dtype)
+    assert num_stored(memory_of(total, x, platform="cpu"), "reduce_window") == is_stored
+    with sharding.mesh({"data": 8}):
+        text = sharding.jit(total).lower(x).compile().as_text()
+    assert ("wrapped_reduce-window" in text) == is_stored
+
+
+def test_on_cpus_a_quotient_of_rows_is_a_product_with_few_inverses():
+    def scaled(x, y):
+        inner = x / y[:, None]
+        return inner @ x, jnp.sin(inner)
+
+    x, y = floats(256, 256), floats(256)
+    assert num_stored(memory_of(scaled, x, y, platform="cpu"), "div") == 1
+    with sharding.mesh({"data": 8}):
+        text = sharding.jit(scaled).lower(x, y).compile().as_text()
+    assert "f32[256]{0} divide(" in text and "f32[256,256]{1,0} divide(" not in text
+
+
+def test_on_cpus_an_inverse_error_function_takes_a_logarithm():
+    def normal(x):
+        drawn = lax.erf_inv(x)
+        return drawn @ x, jnp.sin(drawn)
+
+    x = floats(256, 256)
+    found = memory_of(normal, x, platform="cpu")
+    assert any(one.name == "log1p" for one in found.program.body.instructions)
+    with sharding.mesh({"data": 8}):
+        compiled = cost.read_compiled(sharding.jit(normal).lower(x).compile())
+    assert found.peak_bytes == pytest.approx(compiled.peak_bytes, rel=0.05)

@@ -74,8 +74,7 @@ def test_an_expensive_op_read_by_one_kernel_is_fused():
     assert stored(x, a, b, c) == {"c": ["a", "b"]}
 
 
-@pytest.mark.parametrize("counts_bytes", [True, False])
-def test_a_chain_of_sums_is_not_read_again_by_every_consumer(counts_bytes):
+def test_a_chain_of_sums_is_not_read_again_by_every_consumer():
     arguments = [argument() for _ in range(8)]
     found, total, ends = [*arguments], arguments[0], []
     for x in arguments[1:]:
@@ -83,43 +82,8 @@ def test_a_chain_of_sums_is_not_read_again_by_every_consumer(counts_bytes):
         ends.append(make("dot", make("norm", total, elementwise=True), role="unfusible"))
         found += [total, ends[-1].operands[0], ends[-1]]
     end = make("end", *ends, role="unfusible")
-    kernels = fuse([*found, end], [end], counts_bytes=counts_bytes)
+    kernels = fuse([*found, end], [end])
     assert max(len(k.operands) for k in kernels if k.root is not end) <= 4
-
-
-def test_a_library_reduction_stores_what_others_read_too():
-    for is_library_reduction in (True, False):
-        x = make("x", role="argument", shape=(128, 64))
-        double = make("double", x, shape=(128, 64), elementwise=True)
-        square = make("square", double, shape=(128, 64), elementwise=True)
-        facts = {"is_library_reduction": is_library_reduction, "expensive": True}
-        total = make("reduce_sum", square, shape=(128, 1), **facts)
-        end = make("end", total, double, shape=(128, 64), elementwise=True)
-        found = stored(x, double, square, total, end)
-        assert ("double" in found) == is_library_reduction
-
-
-@pytest.mark.parametrize(("reads", "is_recomputed"), [(["x"], True), (["x", "row"], True), (["x", "y"], False)])
-def test_what_a_library_reads_is_computed_again_where_that_reads_one_array_as_large(reads, is_recomputed):
-    x, y, row = argument(), make("y", role="argument"), make("row", shape=(64,), role="argument")
-    spread = make("broadcast_in_dim", row)
-    operands = [{"x": x, "y": y, "row": spread}[name] for name in reads]
-    a = make("a", *operands, elementwise=True)
-    b = make("b", a, elementwise=True)
-    total = make("reduce_sum", a, shape=(64,), is_library_reduction=True)
-    dot = make("dot", b, total, role="unfusible")
-    found = stored(x, y, row, spread, a, b, total, dot, counts_bytes=False)
-    assert "a" in found and ("a" in found["b"]) == is_recomputed
-
-
-def test_where_bytes_do_not_count_a_mask_is_computed_again_from_what_it_compares():
-    for counts_bytes, expected in ((True, ["b", "c", "mask"]), (False, ["b", "c"])):
-        x, y = argument(), argument()
-        mask = make("mask", x, y, elementwise=True)
-        mask.num_bytes //= 4
-        b, c = make("b", mask, elementwise=True), make("c", mask, elementwise=True)
-        kernels = fuse([x, y, mask, b, c], [b, c], counts_bytes=counts_bytes)
-        assert sorted(k.root.name for k in kernels if k.operands) == expected
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from support import peak_memory
 import sharding
 from sharding.memory import usage
 from sharding.memory.compiler_traits import TRAITS
+from sharding.memory.cpu_fusion import fuse_on_cpu
 from sharding.memory.device_program import lower
-from sharding.memory.fusion import fuse
 
 
 def temporary_bytes(f, *args):
@@ -92,7 +92,7 @@ def test_an_all_gather_along_a_later_dim_is_transposed(dim):
     args = peak_memory.floats(64, 64, 64), peak_memory.floats(64, 32)
     text, instructions = lowered(f, *args, in_shardings=(spec, jax.P()), out_shardings=jax.P())
     whole = [x for x in arrays(text) if x == ("f32", 64**3)]
-    kernels = fuse(instructions, instructions[-1:], counts_bytes=False)
+    kernels = fuse_on_cpu(instructions, instructions[-1:])
     assert sum(k.root.num_elements == 64**3 for k in kernels) == len(whole) == (1 if dim == 0 else 2)
 
 
@@ -112,7 +112,7 @@ def test_a_constrained_value_stays_rounded(is_constrained):
     text, instructions = lowered(f, x, x, in_shardings=(rows, rows), out_shardings=(rows, rows))
     halves = [a for a in arrays(text) if a == ("bf16", 8 * 32 * 128)]
     results = [one for one in instructions if one.name == "mul" or one.itemsize == 2][-2:]
-    kernels = fuse(instructions, results, counts_bytes=False)
+    kernels = fuse_on_cpu(instructions, results)
     stored = [k.root for k in kernels if k.root.role != "argument" and k.root.itemsize == 2]
     assert len(stored) == len(halves) == 1 + is_constrained
 
