@@ -177,6 +177,14 @@ def test_a_program_without_arguments():
     assert len(found) <= 3
 
 
+def test_a_program_of_a_few_bytes():
+    """Nothing is sent, and a device holds as little as a byte."""
+    with sharding.mesh(data=5, devices=5):
+        for number in (5, 10):
+            (found,) = sharding.jit(lambda x: x + x).complete(jnp.ones(number, jnp.int8)).suggest(limit=1)
+            assert found.spec == P("data") and found.after.peak_bytes < found.before.peak_bytes
+
+
 def test_nothing_to_save_on_one_device():
     found = of_update(data=1, devices=1).suggest()
     assert found == () and "no single annotation" in str(found)

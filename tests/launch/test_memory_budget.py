@@ -1,6 +1,8 @@
 """Models whose layers keep what fits: `--memory` of train, `--memory-budget` of explain."""
 
+import dataclasses
 import re
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -9,12 +11,12 @@ from support.peak_memory import compiled_bytes
 from support.short_runs import error_output, losses, train
 
 import sharding
-from sharding import ShardingError, launch
+from sharding import ShardingError, launch, remat
 from sharding.launch import jitted_workload, memory_budget
 from sharding.launch.config.byte_size import parse_bytes
 from sharding.launch.config.optimizer_config import Optimization
 from sharding.launch.workloads import gpt_text
-from sharding.models import gpt
+from sharding.models import dlrm, gpt
 
 
 def explain(capsys, *args):
@@ -75,6 +77,16 @@ def test_a_run_within_a_budget_has_the_same_losses(model, capsys, tmp_path):
     found = train(tmp_path / "within", "--model", model, "--memory", str(least), mesh="data=2")
     assert "mlp_hidden" in capsys.readouterr().out
     np.testing.assert_allclose(losses(found), expected, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("keeps_everything", "recomputed"), [(True, ()), (False, (0, 1))])
+def test_a_planned_model_recomputes_only_what_its_plan_says(keeps_everything, recomputed):
+    config = gpt.Config(vocab=32, context=16, layers=2, features=16, heads=2, kv_heads=2, mlp_features=32)
+    plan = SimpleNamespace(stages=None, keeps_everything=keeps_everything)
+    chosen = memory_budget.as_planned(dataclasses.replace(config, remat=True), plan)
+    assert chosen.remat == (tuple(remat.auto[group] for group in recomputed) or False)
+    plain = dlrm.PRESETS["dlrm-tiny"]  # has nothing to recompute
+    assert memory_budget.as_planned(plain, plan) == plain
 
 
 @pytest.mark.parametrize(

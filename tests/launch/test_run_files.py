@@ -155,6 +155,14 @@ def test_the_time_left(monkeypatch: pytest.MonkeyPatch):
     assert console._eta(15) == "  ETA 3:32"  # 85 of 2.5 s
 
 
+def test_a_run_starts_before_its_first_step():
+    out = io.StringIO()
+    rich = RichConsole(file=out, highlight=False, soft_wrap=True, width=80)
+    with Console(workload=workload(), num_steps=100, rich=rich) as console:
+        console.step(1, {"loss": 1.5, "tokens_per_second": 1.0, "memory_bytes": 0})
+    assert out.getvalue().startswith("step 1/100  loss 1.500 nats") and "ETA" not in out.getvalue()
+
+
 def test_metrics_in_words():
     both = workload(heldout=(Metric(name="a", unit="x"), Metric(name="b", unit="%", scale=100, digits=1)))
     assert both.format_heldout({"a": 1.23456, "b": 0.5}) == "1.235 x  50.0 %"

@@ -67,6 +67,10 @@ def test_preset_sizes(name, params):
     assert gpt.num_params(model) == pytest.approx(params, rel=0.01)
 
 
+def test_axis_sizes_divide_the_vocabulary_of_each_preset():
+    assert not any(config.vocab % 32 for config in bert.PRESETS.values())
+
+
 def test_every_position_attends_to_every_other():
     model, tokens = _model(), _batch().tokens
     before = model.encode(tokens)

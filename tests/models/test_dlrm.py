@@ -48,6 +48,12 @@ def test_preset_sizes(name, params):
     assert gpt.num_params(model) == pytest.approx(params, rel=1e-3)
 
 
+def test_the_large_preset_is_that_of_mlperf():
+    large = dlrm.PRESETS["dlrm-large"]
+    assert (len(large.tables), sum(large.tables), max(large.tables)) == (26, 204_184_588, 40_000_000)
+    assert not any(width % 128 for width in (large.features, *large.bottom, *large.top))  # what axis sizes divide
+
+
 def test_interactions_pair_by_pair():
     vectors = np.asarray(jax.random.normal(jax.random.key(0), (5, 4, 3)))
     found = dlrm.interactions(jnp.asarray(vectors))

@@ -68,6 +68,9 @@ def test_specs_have_the_tree_of_the_parameters():
 def test_mesh_axes_that_no_rule_shards_over_are_reported():
     with pytest.warns(UserWarning, match="no rule shards over the mesh axis 'model'; its rules .* 'fsdp', 'tensor'"):
         assert not layouts.gpt(("data", "model")).rules
+    names = ["y", "b", "x", "a", "z", "c", "w"]
+    with pytest.warns(UserWarning, match=", ".join(map(repr, sorted(names)))):
+        layouts.gpt(("data", *names))
 
 
 def test_batch():

@@ -178,6 +178,15 @@ def spec(*dims):
     return Spec(dims=tuple(Dim(axes=(d,) if d else ()) for d in dims))
 
 
+def test_start_indices_along_sharded_dims_are_clamped():
+    columns, scalar = Spec(dims=(Dim(), Dim(axes=("a",)))), Spec(dims=())
+    whole, part, found = (8, 4), (5, 3), [columns, scalar, scalar]
+    assert xla_workarounds.starts("dynamic_slice", [whole, (), (), part], [*found, columns]) == [(2, 1)]
+    update = [whole, part, (), (), whole]
+    assert xla_workarounds.starts("dynamic_update_slice", update, [columns, *found, columns]) == [(3, 1)]
+    assert xla_workarounds.starts("dynamic_update_slice", update, [None, None, scalar, scalar, None]) == []
+
+
 def test_only_the_affected_dims_are_replicated():
     found = [spec("a", "b"), spec("a", "b")]
     params = {"strides": (1, 2), "start_indices": (0, 0), "limit_indices": (8, 8)}

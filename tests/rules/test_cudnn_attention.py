@@ -99,6 +99,13 @@ def test_bias_and_lengths_of_each_example_are_sharded_with_it():
     assert sharded_with(make, shared, RESULTS, "q", 0)[0] == batch - {"bias 0", "k length 0"}
 
 
+def test_positions_of_a_bias_are_needed_whole_like_those_of_queries_and_keys():
+    make, ins = cudnn_attention.forward, OPERANDS | FULL
+    queries = {"q 1", "bias 2", "new out 1", "new statistics 2"}
+    assert sharded_with(make, ins, RESULTS, "bias", 2) == (queries, Kind.REPLICATE)
+    assert sharded_with(make, ins, RESULTS, "bias", 3) == ({"k 1", "v 1", "bias 3"}, Kind.REPLICATE)
+
+
 def test_gradients_are_sharded_as_what_they_are_of():
     more = {"statistics": RESULTS["statistics"], "out": RESULTS["out"], "cotangent": RESULTS["out"]}
     ins = OPERANDS | FULL | {"bias": (1, 8, 64, 32)} | more

@@ -2,13 +2,16 @@
 
 import json
 
+import jax
 import pytest
 
 import sharding
 from sharding import launch, planner
 from sharding.errors import ShardingError
+from sharding.launch import jitted_workload, memory_budget, workloads
 from sharding.launch.commands import plan as plan_command
 from sharding.launch.config.byte_size import parse_bytes
+from sharding.launch.config.optimizer_config import Optimization
 
 TINY = ("--model", "gpt-tiny", "--scan", "--devices", "cpu:8", "--mesh", "2x4", "--seconds", "3")
 
@@ -18,6 +21,17 @@ def saved(tmp_path_factory):
     path = tmp_path_factory.mktemp("plan") / "plan.json"
     launch.main(["plan", *TINY, "--out", str(path)])
     return path
+
+
+def test_a_batch_is_placed_where_the_planned_step_reads_it(saved):
+    plan, config = planner.Plan.load(saved), launch.parse(["plan", *TINY])
+    family, model = workloads.find(config.model)
+    workload = family.build("gpt-tiny", memory_budget.as_planned(model, plan), Optimization(), steps=4, seed=0)
+    with plan.mesh() as mesh:
+        over = jitted_workload.jit_workload(workload, mesh, batch_size=config.batch, plan=plan)
+        batch = over.placed(workload.batch_shapes(config.batch))
+    read = jax.sharding.NamedSharding(mesh, over.completion.in_shardings[1])
+    assert batch.sharding.is_equivalent_to(read, batch.ndim) and not read.is_fully_replicated
 
 
 def test_a_plan_is_shown_and_written_out_as_code_and_a_report(capsys, tmp_path):

@@ -120,6 +120,12 @@ def test_batches_depend_on_seed_and_step_alone(name: str):
 
 
 @pytest.mark.parametrize("name", ["gpt-tiny", *TINY])
+def test_final_figures_are_no_finer_than_those_of_steps(name: str):
+    workload = workload_of(name)
+    assert all(metric.final_digits <= metric.digits for metric in (workload.loss, *workload.heldout))
+
+
+@pytest.mark.parametrize("name", ["gpt-tiny", *TINY])
 def test_rows_of_a_batch(name: str):
     source, rows = workload_of(name).source(8, 0), np.array([1, 2, 6])
     for part, whole in zip(
