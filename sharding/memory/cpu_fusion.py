@@ -154,8 +154,9 @@ class _Library:
             waiting += [x for member in added for x in member.operands if self.only_needs(kernel, x)]
 
     def only_needs(self, kernel: _LibraryKernel, one: Instruction) -> bool:
-        """Whether the library computes an operand that only one kernel reads."""
-        if one in kernel.members or one in self.results or not (one in self.kernels or runs_in_library(one)):
+        """Whether the library computes an operand that only one kernel reads; a transpose is often another layout."""
+        runs = one in self.kernels or one.name == "transpose" or runs_in_library(one)
+        if one in kernel.members or one in self.results or not runs:
             return False
         return all(user in kernel.members for user in self.readers[one])
 

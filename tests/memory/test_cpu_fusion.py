@@ -120,6 +120,19 @@ def test_the_library_reads_from_memory_what_others_need_too():
     assert stored(x, double, total, other, end) == {"mul": [], "reduce_sum": [], "select_n": ["mul"], "end": []}
 
 
+def test_the_library_reads_transposed_and_writes_in_order():
+    x = argument(shape=(128, 64))
+    turned = make("transpose", x, shape=(64, 128))
+    total = make("reduce_sum", turned, shape=(64,), is_library_reduction=True, expensive=True)
+    spread = make("broadcast_in_dim", total, shape=(64, 128))
+    back = make("transpose", spread, shape=(128, 64))
+    end = make("add", back, x, shape=(128, 64), elementwise=True)
+    assert stored(x, turned, total, spread, back, end) == {
+        "broadcast_in_dim": ["transpose", "reduce_sum"],
+        "add": ["transpose"],
+    }
+
+
 def test_a_result_that_is_cheap_is_computed_again_by_what_reads_it():
     x = argument()
     a = make("a", x, elementwise=True)
