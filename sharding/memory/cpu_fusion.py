@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -61,13 +62,15 @@ class _CpuFusion(Fusion):
         for one in reversed(instructions):
             if one.is_library_reduction:
                 self.library.take(one)
+        self.fuses = {x: is_fusible(x) and x not in self.library.kernels and not runs_alone(x) for x in instructions}
+        """Whether an instruction joins kernels, and others its own."""
         self.once = self.never_repeated()
         self.stored = {*results, *(kernel.root for kernel in self.library.kernels.values())}
 
     def growth(self, root: Instruction) -> Growth:
         if root in self.library.kernels:
             return self.library.kernels[root]
-        return _Growth(self, {root: {None}}, {None: 1}, {x for x in root.operands if _reuses(root, x)}, root)
+        return _Growth(self, root)
 
     def never_repeated(self) -> set[Instruction]:
         """What is stored once rather than computed by each kernel that reads it.
@@ -80,6 +83,8 @@ class _CpuFusion(Fusion):
         behind: dict[Instruction, int] = {}
         """Of these, what needs something stored that needs it."""
         for one in reversed(self.instructions):
+            if one.role == "argument":
+                continue
             users = self.users[one]
             reached = behind_stored = 0
             for user in users:
@@ -87,6 +92,8 @@ class _CpuFusion(Fusion):
                 behind_stored |= behind[user]
                 if not self.may_join(one, user):
                     behind_stored |= 1 << self.place[user] | below[user]
+                if one is min((x for x in user.operands if x.role != "argument"), key=self.place.__getitem__):
+                    del below[user], behind[user]  # no other operand asks
             if reads_more(one):
                 is_read_behind = any(behind_stored >> self.place[user] & 1 for user in users)
                 if one in self.results or not is_fusible(one) or is_read_behind:
@@ -97,13 +104,7 @@ class _CpuFusion(Fusion):
 
     def may_join(self, producer: Instruction, user: Instruction) -> bool:
         """Whether a kernel of one instruction may compute an operand."""
-        if (
-            not (is_fusible(producer) and is_fusible(user))
-            or producer in self.library.kernels
-            or user in self.library.kernels
-        ):
-            return False
-        if runs_alone(producer) or runs_alone(user):
+        if not (self.fuses[producer] and self.fuses[user]):
             return False
         is_shared = len(self.users[producer]) > 1 or producer in self.results
         return not (producer.expensive and (is_shared or _reuses(user, producer)))
@@ -164,44 +165,41 @@ class _Library:
 @dataclass(slots=True)
 class _Growth:
     fusion: _CpuFusion
-    index_users: dict[Instruction, set[Instruction | None]]
-    """Instruction -> the members that compute the indices it is read at; None: the kernel itself."""
-    num_copies: dict[Instruction | None, int]
-    reused: set[Instruction]
-    """What is read more than once per element."""
     root: Instruction
+    index_users: dict[Instruction, set[Instruction | None]] = field(default_factory=dict)
+    """Instruction -> the members that compute the indices it is read at; None: the kernel itself."""
+    num_copies: dict[Instruction | None, int] = field(default_factory=dict)
+    reused: set[Instruction] = field(default_factory=set)
+    """What is read more than once per element."""
     num_uses: dict[Instruction, int] = field(default_factory=lambda: defaultdict(int))
     """By members."""
     num_reductions: int = 0
 
     def __post_init__(self) -> None:
+        self.index_users[self.root], self.num_copies[None] = {None}, 1
         self.join(self.root)
 
     def takes(self, producer: Instruction, inside: Collection[Instruction], *, is_shared: bool) -> bool:
         fusion = self.fusion
-        if not (is_fusible(producer) and is_fusible(self.root)) or producer in fusion.library.kernels:
+        if producer in fusion.once or not fusion.fuses[producer] or not fusion.fuses[self.root]:
             return False
-        if producer in fusion.once or runs_alone(producer) or runs_alone(self.root):
+        if producer.expensive and (is_shared or producer in fusion.results or producer in self.reused):
             return False
-        is_shared = is_shared or producer in fusion.results
-        if producer.expensive and (is_shared or producer in self.reused):
+        if self.root.in_place and _updates(self.root, producer):
             return False
-        if _updates(self.root, producer):
+        if len(inside) > 1 and not self.is_short(producer, is_shared=is_shared or producer in fusion.results):
             return False
-        if len(inside) > 1:
-            if producer.name in REDUCTIONS and self.num_reductions >= MAX_REDUCTIONS:
-                return False
-            copies = self.copies_of(producer)
-            if not producer.name.startswith("broadcast") and copies > MAX_COPIES:
-                return False
-            if producer.name in IN_BLOCKS and (copies > 1 or is_shared or self.num_uses[producer] > 1):
-                return False
-        if producer in self.reused:
-            self.reused.update(producer.operands)
-        else:
-            self.reused.update(x for x in producer.operands if _reuses(producer, x))
         self.join(producer)
         return True
+
+    def is_short(self, producer: Instruction, *, is_shared: bool) -> bool:
+        """Whether the code of the kernel stays short with a producer."""
+        if producer.name in REDUCTIONS and self.num_reductions >= MAX_REDUCTIONS:
+            return False
+        copies = self.copies_of(producer)
+        if producer.name in IN_BLOCKS and (copies > 1 or is_shared or self.num_uses[producer] > 1):
+            return False
+        return copies <= MAX_COPIES or producer.name.startswith("broadcast")
 
     def copies_of(self, producer: Instruction) -> int:
         """How often the code of a producer would be in the kernel."""
@@ -210,10 +208,11 @@ class _Growth:
     def join(self, one: Instruction) -> None:
         self.num_copies[one] = self.copies_of(one)
         self.num_reductions += one.name in REDUCTIONS
-        for operand in dict.fromkeys(one.operands):
+        self.reused.update(one.operands if one in self.reused else (x for x in one.operands if _reuses(one, x)))
+        for operand in set(one.operands):
             self.num_uses[operand] += 1
             keeps_index = one.name == "transpose" or operand.shape == one.shape
-            self.index_users.setdefault(operand, set()).update(self.index_users[one] if keeps_index else {one})
+            self.index_users.setdefault(operand, set()).update(self.index_users[one] if keeps_index else (one,))
 
 
 def runs_in_library(one: Instruction) -> bool:
@@ -227,6 +226,14 @@ def runs_in_library(one: Instruction) -> bool:
         return False
     atoms = () if one.eqn is None else (*one.eqn.invars, *one.eqn.outvars)
     return all(jnp.issubdtype(v.aval.dtype, jnp.floating) or v.aval.dtype in (jnp.int8, jnp.uint8) for v in atoms)
+
+
+def reduces_in_library(eqn: Any, operand: Instruction) -> bool:
+    """Whether the library runs a reduction of floats; it sums none of 16 bits."""
+    name, dtype = eqn.primitive.name, eqn.outvars[0].aval.dtype
+    if operand.num_elements < MIN_LIBRARY_ELEMENTS or not jnp.issubdtype(dtype, jnp.floating):
+        return False
+    return name in ("reduce_max", "reduce_min") or (name == "reduce_sum" and dtype.itemsize >= 4)
 
 
 def runs_alone(one: Instruction) -> bool:

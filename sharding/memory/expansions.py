@@ -5,11 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 
+from .cpu_fusion import reduces_in_library
 from .cudnn_convolutions import cudnn_convolution
 from .instruction import Instruction
-from .library_calls import arithmetic, library_call, reduces_in_library
+from .library_calls import arithmetic, library_call
 from .local_op import LocalOp
 from .primitive_traits import REDUCTIONS
+
+WINDOW = 32
+"""The most elements along a dim that XLA:CPU reduces at once."""
 
 Expansion = Callable[[LocalOp], Instruction | None]
 """The result of an op; None where it runs as it is."""
@@ -109,7 +113,7 @@ def reduction(op: LocalOp) -> Instruction | None:
     if reduces_in_library(op.eqn, x):
         return op.emit(op.eqn.primitive.name, [x], is_library_reduction=True, **facts)
     windows = {d: min(x.shape[d], WINDOW) for d in op.eqn.params["axes"]}
-    if max(windows.values(), default=0) == WINDOW and any(x.shape[d] > WINDOW for d in windows):
+    if any(x.shape[d] > WINDOW for d in windows):
         x = op.emitter.widened(x)
         shape = [math.ceil(size / windows.get(d, 1)) for d, size in enumerate(x.shape)]
         x = op.emitter.emit("reduce_window", "unfusible", [x], shape, x.itemsize, eqn=op.eqn)
@@ -141,9 +145,6 @@ def inverse_error_function(op: LocalOp) -> Instruction | None:
     root = op.emitter.emit("sqrt", "fusible", [logarithm], op.shape, op.itemsize, key="erf_inv", **facts)
     return op.emit("erf_inv", [logarithm, root, x], elementwise=True)
 
-
-WINDOW = 32
-"""The most elements along a dim that are reduced at once."""
 
 EXPANSIONS: Mapping[str, Expansion] = {
     **dict.fromkeys(REDUCTIONS, reduction),

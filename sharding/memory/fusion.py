@@ -74,24 +74,24 @@ class Fusion:
         """The kernel of a root: producers with no other reader move into it, others are duplicated."""
         members, inside, growth = [root], {root}, self.growth(root)
         seen = set(root.operands) if is_fusible(root) or root.fuses_operands else set()
-        waiting = [(-self.place[x], x) for x in seen]
+        waiting = [-self.place[x] for x in seen]
         heapq.heapify(waiting)
-        while waiting:
-            _, producer = heapq.heappop(waiting)
+        while waiting:  # the last one first: all that reads it has been seen
+            producer = self.instructions[-heapq.heappop(waiting)]
             others = len(readers[producer]) - (root in readers[producer])
             if not growth.takes(producer, inside, is_shared=others > 0):
                 continue
             members.append(producer)
             inside.add(producer)
             readers[producer].discard(root)
-            for operand in dict.fromkeys(producer.operands):
+            for operand in producer.operands:
                 readers[operand].add(root)
                 if not others:
                     readers[operand].discard(producer)
                 if operand not in seen:
                     seen.add(operand)
-                    heapq.heappush(waiting, (-self.place[operand], operand))
-        members.sort(key=self.place.__getitem__)
+                    heapq.heappush(waiting, -self.place[operand])
+        members.reverse()
         operands = dict.fromkeys(p for m in members for p in m.operands if p not in inside)
         return Kernel(root, members, list(operands))
 

@@ -15,7 +15,6 @@ from typing import Any
 import jax.numpy as jnp
 
 from .compiler_traits import CompilerTraits
-from .cpu_fusion import MIN_LIBRARY_ELEMENTS
 from .emitter import Emitter, before_rounding
 from .instruction import Instruction
 from .local_op import LocalOp
@@ -86,16 +85,6 @@ def _is_transposed(x: Instruction) -> bool:
     if x.name != "transpose" or x.eqn is None or x.eqn.primitive.name != "transpose":
         return False
     return not x.operands[0].is_in_order(x.eqn.params["permutation"])
-
-
-def reduces_in_library(eqn: Any, operand: Instruction) -> bool:
-    """Whether the library runs a reduction (openxla/xla, `backends/cpu/ynn_support.cc`)."""
-    dtype = eqn.outvars[0].aval.dtype
-    if operand.num_elements < MIN_LIBRARY_ELEMENTS or not jnp.issubdtype(dtype, jnp.floating):
-        return False
-    return eqn.primitive.name in ("reduce_max", "reduce_min") or (
-        eqn.primitive.name == "reduce_sum" and dtype.itemsize >= 4
-    )
 
 
 def is_computed_in_f32(eqn: Any, traits: CompilerTraits) -> bool:

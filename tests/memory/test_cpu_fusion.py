@@ -6,30 +6,20 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
+from support.fused_kernels import argument, by_root, check_all_computed, make
 
 import sharding
 from sharding import cost
 from sharding.memory.compiler_traits import TRAITS
 from sharding.memory.cpu_fusion import MAX_COPIES, fuse_on_cpu
 from sharding.memory.device_program import lower
-from sharding.memory.instruction import Body, Instruction
-
-BIG = (64, 64)
-
-
-def make(name, *operands, shape=BIG, role="fusible", **facts):
-    count = shape[0] * (shape[1] if len(shape) > 1 else 1)
-    return Instruction(name, role, list(operands), shape, 4 * count, **facts)
+from sharding.memory.instruction import Body
 
 
 def stored(*instructions, results=None):
     """Name of each stored instruction but arguments -> those computed inside its kernel."""
     kernels = fuse_on_cpu(instructions, results or [instructions[-1]])
-    return {k.root.name: [m.name for m in k.members if m is not k.root] for k in kernels if k.root.role != "argument"}
-
-
-def argument(name="x", shape=BIG):
-    return make(name, role="argument", shape=shape)
+    return by_root(kernels)
 
 
 def dot(*operands):
@@ -142,7 +132,6 @@ def test_a_result_that_is_cheap_is_computed_again_by_what_reads_it():
 
 @pytest.mark.parametrize("seed", range(40))
 def test_kernels_of_a_random_program_compute_everything_that_they_need(seed):
-    """Members read members or stored arrays, all that kernels read is stored, and nothing is computed for no one."""
     r = random.Random(seed)
     made = [argument() for _ in range(3)]
     for k in range(30):
@@ -154,15 +143,7 @@ def test_kernels_of_a_random_program_compute_everything_that_they_need(seed):
         made.append(make("reduce_sum" if is_reduction else name, *operands, role=role, **facts))
     results = r.sample(made[-6:], 2)
     alive = Body(made, made[:3], results).live_instructions()
-    kernels = fuse_on_cpu(alive, results)
-    roots = {k.root for k in kernels}
-    assert roots.issuperset(results)
-    for k in kernels:
-        assert k.members[-1] is k.root and roots.issuperset(k.operands)
-        assert all(x in k.members[:n] or x in k.operands for n, m in enumerate(k.members) for x in m.operands)
-        read = {x for m in k.members for x in m.operands}
-        assert read.issuperset(k.members[:-1]) and read.issuperset(k.operands)
-    assert {m for k in kernels for m in k.members} == {*alive}
+    check_all_computed(fuse_on_cpu(alive, results), alive, results)
 
 
 @pytest.mark.parametrize(("dim", "runs_alone"), [(1, True), (0, False)])

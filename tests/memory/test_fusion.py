@@ -5,30 +5,20 @@ import random
 import jax
 import jax.numpy as jnp
 import pytest
+from support.fused_kernels import argument, by_root, check_all_computed, make
 
 import sharding
 from sharding import P
 from sharding.memory.compiler_traits import TRAITS
 from sharding.memory.device_program import lower
 from sharding.memory.fusion import fuse
-from sharding.memory.instruction import Body, Instruction
-
-BIG = (64, 64)
-
-
-def make(name, *operands, shape=BIG, role="fusible", **facts):
-    count = shape[0] * (shape[1] if len(shape) > 1 else 1)
-    return Instruction(name, role, list(operands), shape, 4 * count, **facts)
+from sharding.memory.instruction import Body
 
 
 def stored(*instructions, **options):
     """Name of each stored instruction but arguments -> those computed inside its kernel."""
     kernels = fuse(instructions, [instructions[-1]], **options)
-    return {k.root.name: [m.name for m in k.members if m is not k.root] for k in kernels if k.root.role != "argument"}
-
-
-def argument():
-    return make("x", role="argument")
+    return by_root(kernels)
 
 
 def test_a_chain_is_one_kernel():
@@ -116,7 +106,6 @@ def test_a_tpu_computes_an_activation_in_the_products_that_read_it():
 
 @pytest.mark.parametrize("seed", range(40))
 def test_kernels_of_a_random_program_compute_everything_that_they_need(seed):
-    """Members read members or stored arrays, all that kernels read is stored, and nothing is computed for no one."""
     r = random.Random(seed)
     made = [argument() for _ in range(3)]
     for k in range(30):
@@ -125,15 +114,7 @@ def test_kernels_of_a_random_program_compute_everything_that_they_need(seed):
         made.append(make(f"i{k}", *operands, role=role, elementwise=True, expensive=r.random() < 0.3))
     results = r.sample(made[-6:], 2)
     alive = Body(made, made[:3], results).live_instructions()
-    kernels = fuse(alive, results)
-    roots = {k.root for k in kernels}
-    assert roots.issuperset(results)
-    for k in kernels:
-        assert k.members[-1] is k.root and roots.issuperset(k.operands)
-        assert all(x in k.members[:n] or x in k.operands for n, m in enumerate(k.members) for x in m.operands)
-        read = {x for m in k.members for x in m.operands}
-        assert read.issuperset(k.members[:-1]) and read.issuperset(k.operands)
-    assert {m for k in kernels for m in k.members} == {*alive}
+    check_all_computed(fuse(alive, results), alive, results)
 
 
 def test_a_product_is_computed_with_the_elementwise_ops_after_it():
