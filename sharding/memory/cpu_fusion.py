@@ -82,6 +82,8 @@ class _CpuFusion(Fusion):
         """Instruction -> the set, as bits, of what needs it."""
         behind: dict[Instruction, int] = {}
         """Of these, what needs something stored that needs it."""
+        computed = {x: [y for y in x.operands if y.role != "argument"] for x in self.instructions}
+        first_operand = {x: min(y, key=self.place.__getitem__, default=None) for x, y in computed.items()}
         for one in reversed(self.instructions):
             if one.role == "argument":
                 continue
@@ -92,7 +94,7 @@ class _CpuFusion(Fusion):
                 behind_stored |= behind[user]
                 if not self.may_join(one, user):
                     behind_stored |= 1 << self.place[user] | below[user]
-                if one is min((x for x in user.operands if x.role != "argument"), key=self.place.__getitem__):
+                if one is first_operand[user]:
                     del below[user], behind[user]  # no other operand asks
             if reads_more(one):
                 is_read_behind = any(behind_stored >> self.place[user] & 1 for user in users)

@@ -1,5 +1,7 @@
 """The memory report: peak memory by category, line and mesh axis, and whether it fits a chip."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -9,6 +11,7 @@ from support.train_steps import small_models
 import sharding
 from sharding import P
 from sharding.display.units import bytes_text
+from sharding.explain import memory_report
 from sharding.explain.collective_buffers import CONNECTION_BYTES, PEER_CHANNELS, RING_CHANNELS
 from sharding.explain.largest_batch import largest_batch
 from sharding.explain.memory_fit import fit
@@ -215,14 +218,13 @@ def test_reductions_of_constants():
         assert report.argument_bytes == 64 * 32 * 4 // 2
 
 
-def test_the_range_is_that_of_the_platforms_record(report):
-    low, high = report.range_bytes
-    assert low <= report.peak_bytes <= high
-    assert (low, high) == (
-        int(report.peak_bytes * report.peak_error.low),
-        int(report.peak_bytes * report.peak_error.high),
-    )
-    assert f"{bytes_text(low)} to {bytes_text(high)}" in str(report)
+@pytest.mark.parametrize(("low", "high", "is_wide"), [(0.7, 1.1, True), (0.9, 1.4, True), (0.85, 1.15, False)])
+def test_the_range_is_that_of_the_platforms_record(report, monkeypatch, low, high, is_wide):
+    error = dataclasses.replace(report.peak_error, low=low, high=high)
+    monkeypatch.setitem(memory_report.PEAK_ERRORS, report.platform, error)
+    least, most = report.range_bytes
+    assert (least, most) == (int(report.peak_bytes * low), int(report.peak_bytes * high))
+    assert (f"{bytes_text(least)} to {bytes_text(most)}" in str(report)) == is_wide
 
 
 @pytest.mark.parametrize(
