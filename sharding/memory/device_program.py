@@ -14,6 +14,7 @@ from .equation_lowering import Env, Handler, Lowering
 from .instruction import Body, Instruction, users
 from .product_fusion import fuse_products
 from .product_merging import merge_products
+from .scatter_folding import fold_scatters
 from .sum_merging import merge_sums
 from .sum_scattering import scatter_sums
 from .tile_layouts import pad_tiles
@@ -68,6 +69,7 @@ def lower(assignment: Assignment, traits: CompilerTraits) -> DeviceProgram:
         outputs.append(x)
     emitter.body.results = outputs
     drop_dead_results(emitter.body)
+    fold_scatters(emitter.body)
     if traits.merges_sums:
         merge_sums(emitter.body)
     if traits.scatters_sums:

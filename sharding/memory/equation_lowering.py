@@ -26,7 +26,7 @@ from ..spec import Spec, closed_spec
 from . import library_calls, primitive_traits, shard_rotation
 from .compiler_traits import CompilerTraits
 from .emitter import Cursor, Emitter, before_rounding
-from .expansions import EXPANSIONS
+from .expansions import EXPANSIONS, sliced
 from .instruction import Instruction, Phase
 from .local_op import LocalOp
 from .products import matrix_product, of_one_type
@@ -294,6 +294,12 @@ class Lowering:
             return [emitter.emit(name, "bitcast", present, shape, itemsize, **{**facts, "key": "bitcast"})]
         if name == "dot_general":
             present = of_one_type(eqn, present, emitter)
+        if name in ("slice", "split") and present:
+            parts = [{**facts, "value": value, "key": key and (key, k)} for k, (_, _, value) in enumerate(outputs)]
+            return [
+                sliced(LocalOp(eqn=eqn, operands=present, shape=shape, itemsize=n, facts=part, emitter=emitter))
+                for (shape, n, _), part in zip(outputs, parts, strict=True)
+            ]
         op = LocalOp(eqn=eqn, operands=present, shape=shape, itemsize=itemsize, facts=facts, emitter=emitter)
         expanded = EXPANSIONS[name](op) if name in EXPANSIONS else None
         if expanded is not None:

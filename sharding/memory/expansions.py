@@ -146,6 +146,20 @@ def inverse_error_function(op: LocalOp) -> Instruction | None:
     return op.emit("erf_inv", [logarithm, root, x], elementwise=True)
 
 
+def sliced(op: LocalOp) -> Instruction:
+    """A slice, or one of several; a smaller broadcast along dims that the operand is broadcast over."""
+    (x,) = op.operands
+    if x.name == "broadcast" and not x.operands:
+        return op.emitter.constant(op.shape, op.itemsize)
+    if x.name == "broadcast_in_dim" and x.eqn is not None and x.eqn.primitive.name == "broadcast_in_dim":
+        source, dims = x.operands[0], x.eqn.params["broadcast_dimensions"]
+        if len(dims) == len(source.shape) and all(
+            size == 1 or x.shape[d] == op.shape[d] for d, size in zip(dims, source.shape, strict=True)
+        ):
+            return op.emit("broadcast_in_dim", [source], key=("sliced", tuple(dims)))
+    return op.emit(op.eqn.primitive.name, [x])
+
+
 EXPANSIONS: Mapping[str, Expansion] = {
     **dict.fromkeys(REDUCTIONS, reduction),
     "conv_general_dilated": convolution,

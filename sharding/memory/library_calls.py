@@ -30,10 +30,11 @@ def library_call(op: LocalOp) -> Instruction:
     name, traits = eqn.primitive.name, emitter.traits
     is_half, wide = itemsize == 2, is_computed_in_f32(eqn, traits)
     if name == "dot_general":
-        orders, is_turned = _dot_orders(eqn, operands)
+        sources, orders, is_turned = _dot_orders(eqn, operands)
         order = [*range(len(shape))]
         reads_half = traits.widens_16_bits and eqn.invars[0].aval.dtype == eqn.invars[1].aval.dtype == jnp.bfloat16
         wide = reads_half and (is_turned or not (traits.multiplies_16_bits and _multiplies_16_bits(eqn, operands)))
+        operands = sources
     else:
         numbers = eqn.params["dimension_numbers"]
         lhs, rhs, out = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
@@ -46,19 +47,27 @@ def library_call(op: LocalOp) -> Instruction:
     return emitter.transposed(made, [order.index(d) for d in range(len(order))])
 
 
-def _dot_orders(eqn: Any, operands: Sequence[Instruction]) -> tuple[list[list[int]], bool]:
-    """The order of dims of both operands, and whether the left one is read transposed."""
-    found, is_turned = [], False
+def _dot_orders(eqn: Any, operands: Sequence[Instruction]) -> tuple[list[Instruction], list[list[int]], bool]:
+    """What a dot reads, the order of dims of each, and whether the left one is read transposed.
+
+    It reads a matrix before a transpose of the program (openxla/xla, `service/transpose_folding.cc`).
+    """
+    sources, found, is_turned = [], [], False
     for k, (x, *dims) in enumerate(zip(operands, *eqn.params["dimension_numbers"], strict=True)):
         summed, batch = map(list, dims)
         free = [d for d in range(len(x.shape)) if d not in batch and d not in summed]
         order, turned = [*batch, *free, *summed], [*batch, *summed, *free]
         if k == 1:
             order, turned = turned, order
-        can_turn = len(free) == len(summed) == 1 and x.is_in_order(turned) and not x.is_in_order(order)
+        is_matrix = len(free) == len(summed) == 1
+        source, places = _before_transpose(x)
+        if is_matrix and source is not x and all(places[d] == d for d in batch):
+            x, order, turned = source, [places[d] for d in order], [places[d] for d in turned]
+        can_turn = is_matrix and x.is_in_order(turned) and not x.is_in_order(order)
         is_turned = is_turned or (can_turn and k == 0)
+        sources.append(x)
         found.append(turned if can_turn else order)
-    return found, is_turned
+    return sources, found, is_turned
 
 
 def _multiplies_16_bits(eqn: Any, operands: Sequence[Instruction]) -> bool:
@@ -82,9 +91,18 @@ def _is_transposed(x: Instruction) -> bool:
     """Whether the program transposes it, before ops on each element."""
     while x.name != "transpose" and x.elementwise and len(x.operands) == 1:
         x = x.operands[0]
-    if x.name != "transpose" or x.eqn is None or x.eqn.primitive.name != "transpose":
-        return False
-    return not x.operands[0].is_in_order(x.eqn.params["permutation"])
+    source, places = _before_transpose(x)
+    return not source.is_in_order(places)
+
+
+def _before_transpose(x: Instruction) -> tuple[Instruction, Sequence[int]]:
+    """What transposes of the program read, and which of its dims is which of the result's; `x` itself if only dims of
+    size 1 move."""
+    source, places = x, [*range(len(x.shape))]
+    while source.name == "transpose" and (eqn := source.eqn) is not None and eqn.primitive.name == "transpose":
+        source, places = source.operands[0], [eqn.params["permutation"][d] for d in places]
+    is_moved = places == sorted(places) or not source.is_in_order(places)
+    return (source, places) if is_moved else (x, range(len(x.shape)))
 
 
 def is_computed_in_f32(eqn: Any, traits: CompilerTraits) -> bool:

@@ -15,7 +15,7 @@ from .fusion import Kernel, fuse
 from .heap_simulator import Interval, aligned
 from .instruction import Body, Instruction
 from .kernel_order import Order, Step
-from .primitive_traits import BARRIER
+from .primitive_traits import BARRIER, updates
 
 
 @dataclass(slots=True, eq=False)
@@ -136,6 +136,33 @@ class _BufferAssignment:
         self.buffer_of: dict[Instruction, Buffer] = {}
         self.buffers: list[Buffer] = []
         self.pairs: dict[Instruction, dict[int, int]] = {}
+        self.bound = self.bound_values()
+        """What shares its buffer by the meaning of an op, and so with no other elementwise operand or reader
+        (openxla/xla, `service/heap_simulator/heap_simulator.cc`)."""
+
+    def bound_values(self) -> set[Instruction]:
+        """The carries of loops, the results of branches, and what is updated in place."""
+        found = {self.origin(self.body.results[number]) for _, number in self.carried}
+        for root in self.kernel_of:
+            source = root.operands[0] if root.role == "tuple-element" else root
+            if not is_bound(source):
+                continue
+            found.add(root)
+            for at, _ in root.in_place:
+                operand = root.operands[at]
+                if self.last_read.get(operand, 0) <= self.step_of[root] and operand not in self.results:
+                    found.add(self.origin(operand))
+        return found
+
+    def origin(self, x: Instruction) -> Instruction:
+        """What made the array that reshapes and barriers pass on."""
+        while True:
+            if x.role == "tuple-element" and x.operands[0].name == BARRIER:
+                x = x.operands[0].operands[x.element]
+            elif x.role == "bitcast" and all(m.role == "bitcast" for m in self.kernel_of[x].members):
+                (x,) = self.kernel_of[x].operands
+            else:
+                return x
 
     def lifetimes(self) -> Lifetimes:
         nested: dict[int, list[Lifetimes]] = {}
@@ -184,11 +211,14 @@ class _BufferAssignment:
                 return None if at is None else self.buffer_of.get(source.operands[at])
             return self.freed_buffer(source.operands[at], born)
         if root.in_place:
-            return self.freed_buffer(root.operands[root.in_place[0][0]], born)
-        if not root.elementwise or root in self.not_temporary:
+            operand = root.operands[root.in_place[0][0]]
+            is_free = is_bound(root) or not (root in self.bound or self.origin(operand) in self.bound)
+            return self.freed_buffer(operand, born) if is_free else None
+        if not root.elementwise or root in self.not_temporary or root in self.bound:
             return None
         scattered = read_otherwise(kernel)
         alike = [x for x in kernel.operands if x.shape == root.shape and x.stored_bytes == root.stored_bytes]
+        alike = [x for x in alike if self.origin(x) not in self.bound]
         return next(filter(None, (self.freed_buffer(x, born) for x in alike if x not in scattered)), None)
 
     def operand_in_place(self, source: Instruction, element: int) -> int | None:
@@ -223,6 +253,11 @@ class _BufferAssignment:
             readers = (kernel for _, x in new.makers for kernel in self.readers.get(x, ()))
             is_early = new.is_temporary and new.born < self.last_read.get(argument, 0)
             new.is_temporary = is_early or needs_both or any(argument in kernel.operands for kernel in readers)
+
+
+def is_bound(one: Instruction) -> bool:
+    """Whether its results share the buffers of operands by its meaning, not only where that is possible."""
+    return bool(one.bodies) or updates(one.name)
 
 
 def read_otherwise(kernel: Kernel) -> set[Instruction]:

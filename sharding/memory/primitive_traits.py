@@ -29,6 +29,8 @@ DATA_MOVEMENT = frozenset(
 
 REDUCTIONS = frozenset("reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor".split())
 
+ADDS = frozenset({"add", "add_any"})
+
 BARRIER = "optimization_barrier"
 """Its results are its operands, none available before all are."""
 

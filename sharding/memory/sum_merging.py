@@ -7,8 +7,7 @@ and one array is all-reduced instead of three.
 from __future__ import annotations
 
 from .instruction import Body, Instruction, Users, users
-
-ADDS = frozenset({"add", "add_any"})
+from .primitive_traits import ADDS
 
 
 def merge_sums(body: Body) -> None:

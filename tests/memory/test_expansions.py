@@ -183,3 +183,32 @@ def test_on_cpus_an_inverse_error_function_takes_a_logarithm():
     with sharding.mesh({"data": 8}):
         compiled = cost.read_compiled(sharding.jit(normal).lower(x).compile())
     assert found.peak_bytes == pytest.approx(compiled.peak_bytes, rel=0.05)
+
+
+PARTS = {
+    "slice": lambda x: lax.slice_in_dim(jnp.broadcast_to(x[:, None], (256, 4096)), 1024, 2048, axis=1),
+    "split": lambda x: jnp.split(jnp.broadcast_to(x[:, None], (256, 4096)), 4, axis=1)[1],
+    "slice of a constant": lambda x: jnp.exp(x)[:, None] * jnp.zeros((256, 4096))[:, 1024:2048],
+}
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
+@pytest.mark.parametrize("name", PARTS)
+def test_a_part_of_a_broadcast_is_a_smaller_broadcast(name, platform):
+    """A large one is stored for nobody."""
+
+    def f(x):
+        return PARTS[name](x) @ jnp.ones((1024, 8))
+
+    assert all(
+        one.shape != (256, 4096)
+        for one in memory_of(f, floats(256), platform=platform).program.body.live_instructions()
+    )
+
+
+def test_a_slice_along_another_dim_reads_the_whole():
+    def f(x):
+        return lax.slice_in_dim(jnp.broadcast_to(x[:, None], (256, 4096)), 0, 8) @ jnp.ones((4096, 8))
+
+    found = memory_of(f, floats(256), platform="gpu").program.body.live_instructions()
+    assert any(one.shape == (256, 4096) for one in found)

@@ -135,3 +135,20 @@ def test_a_matrix_is_read_transposed_and_other_dims_are_moved():
     assert moved_bytes("kla,klb->ab", (8, 8, 32), (8, 8, 32)) == 8 * 8 * 32 * 4
     assert moved_bytes("kla,klb->ab", (2, 1, 32), (2, 1, 32)) == 2 * 32 * 4
     assert moved_bytes("kla,klb->ab", (1, 1, 32), (1, 1, 32)) == 0  # only dims of size 1 move
+
+
+TURNED = {
+    "for one product": lambda x, w: jnp.exp(x).T @ w,
+    "for two": lambda x, w: ((y := jnp.exp(x).T) @ w, y @ y.T),
+    "of a batch": lambda x, w: jnp.exp(x).reshape(8, 256, 64).swapaxes(1, 2) @ w.reshape(8, 256, 32),
+    "whose batch moves": lambda x, w: jnp.exp(x).reshape(256, 8, 64).transpose(1, 2, 0) @ w.reshape(8, 256, 32),
+    "of a row": lambda x, w: (jnp.exp(x)[:, :1].T + 1) @ w,
+}
+
+
+@peak_memory.newest_jax_only
+@pytest.mark.parametrize("name", TURNED)
+def test_a_product_reads_what_the_program_transposes_before_that(name):
+    args = peak_memory.floats(2048, 64), peak_memory.floats(2048, 32)
+    found = peak_memory.peak_of(TURNED[name], *args, sizes={"data": 8})
+    assert found.ratio == pytest.approx(1, abs=0.01)

@@ -204,3 +204,27 @@ def test_xla_places_as_much(name):
     options = {"donate_argnums": 0} if is_donated else {}
     peak = peak_memory.peak_of(f, *args, sizes={"data": 8}, **options)
     assert abs(peak.compiled - peak.predicted) <= 256  # counters of loops and keys
+
+
+def updated(x, y):
+    return x.at[jnp.arange(4)].set(y[:4])
+
+
+SHARED = {
+    "made, then updated": lambda x, y: updated(jnp.sort(x, 0) * y[:1], y) @ x.T,
+    "updated, then changed": lambda x, y: jnp.exp(updated(jnp.sort(x, 0), y)) @ x.T,
+    "changed again": lambda x, y: jnp.exp(jnp.sort(x, 0) @ y.T) @ y[:, :8],
+    "carried": lambda x, y: lax.fori_loop(0, 3, lambda _, z: jnp.sort(z, 0) * y[:1], x) @ y.T,
+    "changed before a loop": lambda x, y: lax.fori_loop(0, 3, lambda _, z: jnp.sort(z, 0), jnp.exp(x @ y.T)),
+    "changed behind a loop": lambda x, y: jnp.exp(lax.fori_loop(0, 3, lambda _, z: jnp.sort(z, 0), x @ y.T)) @ y[:, :8],
+    "changed behind a branch": lambda x, y: jnp.exp(lax.cond(y[0, 0] > 0, jnp.sort, jnp.fft.ifft, x + 0j).real) @ y.T,
+    "barrier": lambda x, y: jnp.exp(lax.optimization_barrier(jnp.sort(x, 0))) @ y.T,
+}
+
+
+@peak_memory.newest_jax_only
+@pytest.mark.parametrize("name", SHARED)
+def test_what_is_updated_in_place_shares_no_other_buffer(name):
+    x = peak_memory.floats(256, 4096 if "loop" not in name else 256)
+    found = peak_memory.peak_of(SHARED[name], x, x, sizes={"data": 8})
+    assert found.ratio == pytest.approx(1, abs=0.01)
