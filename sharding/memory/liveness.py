@@ -123,10 +123,15 @@ class _BufferAssignment:
         self.last_read: dict[Instruction, int] = {}
         self.readers: dict[Instruction, list[Kernel]] = {}
         self.kernel_of = {kernel.root: kernel for step in steps for kernel in step.kernels}
+        self.pairs: dict[Instruction, dict[int, int]] = {}
+        self.origin: dict[Instruction, Instruction] = {}
+        """Each stored array -> the one that reshapes and barriers pass on as it."""
         for k, step in enumerate(steps):
             for kernel in step.kernels:
                 root = kernel.root
                 self.step_of[root] = self.step_of[root.operands[0]] if root.role == "tuple-element" else k
+                source = self.passed_on(kernel)
+                self.origin[root] = root if source is None else self.origin[source]
                 for operand in kernel.operands:
                     self.readers.setdefault(operand, []).append(kernel)
             for operand in step.operands:
@@ -135,14 +140,13 @@ class _BufferAssignment:
         self.end = len(steps) - 1
         self.buffer_of: dict[Instruction, Buffer] = {}
         self.buffers: list[Buffer] = []
-        self.pairs: dict[Instruction, dict[int, int]] = {}
         self.bound = self.bound_values()
         """What shares its buffer by the meaning of an op, and so with no other elementwise operand or reader
         (openxla/xla, `service/heap_simulator/heap_simulator.cc`)."""
 
     def bound_values(self) -> set[Instruction]:
         """The carries of loops, the results of branches, and what is updated in place."""
-        found = {self.origin(self.body.results[number]) for _, number in self.carried}
+        found = {self.origin[self.body.results[number]] for _, number in self.carried}
         for root in self.kernel_of:
             source = root.operands[0] if root.role == "tuple-element" else root
             if not is_bound(source):
@@ -150,19 +154,19 @@ class _BufferAssignment:
             found.add(root)
             for at, _ in root.in_place:
                 operand = root.operands[at]
-                if self.last_read.get(operand, 0) <= self.step_of[root] and operand not in self.results:
-                    found.add(self.origin(operand))
+                is_stored = operand in self.origin  # or else its own kernel computes it
+                if is_stored and self.last_read[operand] <= self.step_of[root] and operand not in self.results:
+                    found.add(self.origin[operand])
         return found
 
-    def origin(self, x: Instruction) -> Instruction:
-        """What made the array that reshapes and barriers pass on."""
-        while True:
-            if x.role == "tuple-element" and x.operands[0].name == BARRIER:
-                x = x.operands[0].operands[x.element]
-            elif x.role == "bitcast" and all(m.role == "bitcast" for m in self.kernel_of[x].members):
-                (x,) = self.kernel_of[x].operands
-            else:
-                return x
+    def passed_on(self, kernel: Kernel) -> Instruction | None:
+        """The array that a kernel only reshapes, or a barrier holds back; None of others."""
+        root = kernel.root
+        if root.role == "tuple-element" and root.operands[0].name == BARRIER:
+            at = self.operand_in_place(root.operands[0], root.element)
+            return None if at is None else root.operands[0].operands[at]
+        is_view = root.role == "bitcast" and all(m.role == "bitcast" for m in kernel.members)
+        return kernel.operands[0] if is_view else None
 
     def lifetimes(self) -> Lifetimes:
         nested: dict[int, list[Lifetimes]] = {}
@@ -202,24 +206,27 @@ class _BufferAssignment:
     def reused_buffer(self, kernel: Kernel, born: int) -> Buffer | None:
         """The operand's buffer that a kernel's result reuses, if any."""
         root = kernel.root
-        if root.role == "bitcast" and all(m.role == "bitcast" for m in kernel.members):
-            return self.buffer_of.get(kernel.operands[0])
+        if self.origin[root] is not root:
+            return self.buffer_of.get(self.origin[root])
         if root.role == "tuple-element":
-            source = root.operands[0]
-            at = self.operand_in_place(source, root.element)
-            if at is None or source.name == BARRIER:
-                return None if at is None else self.buffer_of.get(source.operands[at])
-            return self.freed_buffer(source.operands[at], born)
-        if root.in_place:
-            operand = root.operands[root.in_place[0][0]]
-            is_free = is_bound(root) or not (root in self.bound or self.origin(operand) in self.bound)
-            return self.freed_buffer(operand, born) if is_free else None
-        if not root.elementwise or root in self.not_temporary or root in self.bound:
+            at = self.operand_in_place(root.operands[0], root.element)
+            return None if at is None else self.freed_buffer(root.operands[0].operands[at], born)
+        is_update = is_bound(root)
+        if root in self.bound and not is_update:
             return None
+        found = [x for x in self.overwritten(kernel) if is_update or self.origin.get(x) not in self.bound]
+        return next(filter(None, (self.freed_buffer(x, born) for x in found)), None)
+
+    def overwritten(self, kernel: Kernel) -> list[Instruction]:
+        """The operands into which a kernel may write its result."""
+        root = kernel.root
+        if root.in_place:
+            return [root.operands[root.in_place[0][0]]]
+        if not root.elementwise or root in self.not_temporary:
+            return []
         scattered = read_otherwise(kernel)
         alike = [x for x in kernel.operands if x.shape == root.shape and x.stored_bytes == root.stored_bytes]
-        alike = [x for x in alike if self.origin(x) not in self.bound]
-        return next(filter(None, (self.freed_buffer(x, born) for x in alike if x not in scattered)), None)
+        return [x for x in alike if x not in scattered]
 
     def operand_in_place(self, source: Instruction, element: int) -> int | None:
         """The index of the operand whose buffer a result of an instruction with several takes, if any."""
