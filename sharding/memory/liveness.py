@@ -7,6 +7,7 @@ that is the operand's last reader.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -154,8 +155,8 @@ class _BufferAssignment:
             found.add(root)
             for at, _ in root.in_place:
                 operand = root.operands[at]
-                is_stored = operand in self.origin  # or else its own kernel computes it
-                if is_stored and self.last_read[operand] <= self.step_of[root] and operand not in self.results:
+                last_read = self.last_read.get(operand, math.inf)  # never where its own kernel computes it
+                if last_read <= self.step_of[root] and operand not in self.results:
                     found.add(self.origin[operand])
         return found
 

@@ -218,6 +218,7 @@ SHARED = {
     "changed before a loop": lambda x, y: lax.fori_loop(0, 3, lambda _, z: jnp.sort(z, 0), jnp.exp(x @ y.T)),
     "changed behind a loop": lambda x, y: jnp.exp(lax.fori_loop(0, 3, lambda _, z: jnp.sort(z, 0), x @ y.T)) @ y[:, :8],
     "changed behind a branch": lambda x, y: jnp.exp(lax.cond(y[0, 0] > 0, jnp.sort, jnp.fft.ifft, x + 0j).real) @ y.T,
+    "updated where it is made": lambda x, y: (z := x[:, :1] @ y[:1], lax.dynamic_update_slice(z, y[:, :4], (0, 0))),
     "barrier": lambda x, y: jnp.exp(lax.optimization_barrier(jnp.sort(x, 0))) @ y.T,
 }
 
