@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -67,6 +67,17 @@ def inlined_call(call: Any) -> list[Any]:
         )
         for eqn in eqns
     ]
+
+
+def without_unused(eqns: Sequence[Any], outvars: Sequence[Any], removable: Collection[Any]) -> list[Any]:
+    """The equations but those of which nothing reads the results, if all of these are removable."""
+    used = {v for v in outvars if not compat.is_literal(v)}
+    found: list[Any] = []
+    for eqn in reversed(eqns):
+        if not eqn.outvars or any(v in used or v not in removable for v in eqn.outvars):
+            used.update(v for v in eqn.invars if not compat.is_literal(v))
+            found.append(eqn)
+    return found[::-1]
 
 
 def _called(eqn: Any, call: Any) -> Any:

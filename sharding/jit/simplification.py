@@ -16,7 +16,7 @@ arrays side by side those of each.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,7 +28,7 @@ from ..graph import CALLS
 from ..graph.straight_line import are_same
 from .constant_folding import GIVEN_OPERANDS, branch_call, fold_constants
 from .equal_values import ValueNumbers
-from .equations import are_alike, traced
+from .equations import are_alike, traced, without_unused
 from .known_indices import OF_EQUALS
 from .loop_invariants import hoist
 from .package_primitives import implementation
@@ -38,6 +38,7 @@ from .single_iterations import same_as_p, unrolled
 from .sliced_products import sliced_first
 from .stacked_rows import StackedRows
 from .transposed_products import turned
+from .uniform_arrays import as_scalars
 
 REDUCTIONS = {"pmax": jax.lax.reduce_max, "pmin": jax.lax.reduce_min, "psum": jax.lax.reduce_sum}
 """Collective -> the same over dims."""
@@ -51,7 +52,7 @@ SIMPLIFIED_INSIDE = CALLS | {"cond", "scan", "shard_map", "while"}
 
 def simplify(jaxpr: Any, platform: str = "cpu") -> Any:
     """The simplified jaxpr, which computes the same on a platform; itself if nothing changes."""
-    return _Simplifier(platform).jaxpr(fold_constants(jaxpr))
+    return _Simplifier(platform).jaxpr(as_scalars(fold_constants(jaxpr)))
 
 
 class _Simplifier:
@@ -135,7 +136,7 @@ class _Simplifier:
         given, eqns = eqns, reduced_apart(sliced_first(turned(eqns, outvars), outvars), outvars)
         if not is_changed and are_same(given, eqns):
             return jaxpr
-        live = _without_unused(eqns, outvars, flattened.keys() | stacks.makers.keys())
+        live = without_unused(eqns, outvars, flattened.keys() | stacks.makers.keys())
         return compat.rebuild(jaxpr, eqns=live, outvars=outvars)
 
     def with_simple_bodies(self, eqn: Any) -> Any:
@@ -147,17 +148,6 @@ class _Simplifier:
             if new is not body:
                 params = compat.with_jaxpr(params, key, position, new)
         return eqn if params is eqn.params else eqn.replace(params=params)
-
-
-def _without_unused(eqns: Sequence[Any], outvars: Sequence[Any], removable: Collection[Any]) -> list[Any]:
-    """The equations but those of which nothing reads the results, if all of these are removable."""
-    used = {v for v in outvars if not compat.is_literal(v)}
-    found: list[Any] = []
-    for eqn in reversed(eqns):
-        if not eqn.outvars or any(v in used or v not in removable for v in eqn.outvars):
-            used.update(v for v in eqn.invars if not compat.is_literal(v))
-            found.append(eqn)
-    return found[::-1]
 
 
 def _equal(atoms: Sequence[Any]) -> tuple[int, ...]:

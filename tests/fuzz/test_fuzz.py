@@ -34,12 +34,16 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*XLA pads it", "ignore:Some don
     ],
 )
 def test_programs(first):
+    rejected = 0
     for number in range(first, first + BATCH):
         try:
             check(numbered("quick", number), options=quick_compile.OPTIONS, twice=number % 4 == 0)
+        except Rejected:  # by plain JAX, whose newer versions take some gradients no longer
+            rejected += 1
         except Exception as e:
             e.add_note(f"python -m tests.fuzz --seed quick --first {number} --budget 1")
             raise
+    assert rejected <= 1
     jax.clear_caches()
 
 
