@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from ..graph import Op
 from ..propagation import Assignment
+from ..rewrite.executed_assignment import executed
 from ..rewrite.op_strategy import MAX_CANDIDATES, OpStrategies
 from ..rewrite.reshard import is_cut_short
-from ..rewrite.unread_gathers import without_unread_gathers
 from ..spec import Spec
 
 
 def cut_searches(assignment: Assignment) -> tuple[str, ...]:
     """One line per line of the program whose ops have more strategies or reshards than are compared."""
-    assignment = without_unread_gathers(assignment)
+    assignment = executed(assignment)
     graph, sizes, strategies = assignment.graph, assignment.sizes, OpStrategies(assignment)
     live = graph.live_values
     found = []

@@ -18,9 +18,10 @@ from ..hardware import Platform
 from ..propagation import Assignment
 from ..rewrite import xla_workarounds
 from ..rewrite.constraint_emitter import MOVES_SHARDS
+from ..rewrite.executed_assignment import executed
+from ..rewrite.invariant_reshards import enters_loop
 from ..rewrite.op_strategy import OpStrategies, OpStrategy
 from ..rewrite.reshard import Step, chain, local_bytes
-from ..rewrite.unread_gathers import without_unread_gathers
 from ..spec import Axis, Spec, num_parts
 from ..xla.collective_lowering import is_gathered_by_all_reduce
 from .callback_results import broadcast_results
@@ -31,7 +32,7 @@ from .cut_searches import cut_searches
 from .host_copies import host_copies
 from .reduce_scatter_creation import in_mesh_order, reduce_scattered, reduces_elementwise, stays_all_reduce
 from .reshard_regions import ReshardRegions
-from .runs_moved import loops_moved, times_moved
+from .runs_moved import loops_moved, read_by, times_moved
 from .shard_exchanges import ShardExchanges, axis_names
 from .shard_map_collectives import MANUAL, explicit, in_bodies
 from .sum_reassociation import LOOKED_THROUGH, Reassociation, computation, reassociate, split_all_reduce, sums_and_rest
@@ -82,7 +83,7 @@ class ProgramCollectives:
     """
 
     def __init__(self, assignment: Assignment, *, platform: Platform = "cpu"):
-        assignment = without_unread_gathers(assignment)
+        assignment = executed(assignment)
         self.platform: Platform = platform
         self.graph, self.specs, self.sizes = assignment.graph, assignment.specs, assignment.sizes
         self.boundary_spec = assignment.boundary_spec
@@ -183,10 +184,11 @@ class ProgramCollectives:
             want = self.specs[target] if op.site else self.boundary_spec(target)
             if v in self.times and self.specs[v].axes != want.axes:
                 steps = self.chain(op, v, self.specs[v], want)
-                what = f"{self.graph.label(target)}, {'at a loop or branch boundary' if op.site else 'an output'}"
+                reader, what = read_by(self.graph, op)
                 advise = functools.partial(self.hints.edge, v, target)
-                for c in self.reshards(op, v, self.specs[v], steps, self.times[v], what, advise):
-                    yield Transfer(c, v, True)
+                times = times_moved(self.graph, op, v, self.platform) if enters_loop(op) else self.times[v]
+                for c in self.reshards(op, v, self.specs[v], steps, times, what, advise):
+                    yield Transfer(dataclasses.replace(c, op=reader.name, source=reader.source or c.source), v, True)
         if (behind := self.reassociation.behind_loops.get(target)) is not None:
             steps = [self.reduction(target, kind, axes) for kind, axes in behind.reductions]
             for c in self.sums(op, target, steps, None):

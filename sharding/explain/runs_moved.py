@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from .. import compat
 from ..graph import Graph, Loop, Op
 from ..hardware import Platform
+from ..rewrite.invariant_reshards import LOOPS, enters_loop
 
-LOOPS = frozenset({"scan", "while"})
 LEAVES_ALL_LOOPS: frozenset[Platform] = frozenset({"cpu"})
 """Platforms whose compiler moves an invariant out of all of nested loops; the others do out of the innermost."""
 
@@ -45,3 +45,17 @@ def before_loops(graph: Graph, op: Op, v: int, platform: Platform | None) -> int
         v = edge.operands[0]
         edge = graph.makers[v]
     return v
+
+
+def read_by(graph: Graph, edge: Op) -> tuple[Op, str]:
+    """The op that reads what an edge reshards, in a loop, or the edge itself; and in words what is resharded."""
+    reader, (v,) = edge, edge.results
+    if not edge.site:
+        return edge, f"{graph.label(v)}, an output"
+    while enters_loop(reader) and graph.users[reader.results[0]]:
+        (v,) = reader.results
+        reader = graph.users[v][0]
+    if reader.name == "edge":
+        return edge, f"{graph.label(edge.results[0])}, at a loop or branch boundary"
+    operand = f"operand {reader.operands.index(v)} of {reader.name}"
+    return reader, f"{operand}, {graph.label(edge.operands[0])}, before the loop"

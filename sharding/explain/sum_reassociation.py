@@ -5,7 +5,7 @@ are over the same axes and used only there (`AllReduceReassociate` of openxla/xl
 values. The gradient of a value that several products read, such as the input of q, k and v, is the usual case. Both
 first fold an all-reduce of an all-reduce into one over the axes of both (`AllReduceFolder`). Both reduce all dims that
 one reduction after another sums, and all-reduce the result once over the axes of both: `x.sum(1).sum(0)` of a matrix
-sends one number. XLA:TPU narrows 32-bit sums that are only read in bfloat16 before it all-reduces them. Products of
+sends one number. XLA:TPU rounds sums that are only read in bfloat16 before it all-reduces them. Products of
 sums with one factor are added before they are multiplied (`AlgebraicSimplifier`), on GPUs if that is a power of 2.
 """
 
@@ -25,6 +25,7 @@ from ..graph import Graph, Op
 from ..hardware import Platform
 from ..propagation.partial_sums import SUMS
 from ..rewrite.reshard import Step
+from ..rewrite.rounded_products import rounded_product
 from ..spec import Axis
 from .reduce_scatter_creation import in_mesh_order, is_part_of_each
 from .sums_behind_loops import ADDS, Reduction, SumsBehindLoop, is_narrow_sum, sums_behind_loops
@@ -272,23 +273,18 @@ def _negates(graph: Graph, op: Op) -> bool:
 
 
 def _narrowed(graph: Graph, op: Op, left: Mapping[int, Sequence[Reduction]], moves: Callable[[Op], bool]) -> int | None:
-    """The all-reduced float32 value that an op converts to bfloat16, as its only use; or an int32 one, outside loops.
-
-    Such integers are the sums of quantised products.
-    """
+    """The all-reduced value that an op rounds to bfloat16, as its only use: of float32, or a product of integers."""
     if op.name != CONVERT or moves(op):
         return None
     (v,), (result,) = op.operands, op.results
+    product = rounded_product(graph, op)
     while not left.get(v) and graph.num_uses[v] == 1 and (maker := graph.makers.get(v)) is not None:
         if moves(maker) or not (maker.name in ("annotate", "reshape") or _is_reshape(graph, maker)):
             return None
         v = maker.operands[0]
-    is_looped = any(eqn.primitive.name in ("scan", "while") for eqn in op.site[1:])
-    narrowed = ("float32",) if is_looped else ("float32", "int32")
     is_sum = {kind for kind, _ in left.get(v, ())} == {"all-reduce"}
-    is_only_use = is_sum and graph.num_uses[v] == 1
-    is_narrowed = graph.dtype_names[v] in narrowed and graph.dtype_names[result] == "bfloat16"
-    return v if is_only_use and is_narrowed else None
+    is_rounded = graph.dtype_names[v] == "float32" and graph.dtype_names[result] == "bfloat16"
+    return v if is_sum and graph.num_uses[v] == 1 and (is_rounded or v == product) else None
 
 
 def _merged_with(

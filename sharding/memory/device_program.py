@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..propagation import Assignment
-from ..rewrite.unread_gathers import without_unread_gathers
+from ..rewrite.executed_assignment import executed
 from . import control_flow_lowering
 from .compiler_traits import CompilerTraits
 from .dead_results import drop_dead_results
@@ -41,7 +41,7 @@ class DeviceProgram:
 
 def lower(assignment: Assignment, traits: CompilerTraits) -> DeviceProgram:
     """The program of an assignment on one device, as a compiler emits it."""
-    assignment = without_unread_gathers(assignment)
+    assignment = executed(assignment)
     lowering = Lowering(assignment, HANDLERS, traits)
     g, emitter = lowering.graph, Emitter(lowering.sizes, lowering.cursor, traits)
     scope = g.scope

@@ -79,8 +79,9 @@ def narrow_reshards(
         if op.name == "edge":
             continue
         for v, steps in zip(op.results, strategies.of(op).result_steps, strict=True):
+            moved = op.operands[0] if op.name == "annotate" else v
             for step in steps:
-                readers[v, step.spec.axes].append(v in rounded)
+                readers[moved, step.spec.axes].append(v in rounded)
     return {key for key, found in readers.items() if all(found)}
 
 

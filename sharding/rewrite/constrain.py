@@ -26,6 +26,7 @@ from ..rules import ON_SHARDS
 from ..spec import Spec
 from . import body_boundary, xla_workarounds
 from .constraint_emitter import AssignedProgram, ConstraintEmitter
+from .executed_assignment import executed
 from .host_memory import memory_alone
 from .local_convolution import is_grouped
 from .local_equations import WRITTEN_OTHERWISE, local_equation
@@ -34,7 +35,7 @@ from .parts_of_sums import is_scattered_then_sliced
 from .redundant_constraints import redundant
 from .reshard import Step
 from .rotation import rotated_specs, rotation, rotation_gradient, rotation_parts
-from .unread_gathers import without_unread_gathers
+from .rounded_products import rounded_product
 
 
 def constrain(closed_jaxpr: Any, assignment: Assignment, mesh: AbstractMesh, *, inputs: bool = False) -> Any:
@@ -47,7 +48,7 @@ def constrain(closed_jaxpr: Any, assignment: Assignment, mesh: AbstractMesh, *, 
         inputs: constrain the arguments too, for a program that runs inside another one.
     """
     assert assignment.graph.scope is not None
-    rewriter = _Rewriter(without_unread_gathers(assignment), mesh)
+    rewriter = _Rewriter(executed(assignment), mesh)
     return rewriter.jaxpr(closed_jaxpr, assignment.graph.scope, inputs=inputs)
 
 
@@ -67,6 +68,8 @@ class _Rewriter:
         self.strategies, self.users = OpStrategies(assignment), graph.users
         self.carried = {a for scope in graph.scopes() if scope is not graph.scope for a in scope.exits if a is not None}
         """Values that loops carry and branches return."""
+        self.rounding = {id(op.site[0]) for op in graph.ops if rounded_product(graph, op) is not None}
+        """Ids of the equations that round products, and are constrained in their place."""
         self.scans = {op.operands[0]: self.strategies.of(op) for op in graph.ops if op.name == "scan xs"}
         """Stacked array -> how it is sliced."""
         self.done: dict[Any, Any] = {}
@@ -153,6 +156,9 @@ class _Body(ConstraintEmitter):
                 pairs = zip(eqn.invars, found, self.workaround_specs(eqn, found), strict=False)
                 self.resharded.update(v for v, have, need in pairs if have != need)
         self.unconstrained -= self.resharded
+        rounding = [eqn for eqn in source.eqns if id(eqn) in self.rewriter.rounding]
+        self.unconstrained.difference_update(v for eqn in rounding for v in eqn.outvars)
+        self.unconstrained.update(v for eqn in rounding for v in eqn.invars)
 
     def arguments_read_otherwise(self, op: Op, eqn: Any) -> Iterator[Any]:
         """Yields the arguments of the jaxpr that an equation reads, if XLA may shard them differently for it."""

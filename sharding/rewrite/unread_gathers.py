@@ -22,8 +22,7 @@ ROTATED_BY = frozenset({"pad", "slice"})
 
 
 def without_unread_gathers(assignment: Assignment) -> Assignment:
-    """The assignment by which the program runs: without all-gathers of which every use slices what it had."""
-    assignment = assignment.as_run
+    """The assignment without all-gathers of which every use slices what it had."""
     graph, strategies = assignment.graph, OpStrategies(assignment)
     kept = {*graph.outputs, *graph.manual, *graph.divergent}.union(*(group.members for group in graph.groups))
     live = graph.live_values
@@ -33,11 +32,17 @@ def without_unread_gathers(assignment: Assignment) -> Assignment:
             continue
         strategy = strategies.of(op)
         for v, have, steps in zip(op.results, strategy.result_specs, strategy.result_steps, strict=True):
-            if v in kept or {step.kind for step in steps if step.kind not in SUMS} != {"all-gather"}:
+            kinds = {step.kind for step in steps if step.kind not in SUMS}
+            if v in kept or "all-gather" not in kinds or not kinds <= {"all-gather", "slice"}:
                 continue
             uses = [use for use in graph.users[v] if graph.is_live(use, live)]
-            if uses and all(_slices(use, v, have.axes, assignment, strategies) for use in uses):
+            wanted = [spec for use in uses for spec in _wanted(use, v, assignment, strategies)]
+            if not wanted or not all(spec is not None and _is_slice(spec.axes, have.axes) for spec in wanted):
+                continue
+            if "slice" not in kinds:
                 specs[v] = have
+            elif len({spec.axes for spec in wanted if spec is not None}) == 1 and wanted[0] is not None:
+                specs[v] = wanted[0]
     return assignment if specs == list(assignment.specs) else dataclasses.replace(assignment, specs=tuple(specs))
 
 
@@ -47,20 +52,17 @@ def _loses_axes(op: Op, specs: Sequence[Spec]) -> bool:
     return bool(had) and not all(had.issubset(itertools.chain.from_iterable(specs[v].axes)) for v in op.results)
 
 
-def _slices(use: Op, v: int, have: DimAxes, assignment: Assignment, strategies: OpStrategies) -> bool:
-    """Whether a use reads no more of a value than each device had before it was gathered."""
+def _wanted(use: Op, v: int, assignment: Assignment, strategies: OpStrategies) -> Sequence[Spec | None]:
+    """The specs in which a use reads a value; None if that is not known."""
     graph = assignment.graph
     if use.rule is None or use.name in ROTATED_BY:
-        return False
-    wanted: Sequence[Spec]
+        return [None]
     if use.name == "edge":
         (target,) = use.results
         spec = assignment.specs[target]
-        wanted = [spec if use.site else divisible(spec, graph.shapes[target], assignment.sizes)]
-    else:
-        pairs = zip(use.operands, strategies.of(use).operand_specs, strict=True)
-        wanted = [spec for operand, spec in pairs if operand == v]
-    return all(_is_slice(spec.axes, have) for spec in wanted)
+        return [spec if use.site else divisible(spec, graph.shapes[target], assignment.sizes)]
+    pairs = zip(use.operands, strategies.of(use).operand_specs, strict=True)
+    return [spec for operand, spec in pairs if operand == v]
 
 
 def _is_slice(part: DimAxes, whole: DimAxes) -> bool:

@@ -1,4 +1,4 @@
-"""What loops and recomputations reshard again: an invariant of nested loops once on CPUs."""
+"""What loops and recomputations reshard again: an invariant of nested loops once."""
 
 import jax
 import jax.numpy as jnp
@@ -69,10 +69,10 @@ def gathers(f, platform):
     return sum(c.count for c in ledger if c.kind == "all-gather" and c.result_bytes in pieces)
 
 
-@pytest.mark.parametrize(("platform", "runs"), [("cpu", 1), ("gpu", 3), ("tpu", 3)])
+@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
 @pytest.mark.parametrize("f", [nested, nested_in_a_while])
-def test_an_invariant_of_nested_loops_is_gathered_as_often_as_its_loop_runs(f, platform, runs):
-    assert gathers(f, platform) == runs * gathers(layer, platform) > 0
+def test_an_invariant_of_nested_loops_is_gathered_once(f, platform):
+    assert gathers(f, platform) == gathers(layer, platform) > 0
 
 
 @pytest.mark.parametrize(("backend", "described"), COMPILERS.values())
