@@ -30,12 +30,23 @@ class ReshardRegions:
         if is_moved_outside(self._graph, op, v):  # two loops that read one array share it
             edge = self._graph.makers[before_loops(self._graph, op, v, self._platform)]
             region = self._regions.get(id(edge.site[0]))
-            return (edge.operands[0] if self._specs[edge.operands[0]].axes == have.axes else v), region
+            return (self._copied(edge.operands[0]) if self._specs[edge.operands[0]].axes == have.axes else v), region
         entered = self._graph.makers.get(v) if op.name == "scan xs" else None
         if entered is not None and self._specs[entered.operands[0]].axes == have.axes:
             return entered.operands[0], self._region(op, v)
         is_row = op.name in ("scan xs", "scan ys")  # a stack is resharded before its loop
-        return v, self._loop_bodies.get(id(op.site[0])) if is_row and op.site else self._region(op, v)
+        region = self._loop_bodies.get(id(op.site[0])) if is_row and op.site else self._region(op, v)
+        return (v if is_row else self._copied(v)), region
+
+    def _copied(self, v: int) -> int:
+        """The array that a value is a copy of: XLA:TPU merges reshards of both, which stand in one body to it."""
+        maker = self._graph.makers.get(v)
+        while self._platform == "tpu" and maker is not None and maker.name == "stop_gradient":
+            if self._specs[maker.operands[0]].axes != self._specs[v].axes:
+                break
+            (v,) = maker.operands
+            maker = self._graph.makers.get(v)
+        return v
 
     def _region(self, op: Op, v: int) -> Scope | None:
         if not op.site:

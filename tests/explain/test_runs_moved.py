@@ -58,7 +58,25 @@ def loop_of_recomputed_loops(x, w):
     return jax.grad(loss, (0, 1))(x, w)
 
 
-PROGRAMS = [nested, nested_in_a_while, in_a_branch, recomputed_loop, recomputed_nest, loop_of_recomputed_loops]
+def in_a_call(x, w):
+    return jnp.tanh(x @ w) + jax.jit(lambda x, w: jnp.sin(x) @ lax.stop_gradient(w))(x, w)
+
+
+def around_a_loop(x, w):
+    y = lax.fori_loop(0, 3, lambda _, y: jnp.tanh(y @ lax.stop_gradient(w)), x)
+    return y @ w
+
+
+PROGRAMS = [
+    nested,
+    nested_in_a_while,
+    in_a_branch,
+    recomputed_loop,
+    recomputed_nest,
+    loop_of_recomputed_loops,
+    in_a_call,
+    around_a_loop,
+]
 
 
 def gathers(f, platform):
@@ -81,3 +99,12 @@ def test_gathers_as_compiled(f, backend, described):
     found = predicted_and_compiled(f, (X, W), backend, described, SIZES, in_shardings=SPECS)
     predicted, compiled = (kinds["all-gather"] for kinds in found)
     assert predicted == compiled
+
+
+@pytest.mark.parametrize(("backend", "described"), COMPILERS.values())
+@pytest.mark.parametrize("f", [in_a_call, around_a_loop])
+def test_a_copy_is_gathered_with_its_array_on_tpus(f, backend, described):
+    shapes = jax.ShapeDtypeStruct((512, 256), "float32"), jax.ShapeDtypeStruct((256, 256), "float32")
+    found = predicted_and_compiled(f, shapes, backend, described, {"data": 2, "model": 4}, in_shardings=P("data"))
+    count = 1 if backend == "tpu" else 2
+    assert [kinds["all-gather"][0] for kinds in found] == [count, count]
