@@ -226,7 +226,7 @@ def _result(eqn: Any, known: dict[Any, int]) -> int:
     if len(eqn.outvars) != 1 or not eqn.invars or compat.is_drop(eqn.outvars[0]):
         return DIFFERENT
     placed = eqn.params.get("sharding")
-    if name not in SCALAR_OPS | SHAPE_OPS or (placed is not None and any(placed.spec)):
+    if (name not in SCALAR_OPS and name not in SHAPE_OPS) or (placed is not None and any(placed.spec)):
         return DIFFERENT
     kinds = _kinds(_sources(eqn), known)
     return max(kinds) if all(kinds) else DIFFERENT
