@@ -36,6 +36,12 @@ def are_alike(some: Any, other: Any) -> bool:
     return str(some.aval) == str(other.aval)
 
 
+def is_placed(eqn: Any) -> bool:
+    """Whether an equation names axes that its result is sharded over; specs over Auto axes name none."""
+    given = (eqn.params.get("out_sharding"), eqn.params.get("sharding"))
+    return any(sharding is not None and any(sharding.spec) for sharding in given)
+
+
 def dim_of_parts(maker: Any) -> int:
     """The dim along which an equation puts arrays side by side."""
     return maker.params["axis" if maker.primitive.name == "stack" else "dimension"]

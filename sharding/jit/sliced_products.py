@@ -17,7 +17,7 @@ import jax.extend.core as jex
 from .. import compat
 from ..graph.straight_line import num_uses
 from ..rules import ELEMENTWISE
-from .equations import traced
+from .equations import is_placed, traced
 
 MOST_KEPT = 0.5
 """Of an array's elements, the most that a slice keeps: products of nearly all rows stay, whose sizes devices divide."""
@@ -100,12 +100,12 @@ class _Slices:
     def through(self, maker: Any, window: Window, depth: int) -> Any:
         """A window of the result of an equation, from windows of its operands; None if it is no product nor between."""
         name, params, operands = maker.primitive.name, maker.params, maker.invars
-        if name == "dot_general" and params.get("out_sharding") is None:
+        if name == "dot_general" and not is_placed(maker):
             self.has_product = True
             windows = _of_factors(maker, window)
         elif name in ELEMENTWISE:
             windows = [_of_stretched(x, window) for x in operands]
-        elif name == "broadcast_in_dim" and len(operands) == 1 and params.get("sharding") is None:
+        elif name == "broadcast_in_dim" and len(operands) == 1 and not is_placed(maker):
             windows = [_of_stretched(operands[0], [window[d] for d in params["broadcast_dimensions"]])]
         else:
             return None

@@ -17,7 +17,7 @@ import jax.extend.core as jex
 from .. import compat
 from ..graph.straight_line import num_uses
 from ..rewrite.swapped_matmul import swap_permutation, swapped
-from .equations import traced
+from .equations import is_placed, traced
 
 
 def turned(eqns: Sequence[Any], outvars: Sequence[Any]) -> list[Any]:
@@ -48,7 +48,7 @@ def _in_the_other_order(product: Any, turn: Any) -> list[Any]:
     turned_shape = tuple(shape[d] for d in swap)
     if asked == swap or (is_swap and turned_shape == turn.outvars[0].aval.shape):
         return [swapped(product, turn.outvars[0])]
-    if not is_swap or product.params.get("out_sharding") is not None:
+    if not is_swap or is_placed(product):
         return [turn]
     whole = jex.Var(product.outvars[0].aval.update(shape=turned_shape))
     return [

@@ -20,7 +20,7 @@ from .. import compat
 from ..graph import CALLS
 from ..rules import ELEMENTWISE
 from .constant_folding import GIVEN_OPERANDS
-from .equations import inlined_call, traced, without_unused
+from .equations import inlined_call, is_placed, traced, without_unused
 
 SCALAR_OPS = ELEMENTWISE - frozenset(
     """
@@ -225,8 +225,7 @@ def _result(eqn: Any, known: dict[Any, int]) -> int:
     name = eqn.primitive.name
     if len(eqn.outvars) != 1 or not eqn.invars or compat.is_drop(eqn.outvars[0]):
         return DIFFERENT
-    placed = eqn.params.get("sharding")
-    if (name not in SCALAR_OPS and name not in SHAPE_OPS) or (placed is not None and any(placed.spec)):
+    if (name not in SCALAR_OPS and name not in SHAPE_OPS) or is_placed(eqn):
         return DIFFERENT
     kinds = _kinds(_sources(eqn), known)
     return max(kinds) if all(kinds) else DIFFERENT

@@ -5,7 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import sharding
 from sharding.jit.simplification import simplify
+from sharding.mesh import tracing_context
 
 A, B = np.random.default_rng(0).normal(size=(2, 3, 4, 5)).astype(np.float32)
 
@@ -68,3 +70,20 @@ def test_no_transposition_is_left(f):
 @pytest.mark.parametrize("f", [used_twice, multiplied_again, in_another_order])
 def test_transpositions_that_are_needed_stay(f):
     assert "transpose" in equations(f)[1]
+
+
+def test_specs_that_name_no_axes_change_nothing():
+    """A cotangent of a product has the spec of its operand where a mesh is in use, which names no Auto axis."""
+
+    def gradients(x, y):
+        x, cotangents = x.reshape(12, 5), y.reshape(12, 5)[None, :, :4]
+        return jax.vmap(jax.linear_transpose(lambda w: x @ w.T, jnp.ones((4, 5))))(cotangents)[0]
+
+    with sharding.mesh(data=8), tracing_context():
+        traced = jax.make_jaxpr(gradients)(A, B)
+        assert any(eqn.params.get("out_sharding") is not None for eqn in traced.eqns)
+        closed = simplify(traced)
+    before, after = ([eqn.primitive.name for eqn in one.eqns].count("transpose") for one in (traced, closed))
+    assert after < before
+    found = jax.core.eval_jaxpr(getattr(closed, "jaxpr", closed), closed.consts, A, B)
+    np.testing.assert_allclose(found[0], gradients(A, B), rtol=1e-5)
