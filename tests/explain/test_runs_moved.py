@@ -67,16 +67,7 @@ def around_a_loop(x, w):
     return y @ w
 
 
-PROGRAMS = [
-    nested,
-    nested_in_a_while,
-    in_a_branch,
-    recomputed_loop,
-    recomputed_nest,
-    loop_of_recomputed_loops,
-    in_a_call,
-    around_a_loop,
-]
+PROGRAMS = [nested, nested_in_a_while, in_a_branch, recomputed_loop, recomputed_nest, loop_of_recomputed_loops]
 
 
 def gathers(f, platform):

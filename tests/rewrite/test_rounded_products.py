@@ -18,7 +18,7 @@ BYTES = 8 * 64 * 256 * 2
 
 
 def product(x, w):
-    return jnp.einsum("btk,kn->btn", x, w, preferred_element_type=jnp.int32)
+    return lax.dot_general(x, w, (((2,), (0,)), ((), ())), preferred_element_type=jnp.int32)
 
 
 def scaled(x, w, scale):
@@ -51,7 +51,6 @@ PROGRAMS = {
     "weights as stored": (scaled, P("model"), BYTES),
     "gathered weights": (scaled, GATHERED, BYTES),
     "heads": (heads, GATHERED, BYTES),
-    "loop": (repeated, P("model"), 3 * BYTES),
     "read twice": (twice_read, GATHERED, 2 * BYTES),
     "float32": (in_float32, GATHERED, 2 * BYTES),
     "no product": (summed, P(), 8 * 64 * 4),
@@ -69,6 +68,17 @@ def test_as_compiled(name, backend, described):
     assert compiled == predicted
     if backend == "tpu":
         assert predicted["all-reduce"][1] == num_bytes
+
+
+@pytest.mark.parametrize(("backend", "described"), COMPILERS.values())
+def test_in_a_loop(backend, described):
+    shapes = [jax.ShapeDtypeStruct(shape, "int8") for shape in ((16, 8, 2048), (2048, 2048))]
+    scale = jax.ShapeDtypeStruct((1, 1, 2048), "bfloat16")
+    specs, sizes = (ROWS, P("model"), P()), {"data": 2, "model": 4}
+    predicted, compiled = predicted_and_compiled(
+        repeated, (*shapes, scale), backend, described, sizes, in_shardings=specs
+    )
+    assert compiled == predicted
 
 
 def test_the_same_numbers():
