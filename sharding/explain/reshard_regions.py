@@ -5,8 +5,9 @@ from __future__ import annotations
 from ..graph import Graph, Op, Scope
 from ..hardware import Platform
 from ..propagation import Assignment
+from ..rewrite.invariant_reshards import LOOPS
 from ..spec import Spec
-from .runs_moved import LOOPS, before_loops, is_moved_outside
+from .runs_moved import before_loops, is_moved_outside
 
 
 class ReshardRegions:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from .. import compat
 from ..graph import Graph, Loop, Op
 from ..hardware import Platform
-from ..rewrite.invariant_reshards import LOOPS, enters_loop
+from ..rewrite.invariant_reshards import enters_loop
 
 LEAVES_ALL_LOOPS: frozenset[Platform] = frozenset({"cpu"})
 """Platforms whose compiler moves an invariant out of all of nested loops; the others do out of the innermost."""
@@ -37,11 +37,7 @@ def is_moved_outside(graph: Graph, op: Op, v: int) -> bool:
 def before_loops(graph: Graph, op: Op, v: int, platform: Platform | None) -> int:
     """A loop invariant that an op reads, as it enters the outermost loop out of which a compiler moves its reshard."""
     edge = graph.makers[v]
-    while (
-        platform in LEAVES_ALL_LOOPS
-        and edge.site[0].primitive.name in LOOPS
-        and is_moved_outside(graph, edge, edge.operands[0])
-    ):
+    while platform in LEAVES_ALL_LOOPS and enters_loop(edge) and is_moved_outside(graph, edge, edge.operands[0]):
         v = edge.operands[0]
         edge = graph.makers[v]
     return v
