@@ -3,7 +3,8 @@
 `jnp.take(x, 0, axis)` along a dim of size 1 gathers all of `x`, and its transpose scatters all of it into zeros: both
 are reshapes. Compilers for accelerators find that out after partitioning, when the collectives are there already.
 Indices that count along a batch dim are left out (`batched_indices`). A conditional or a selection with a known
-predicate becomes its branch or case. A remainder of a division by 1 is 0, whatever is divided.
+predicate becomes its branch or case, and a `while` that counts a `scan` (`counted_loops`). A remainder of a division by
+1 is 0, whatever is divided. Primitives of other packages are calls of their implementations before.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from .. import compat
 from ..graph import CALLS
 from ..graph.straight_line import are_same
 from .batched_indices import batched
+from .counted_loops import as_scan
 from .equations import are_alike, traced
 from .known_indices import Index, Known, constant, of_atom, of_constant, of_result, of_row, of_stack
+from .package_primitives import implementation
 from .unchanged_carries import carried_as_constants
 
 Indices = tuple[Index | None, ...]
@@ -62,7 +65,7 @@ class _Pass:
         def read(atom: Any) -> Any:
             return atom if compat.is_literal(atom) else same.get(atom, atom)
 
-        for eqn in source.eqns:
+        for eqn in map(implementation, source.eqns):
             if any(read(v) is not v for v in eqn.invars):
                 eqn = eqn.replace(invars=[read(v) for v in eqn.invars])
             if eqn.primitive.name == "rem" and constant(eqn.invars[1], known) == 1:
@@ -80,6 +83,7 @@ class _Pass:
             same.update(unchanged)
             if loop is not eqn:
                 eqn = self.with_bodies(loop, known)
+            eqn = as_scan(eqn, known)
             same.update(_passed_on(eqn))
             eqns += batched(eqn, known)
             if (index := of_result(eqn, known)) is not None:
@@ -142,10 +146,12 @@ def _returned(eqn: Any, outputs: Indices) -> Indices:
 
 
 def _known_case(eqn: Any, known: Known) -> Any:
-    """The case that a selection of arrays with a known predicate returns; else None."""
-    is_selection = eqn.primitive.name == "select_n" and eqn.outvars[0].aval.shape
-    which = constant(eqn.invars[0], known) if is_selection else None
-    if which is None or compat.is_drop(eqn.outvars[0]):
+    """The case that a selection with a known predicate returns; else None, as for a scalar index."""
+    if eqn.primitive.name != "select_n" or compat.is_drop(eqn.outvars[0]):
+        return None
+    aval = eqn.outvars[0].aval
+    which = constant(eqn.invars[0], known) if aval.shape or jnp.issubdtype(aval.dtype, jnp.inexact) else None
+    if which is None:
         return None
     case = eqn.invars[1 + which]
     return case if are_alike(case, eqn.outvars[0]) else None

@@ -23,7 +23,7 @@ Index = int | Counters
 Known = Mapping[Any, Index]
 """Variable -> what is known of it."""
 
-PASSED = frozenset({"broadcast_in_dim", "reshape", "squeeze"})
+PASSED = frozenset({"broadcast_in_dim", "copy", "reshape", "squeeze"})
 FOLDED: Mapping[str, Callable[..., Any]] = {
     "add": np.add,
     "and": np.bitwise_and,

@@ -5,13 +5,12 @@ equal collectives, since each has a channel of its own: a gradient norm that is 
 is computed, and reduced, once. A `psum` over dims, which is what `vmap` makes of one over its axis, becomes the
 reduction that it is. A product of two flattened arrays (`vdot`) contracts their own dims: a flattened array cannot keep
 the sharding of its minor dims. A vmapped `while` is written as JAX lowers it: it runs while the condition of any
-example holds, and the others keep their values. Primitives of other packages become calls of their implementations, and
-gathers of whole arrays reshapes. A selection between a value and itself is that value, integers minus themselves are
-zeros, and an array of which a pad cuts off all elements is padding. A reshape in another order of dims becomes a
-transposition and a reshape, a platform-dependent conditional its platform's branch, a loop of one iteration or one that
-is unrolled what it computes, a row of a stack what was stacked, an array that is overwritten whole what is written, a
-transposed product the product in the other order, a slice of a product the product of slices, and a reduction of
-arrays side by side those of each.
+example holds, and the others keep their values. A selection between a value and itself is that value, integers minus
+themselves are zeros, and an array of which a pad cuts off all elements is padding. A reshape in another order of dims
+becomes a transposition and a reshape, a platform-dependent conditional its platform's branch, a loop of one iteration
+or one that is unrolled what it computes, a row of a stack what was stacked, an array that is overwritten whole what is
+written, a transposed product the product in the other order, a slice of a product the product of slices, and a
+reduction of arrays side by side those of each.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ from .equal_values import ValueNumbers
 from .equations import are_alike, traced, without_unused
 from .known_indices import OF_EQUALS
 from .loop_invariants import hoist
-from .package_primitives import implementation
 from .reduced_parts import reduced_apart
 from .shared_sums import SharedSums
 from .single_iterations import same_as_p, unrolled
@@ -95,7 +93,7 @@ class _Simplifier:
             new
             for whole in self.shared_sums.inlined(source.eqns)
             for eqn in unrolled(whole)
-            for one in _as_reductions(_with_one_condition(implementation(_branch_of_platform(eqn, self.platform))))
+            for one in _as_reductions(_with_one_condition(_branch_of_platform(eqn, self.platform)))
             for simpler in _transposed_first(one)
             for new in hoist(self.with_simple_bodies(simpler))
         ]

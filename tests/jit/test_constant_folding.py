@@ -80,6 +80,16 @@ def test_cross_entropy_over_a_sharded_vocabulary(backend, described):
     assert predicted == compiled
 
 
+@pytest.mark.parametrize(("backend", "described"), COMPILERS.values())
+def test_a_sum_that_is_never_selected_is_not_computed(backend, described):
+    def f(x):
+        return jax.lax.select(True, jnp.max(x), jnp.sum(x))
+
+    args = (jax.ShapeDtypeStruct((64, 64), "float32"),)
+    predicted, compiled = predicted_and_compiled(f, args, backend, described, {"data": 8}, in_shardings=P("data"))
+    assert predicted == compiled == {"all-reduce": (1, 4)}
+
+
 @pytest.mark.parametrize("vmapped", [False, True], ids=["one", "vmapped"])
 def test_an_index_that_can_only_be_zero_is_not_computed(vmapped):
     def row(x, i):

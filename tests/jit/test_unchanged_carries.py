@@ -8,7 +8,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
 import sharding
-from sharding import P
+from sharding import P, compat
 from sharding.jit.constant_folding import fold_constants
 from sharding.jit.unchanged_carries import carried_as_constants
 
@@ -67,9 +67,9 @@ FUNCTIONS = {
 
 def loops(jaxpr):
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "while":
+        if eqn.primitive.name in ("scan", "while"):
             yield eqn
-            yield from loops(eqn.params["body_jaxpr"].jaxpr)
+            yield from loops(compat.open_jaxpr(eqn.params.get("body_jaxpr", eqn.params.get("jaxpr"))))
 
 
 def num_carries(jaxpr):
