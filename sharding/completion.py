@@ -227,7 +227,7 @@ class Completion:
         """Predicts the collectives of one call, each with the source line and the cause, before anything compiles.
 
         In logical dtypes; `.lowered("cpu")` gives them as that platform's compiler emits them. What it cannot predict,
-        such as a `custom_partitioning` whose rule is a function, is listed under the table (`.unknown`).
+        such as a `custom_partitioning` without a rule, is listed under the table (`.unknown`).
         """
         return communication(self.assignment, name=self.name)
 

@@ -15,7 +15,7 @@ CALLBACKS = frozenset({"io_callback", "pure_callback"})
 
 
 def broadcast_results(op: Op, graph: Graph, sizes: Mapping[str, int]) -> Iterator[tuple[int, Collective]]:
-    """(result, the all-reduce that broadcasts it) for each result of a callback; none for other ops.
+    """(result, the all-reduce that broadcasts it) for each result of a callback that is read; none for other ops.
 
     In a `shard_map` each device calls the callback itself.
     """
@@ -23,7 +23,7 @@ def broadcast_results(op: Op, graph: Graph, sizes: Mapping[str, int]) -> Iterato
     if op.name not in CALLBACKS or not axes:
         return
     for v in op.results:
-        if not graph.manual.get(v):
+        if v in graph.live_values and not graph.manual.get(v):
             yield v, Collective(
                 kind="all-reduce", axes=axes, num_devices=math.prod(sizes.values()), count=op.times, op=op.name,
                 result_bytes=graph.num_bytes(v), dtype=graph.dtype_names[v], source=op.source, is_move=True,

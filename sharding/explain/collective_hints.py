@@ -151,7 +151,7 @@ class Hints:
 def unknown_op_fix(op: Op) -> str:
     """How to keep an op without a rule from running on replicated arrays."""
     if op.name == "custom_partitioning":
-        return "pass sharding_rule= to def_partition as a string"
+        return "pass sharding_rule= to def_partition, as a string or a function that needs no devices"
     if op.name.startswith("debug_"):
         return "call it with partitioned=True, or on a smaller array"
     return f"call {op.name} in a jax.shard_map, or register its rule (sharding.rules.register)"

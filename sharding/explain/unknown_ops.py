@@ -15,7 +15,7 @@ class UnknownOp:
     """An op without a sharding rule.
 
     It runs on replicated arrays, so that its sharded operands are all-gathered, as the ledger lists. A
-    `custom_partitioning` whose rule is a function is left to XLA instead: what it moves is not predicted.
+    `custom_partitioning` without one is left to XLA instead: what it moves is not predicted.
     """
 
     op: str

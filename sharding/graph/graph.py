@@ -167,7 +167,7 @@ class Graph:
     def live_values(self) -> frozenset[int]:
         """The values that an output or an effect of the program depends on; the rest is dead code."""
         effects = (op for op in self.unknown_ops if op.has_effects)
-        waiting = [*self.outputs, *(v for op in effects for v in (*op.operands, *op.results))]
+        waiting = [*self.outputs, *(v for op in effects for v in op.operands)]
         live = set(waiting)
         while waiting:
             v = waiting.pop()

@@ -23,6 +23,7 @@ from . import (
     sorting,
     user_rules,
 )
+from .partitioning_rule import partitioning_rule
 from .rule import Flow, Rule, RuleBuilder, Shape, pointwise
 
 MakeRule = Callable[[Sequence[Shape], Sequence[Shape], Mapping[str, Any]], Rule | None]
@@ -68,14 +69,6 @@ def _scaled_matmul(ins: Sequence[Shape], outs: Sequence[Shape], params: Mapping[
     return SCALED_MATMUL.rule(ins, outs)
 
 
-def _custom_partitioning(ins: Sequence[Shape], outs: Sequence[Shape], params: Mapping[str, Any]) -> Rule | None:
-    """Returns the `sharding_rule` passed to `def_partition`; callables, which return Shardy types, are ignored."""
-    rule = params.get("sharding_rule")
-    if rule is None or callable(rule):
-        return None
-    return notation.from_sdy(rule).rule(ins, outs)
-
-
 def _on_shards(ins: Sequence[Shape], outs: Sequence[Shape], params: Mapping[str, Any]) -> Rule | None:
     """Returns the rule of a `debug.callback` that each device calls with its shards, if it is `partitioned`."""
     return RuleBuilder(ins, outs).build() if params.get("partitioned") else None
@@ -104,7 +97,7 @@ RULES: dict[str, MakeRule] = {
     "cummin": reduction.cumulative,
     "cumprod": reduction.cumulative,
     "cumsum": reduction.cumulative,
-    "custom_partitioning": _custom_partitioning,
+    "custom_partitioning": partitioning_rule,
     "debug_callback": _on_shards,
     "debug_print": _on_shards,
     "dot_general": contraction.dot_general,

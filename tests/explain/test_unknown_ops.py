@@ -36,7 +36,7 @@ def printed(x):
 
 
 def discarded(x):
-    io_callback(lambda a: np.float32(0), jax.ShapeDtypeStruct((), np.float32), x)
+    io_callback(lambda a: 2 * np.asarray(a), SHAPE, x)
     return x + 1
 
 
@@ -91,10 +91,11 @@ def test_every_sharded_operand_is_counted_once():
 
 
 def test_effects_whose_result_is_discarded_gather_too():
+    """But the result is not sent back to all devices."""
     with sharding.mesh(data=8):
         step = sharding.jit(discarded, in_shardings=P("data"))
-        ledger = step.complete(X).communication()
-        assert read_compiled(step.lower(X).compile()).by_kind()["all-gather"] == ledger.by_kind()["all-gather"]
+        found = step.complete(X).communication().by_kind()
+        assert read_compiled(step.lower(X).compile()).by_kind() == found == {"all-gather": (1, X.nbytes)}
         np.testing.assert_array_equal(step(X), X + 1)
 
 
@@ -132,7 +133,7 @@ def own(x):
 own.def_partition(
     infer_sharding_from_operands=lambda mesh, args, result: args[0].sharding,
     partition=lambda mesh, args, result: (mesh, jnp.sin, args[0].sharding, (args[0].sharding,)),
-    sharding_rule=lambda mesh, ins, outs: "i j -> i j",
+    sharding_rule=lambda mesh, ins, outs: "i j -> i j" if mesh.devices.size > 1 else "...",
 )
 
 

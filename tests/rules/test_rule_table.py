@@ -1,5 +1,7 @@
 """Numerical checks of every rule of the table; `rule_reference.py` says what is checked for each equation."""
 
+from functools import partial
+
 import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
@@ -324,6 +326,39 @@ def test_a_rule_given_to_custom_partitioning():
     (eqn,) = jax.make_jaxpr(matmul)(jnp.ones((3, 4, 6)), jnp.ones((6, 2))).eqns
     shapes = [[v.aval.shape for v in side] for side in (eqn.invars, eqn.outvars)]
     assert str(rule_for("custom_partitioning", *shapes, eqn.params)) == "i j k, k l -> i j l"
+
+
+def _heads(num_heads, mesh, ins, outs):
+    """The rule of a function: of static arguments, axis names and types, as a tuple with options."""
+    assert mesh.axis_names == ("a",)
+    (x, w), (y,) = ins, outs
+    assert (x.shape, w.shape, y.shape) == ([3, 4, 8], [8, 6], [3, 4, 6])
+    assert [str(one.element_type) for one in (x, w, y)] == ["f32", "bf16", "f32"]
+    return f"... i (h{num_heads} k), (h{num_heads} k) j -> ... i j", {
+        "reduction_factors": (f"h{num_heads}", "k"),
+        f"h{num_heads}": num_heads,
+        "k": 4,
+    }
+
+
+def _needs_devices(num_heads, mesh, ins, outs):
+    return f"a{mesh.devices.size} -> a"
+
+
+@pytest.mark.parametrize(("function", "rule"), [(_heads, "i j kl, kl m -> i j m"), (_needs_devices, "None")])
+def test_a_rule_function_given_to_custom_partitioning(function, rule):
+    @partial(custom_partitioning, static_argnums=(2,))
+    def matmul(x, w, num_heads):
+        return x @ w.astype(x.dtype)
+
+    matmul.def_partition(
+        partition=lambda *_: None, infer_sharding_from_operands=lambda *_: None, sharding_rule=function
+    )
+    args = jnp.ones((3, 4, 8)), jnp.ones((8, 6), jnp.bfloat16)
+    (eqn,) = jax.make_jaxpr(lambda x, w: matmul(x, w, 2))(*args).eqns
+    shapes = [[v.aval.shape for v in side] for side in (eqn.invars, eqn.outvars)]
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((2,), ("a",))):
+        assert str(rule_for("custom_partitioning", *shapes, eqn.params)) == rule
 
 
 GOLDEN = {
