@@ -33,6 +33,8 @@ class CompilerTraits:
     reduces_in_place: bool = True
     """Whether an all-reduce writes into its operand's buffer, and a reduce-scatter stores only its result; otherwise it
     is an all-reduce and a slice."""
+    reuses_results: bool = True
+    """Whether the buffer of a result holds temporaries before the result."""
     gathers_leading_dim: bool = False
     """Whether an all-gather concatenates shards along the leading dim; arrays gathered along another are transposed."""
     combines_all: bool = False
@@ -73,6 +75,7 @@ TRAITS: Mapping[Platform, CompilerTraits] = {
         schedule="breadth first",
     ),
     "tpu": CompilerTraits(
+        reuses_results=False,
         multiplies_mixed=True,
         rounds_early=True,
         merges_sums=True,

@@ -30,7 +30,7 @@ def product(op: LocalOp) -> Instruction | None:
     """Elementwise if it sums nothing; else on CPUs a library's, and elsewhere a reduction if it is of a matrix and a
     vector, or of one each per batch."""
     summed, _ = op.eqn.params["dimension_numbers"]
-    if len(op.operands) == 2 and math.prod(op.operands[0].shape[d] for d in summed[0]) == 1:
+    if not summed[0] or (len(op.operands) == 2 and math.prod(op.operands[0].shape[d] for d in summed[0]) == 1):
         factors = [op.emitter.emit("broadcast_in_dim", "fusible", [x], op.shape, x.itemsize) for x in op.operands]
         return op.emit("mul", factors, elementwise=True)
     if op.emitter.traits.uses_library:

@@ -81,7 +81,11 @@ class Lifetimes:
 
 
 def lifetimes(
-    body: Body, carried: Sequence[tuple[Instruction, int]], not_temporary: set[Instruction], orders: Sequence[Order]
+    body: Body,
+    carried: Sequence[tuple[Instruction, int]],
+    not_temporary: set[Instruction],
+    orders: Sequence[Order],
+    new_results: Sequence[Instruction] = (),
 ) -> Lifetimes:
     """The buffers of one body.
 
@@ -89,6 +93,7 @@ def lifetimes(
         carried: (argument, result) pairs that share a buffer: a result that can't is a temporary, copied in the end.
         not_temporary: results whose buffers are counted elsewhere.
         orders: of which the one with the lowest peak is taken.
+        new_results: results in buffers of their own, which hold temporaries before.
     """
     alive = body.live_instructions()
     if body.uses_library:
@@ -98,7 +103,7 @@ def lifetimes(
     roots = [kernel.root for kernel in kernels if kernel.root.bodies]
     nested = {root: [_nested(root, inner, orders) for inner in root.bodies] for root in roots}
     found = (_BufferAssignment(order(kernels, body.results), body, carried, not_temporary, nested) for order in orders)
-    return min((one.lifetimes() for one in found), key=Lifetimes.peak_bytes)
+    return min((one.lifetimes(new_results) for one in found), key=Lifetimes.peak_bytes)
 
 
 def _nested(source: Instruction, body: Body, orders: Sequence[Order]) -> Lifetimes:
@@ -169,7 +174,7 @@ class _BufferAssignment:
         is_view = root.role == "bitcast" and all(m.role == "bitcast" for m in kernel.members)
         return kernel.operands[0] if is_view else None
 
-    def lifetimes(self) -> Lifetimes:
+    def lifetimes(self, new_results: Sequence[Instruction]) -> Lifetimes:
         nested: dict[int, list[Lifetimes]] = {}
         for k, step in enumerate(self.steps):
             for kernel in step.kernels:
@@ -177,6 +182,7 @@ class _BufferAssignment:
                 if kernel.root.bodies:
                     nested.setdefault(k, []).extend(self.nested[kernel.root])
         self.alias()
+        self.hold_in(new_results)
         return Lifetimes(self.steps, self.buffers, nested)
 
     def assign(self, kernel: Kernel) -> None:
@@ -261,6 +267,21 @@ class _BufferAssignment:
             readers = (kernel for _, x in new.makers for kernel in self.readers.get(x, ()))
             is_early = new.is_temporary and new.born < self.last_read.get(argument, 0)
             new.is_temporary = is_early or needs_both or any(argument in kernel.operands for kernel in readers)
+
+    def hold_in(self, results: Sequence[Instruction]) -> None:
+        """Place temporaries into the buffers of results: the largest first, and each into the smallest that is free.
+
+        XLA does so before it packs the others into a heap (openxla/xla, `service/buffer_assignment.cc`).
+        """
+        buffers = [self.buffer_of[x] for x in results if x in self.buffer_of]
+        hosts = sorted((b for b in buffers if not b.is_temporary), key=lambda b: b.num_bytes)
+        held = {host: [(host.born, self.end)] for host in hosts}
+        for b in sorted((b for b in self.buffers if b.is_temporary), key=lambda b: -b.num_bytes):
+            for host in hosts:
+                if b.num_bytes <= host.num_bytes and all(b.dies < first or last < b.born for first, last in held[host]):
+                    held[host].append((b.born, b.dies))
+                    b.is_temporary = False
+                    break
 
 
 def is_bound(one: Instruction) -> bool:

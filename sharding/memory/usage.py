@@ -59,7 +59,8 @@ def usage(assignment: Assignment, donated: Collection[int] = (), *, platform: Pl
     aliases = donations(assignment, program, donated)
     pairs = [(program.inputs[a], k) for k, a in aliases.items()]
     orders, outputs = ORDERS[traits.schedule], {*program.outputs}
-    found = lifetimes(program.body, pairs, outputs, orders)
+    new = [x for k, x in enumerate(program.outputs) if k not in aliases] if traits.reuses_results else []
+    found = lifetimes(program.body, pairs, outputs, orders, new_results=new)
     return Usage(program, found, aliases)
 
 

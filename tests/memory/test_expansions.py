@@ -39,6 +39,13 @@ def test_a_product_that_sums_nothing_is_elementwise():
         assert memory_of(summed, *args, platform=platform).temporary_bytes < 128 * 128 * 4
 
 
+@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
+def test_a_product_with_a_number_is_elementwise(platform):
+    """The gradient of a quadratic form multiplies a vector by a number that is known."""
+    found = memory_of(jax.grad(lambda y, a: 0.5 * y @ a, (0, 1)), floats(4096), floats(4096), platform=platform)
+    assert found.temporary_bytes == 0 == num_stored(found, "dot_general")
+
+
 def test_the_gradient_of_a_picked_logit_is_not_scattered_on_a_tpu():
     """An iota is compared with the labels, in the kernel of the gradient of the logits."""
 

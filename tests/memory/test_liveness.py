@@ -229,3 +229,17 @@ def test_what_is_updated_in_place_shares_no_other_buffer(name):
     x = peak_memory.floats(256, 4096 if "loop" not in name else 256)
     found = peak_memory.peak_of(SHARED[name], x, x, sizes={"data": 8})
     assert found.ratio == pytest.approx(1, abs=0.01)
+
+
+@peak_memory.newest_jax_only
+@pytest.mark.parametrize("donated", [(), (0,)])
+def test_temporaries_lie_in_the_buffers_of_results(donated):
+    """Not in one that is donated, whose old array is still read."""
+
+    def update(w, x):
+        return w - 0.01 * (x.T @ x)
+
+    w, x = peak_memory.floats(512, 512), peak_memory.floats(256, 512)
+    options = {"in_shardings": (P(), P("data")), "donate_argnums": donated}
+    peak = peak_memory.peak_of(update, w, x, sizes={"data": 8}, **options)
+    assert abs(peak.compiled - peak.predicted) <= 256

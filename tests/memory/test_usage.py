@@ -119,8 +119,10 @@ def test_sharding_the_weights_takes_less_than_replicating_them(platform):
     assert sharded.peak_bytes < replicated.peak_bytes
 
 
-@pytest.mark.parametrize(("platform", "arrays"), [("cpu", 2), ("gpu", 2), ("tpu", 1)])
+@pytest.mark.parametrize(("platform", "arrays"), [("cpu", 1), ("gpu", 2), ("tpu", 1)])
 def test_an_all_reduce_is_in_place_where_others_do_not_overlap_it(platform, arrays):
+    """On CPUs it is not, but the product is made in the buffer of the result."""
+
     def summed(x, w):
         return jnp.sort(jnp.sort(x, axis=0) @ w, axis=0)
 
