@@ -174,9 +174,7 @@ def _kernel_us(kernel: Kernel) -> float:
     root = kernel.root
     if root.bodies:
         return gpu_latencies.LOOP_US
-    is_view = root.role in ("argument", "tuple-element") or all(m.role == "bitcast" for m in kernel.members)
-    is_view |= root.name == BARRIER
-    if is_view or root.num_bytes == 0:
+    if _is_view(kernel) or root.name == BARRIER or root.num_bytes == 0:
         return 0.0
     if root.name == "conv_general_dilated":
         return gpu_latencies.CONVOLUTION_US
@@ -186,16 +184,30 @@ def _kernel_us(kernel: Kernel) -> float:
     return num_bytes / gpu_latencies.BYTES_PER_US
 
 
+def _is_view(kernel: Kernel) -> bool:
+    """Whether a kernel only names an array."""
+    return kernel.root.role in ("argument", "tuple-element") or all(m.role == "bitcast" for m in kernel.members)
+
+
 def _overlapped_steps(units: Sequence[list[Kernel]], order: Sequence[tuple[int, Part]]) -> list[Step]:
-    """The steps of scheduled units; the operands of a collective live until it ends."""
+    """The steps of scheduled units; the operands of a collective that overlaps others live until it ends.
+
+    One that overlaps none is synchronous (openxla/xla, `hlo/transforms/convert_async_collectives_to_sync.cc`).
+    """
     steps: list[Step] = []
     awaited: list[Instruction] = []
+    in_flight: set[int] = set()
+    """Collectives that overlap nothing so far."""
     for k, part in order:
         if part == "end":
-            awaited += [x for kernel in units[k] for x in kernel.operands]
+            awaited += [] if k in in_flight else [x for kernel in units[k] for x in kernel.operands]
         else:
             steps.append(Step(units[k], awaited))
             awaited = []
+            if part == "start":
+                in_flight.add(k)
+            elif not all(map(_is_view, units[k])):
+                in_flight.clear()
     if awaited:
         steps[-1].awaited += awaited
     return steps

@@ -229,7 +229,12 @@ class _BufferAssignment:
         root = kernel.root
         if root.in_place:
             return [root.operands[root.in_place[0][0]]]
-        if not root.elementwise or root in self.not_temporary:
+        return [] if root in self.not_temporary else self.overwritable(kernel)
+
+    def overwritable(self, kernel: Kernel) -> list[Instruction]:
+        """The operands of an elementwise kernel that are stored as its result is."""
+        root = kernel.root
+        if not root.elementwise:
             return []
         scattered = read_otherwise(kernel)
         alike = [x for x in kernel.operands if x.shape == root.shape and x.stored_bytes == root.stored_bytes]
@@ -273,15 +278,21 @@ class _BufferAssignment:
 
         XLA does so before it packs the others into a heap (openxla/xla, `service/buffer_assignment.cc`).
         """
-        buffers = [self.buffer_of[x] for x in results if x in self.buffer_of]
-        hosts = sorted((b for b in buffers if not b.is_temporary), key=lambda b: b.num_bytes)
+        hosts = {self.buffer_of[x]: x for x in results if x in self.buffer_of and not self.buffer_of[x].is_temporary}
         held = {host: [(host.born, self.end)] for host in hosts}
+        replaced = {host: self.replaced_by(x) for host, x in hosts.items()}
+        smallest = sorted(hosts, key=lambda b: b.num_bytes)
         for b in sorted((b for b in self.buffers if b.is_temporary), key=lambda b: -b.num_bytes):
-            for host in hosts:
-                if b.num_bytes <= host.num_bytes and all(b.dies < first or last < b.born for first, last in held[host]):
-                    held[host].append((b.born, b.dies))
+            for host in smallest:
+                last = b.dies - (b.makers[-1][1] in replaced[host])
+                if b.num_bytes <= host.num_bytes and all(last < first or end < b.born for first, end in held[host]):
+                    held[host].append((b.born, last))
                     b.is_temporary = False
                     break
+
+    def replaced_by(self, result: Instruction) -> list[Instruction]:
+        """The arrays over which the kernel of a result may write it, as their only reader."""
+        return [x for x in self.overwritable(self.kernel_of[result]) if len(self.readers[x]) == 1]
 
 
 def is_bound(one: Instruction) -> bool:

@@ -46,13 +46,17 @@ def test_other_kernels_run_while_a_collective_is_in_flight():
     assert names(steps) == ["x", "before", "all-reduce", "other", "end"]
 
 
-def test_a_collective_with_nothing_beside_it_has_a_result_of_its_own():
-    x = kernel("x")
+@pytest.mark.parametrize("is_given", [False, True])
+def test_a_collective_with_nothing_beside_it_is_synchronous(is_given):
+    """Also if only an argument is beside it; its operand lives until the collective has ended otherwise."""
+    x, y = kernel("x"), kernel("y")
+    if is_given:
+        y.root.role = "argument"
     reduced = kernel("all-reduce", x)
-    end = kernel("end", reduced)
-    steps = xla_gpu_order([x, reduced, end], [end.root])
-    assert names(steps) == ["x", "all-reduce", "end"]
-    assert x.root in steps[-1].operands  # it lives until the collective has ended
+    end = kernel("end", reduced, y)
+    steps = xla_gpu_order([x, reduced, y, end], [end.root])
+    assert names(steps) == ["x", "all-reduce", "y", "end"]
+    assert (x.root in steps[-1].operands) is not is_given
 
 
 def test_the_operand_of_the_last_collective_lives_until_the_end():
