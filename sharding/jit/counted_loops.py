@@ -75,8 +75,9 @@ def _trips(eqn: Any, known: Known) -> int | None:
     """The number of iterations of a `while`, if its condition only tests what counts from a constant on."""
     params = eqn.params
     num_conditions, num_body = params["cond_nconsts"], params["body_nconsts"]
+    first = num_conditions + num_body
     operands = [_of_constant(v, known) for v in eqn.invars]
-    conditions, (consts, starts) = operands[:num_conditions], _split(operands[num_conditions:], num_body)
+    conditions, consts, starts = operands[:num_conditions], operands[num_conditions:first], operands[first:]
     if not any(isinstance(start, Counter) for start in starts):
         return None
     carries = [Counter(0, carry=k) if isinstance(start, Counter) else None for k, start in enumerate(starts)]
@@ -84,10 +85,6 @@ def _trips(eqn: Any, known: Known) -> int | None:
     counters = [_from_start(start, new, k) for k, (start, new) in enumerate(zip(starts, advanced, strict=True))]
     (holds,) = _results(params["cond_jaxpr"], [*conditions, *counters])
     return int(holds.trips) if isinstance(holds, Lasting) and math.isfinite(holds.trips) else None
-
-
-def _split(values: Sequence[Value], number: int) -> tuple[Sequence[Value], Sequence[Value]]:
-    return values[:number], values[number:]
 
 
 def _from_start(start: Value, advanced: Value, carry: int) -> Counter | None:
