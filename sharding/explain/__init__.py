@@ -16,7 +16,7 @@ Example:
     >>> explain.communication(assignment).by_kind()
     {'all-reduce': (1, 4)}
     >>> explain.memory(assignment).peak_bytes
-    24644
+    24580
     >>> explain.compile_time(assignment.graph, "tpu").rough
     'seconds'
     >>> f"{explain.estimate(assignment, on).seconds * 1e6:.1f} us"

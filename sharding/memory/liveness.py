@@ -7,6 +7,7 @@ that is the operand's last reader.
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,9 @@ from .heap_simulator import Interval, aligned
 from .instruction import Body, Instruction
 from .kernel_order import Order, Step
 from .primitive_traits import BARRIER, updates
+
+MOST_TRIED = 8
+"""Most results whose buffers a temporary is tried in: all of them would take a time quadratic in their number."""
 
 
 @dataclass(slots=True, eq=False)
@@ -279,14 +283,19 @@ class _BufferAssignment:
         XLA does so before it packs the others into a heap (openxla/xla, `service/buffer_assignment.cc`).
         """
         hosts = {self.buffer_of[x]: x for x in results if x in self.buffer_of and not self.buffer_of[x].is_temporary}
-        held = {host: [(host.born, self.end)] for host in hosts}
-        replaced = {host: self.replaced_by(x) for host, x in hosts.items()}
         smallest = sorted(hosts, key=lambda b: b.num_bytes)
+        sizes = [b.num_bytes for b in smallest]
+        held = {host: ([host.born], [self.end]) for host in hosts}
+        replaced = {host: self.replaced_by(x) for host, x in hosts.items()}
         for b in sorted((b for b in self.buffers if b.is_temporary), key=lambda b: -b.num_bytes):
-            for host in smallest:
-                last = b.dies - (b.makers[-1][1] in replaced[host])
-                if b.num_bytes <= host.num_bytes and all(last < first or end < b.born for first, end in held[host]):
-                    held[host].append((b.born, last))
+            at = bisect.bisect_left(sizes, b.num_bytes)
+            for host in smallest[at : at + MOST_TRIED]:
+                first, last = held[host]
+                dies = b.dies - (b.makers[-1][1] in replaced[host])
+                k = bisect.bisect_right(first, b.born)
+                if (k == len(first) or dies < first[k]) and (k == 0 or last[k - 1] < b.born):
+                    first.insert(k, b.born)
+                    last.insert(k, dies)
                     b.is_temporary = False
                     break
 
