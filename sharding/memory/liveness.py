@@ -287,7 +287,8 @@ class _BufferAssignment:
         sizes = [b.num_bytes for b in smallest]
         held = {host: ([host.born], [self.end]) for host in hosts}
         replaced = {host: self.replaced_by(x) for host, x in hosts.items()}
-        for b in sorted((b for b in self.buffers if b.is_temporary), key=lambda b: -b.num_bytes):
+        alone = [b for b in self.buffers if b.is_temporary and b.makers[0][1].role != "tuple-element"]
+        for b in sorted(alone, key=lambda b: -b.num_bytes):
             at = bisect.bisect_left(sizes, b.num_bytes)
             for host in smallest[at : at + MOST_TRIED]:
                 first, last = held[host]
