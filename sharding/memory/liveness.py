@@ -2,7 +2,7 @@
 
 A buffer is live from the step that produces its value to the last one that reads it; arguments always, results until
 the end. A value reuses its operand's buffer where XLA lets it: a bitcast, an in-place update, or an elementwise kernel
-that is the operand's last reader.
+that is the operand's last reader. A result's buffer holds temporaries until then, if it takes no argument's.
 """
 
 from __future__ import annotations
@@ -186,7 +186,8 @@ class _BufferAssignment:
                 if kernel.root.bodies:
                     nested.setdefault(k, []).extend(self.nested[kernel.root])
         self.alias()
-        self.hold_in(new_results)
+        if new_results:
+            self.hold_in(new_results)
         return Lifetimes(self.steps, self.buffers, nested)
 
     def assign(self, kernel: Kernel) -> None:
@@ -280,7 +281,8 @@ class _BufferAssignment:
     def hold_in(self, results: Sequence[Instruction]) -> None:
         """Place temporaries into the buffers of results: the largest first, and each into the smallest that is free.
 
-        XLA does so before it packs the others into a heap (openxla/xla, `service/buffer_assignment.cc`).
+        XLA does so before it packs the others into a heap (openxla/xla, `service/buffer_assignment.cc`). One of several
+        results of a loop or another instruction lives in a buffer of its own.
         """
         hosts = {self.buffer_of[x]: x for x in results if x in self.buffer_of and not self.buffer_of[x].is_temporary}
         smallest = sorted(hosts, key=lambda b: b.num_bytes)
