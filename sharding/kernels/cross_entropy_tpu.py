@@ -18,7 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from . import cross_entropy_block as block
 from .cross_entropy_block import Cotangents, Softmax
-from .implementation import unsupported
+from .implementation import tpu_kernel, unsupported
 
 LANES = 128
 
@@ -99,7 +99,7 @@ def forward(
         of_w = pl.BlockSpec((deep, columns), lambda i, j, k: (k, j))
     of_token = pl.BlockSpec((rows, 1), lambda i, j, k: (i, 0))
     of_x = pl.BlockSpec((rows, deep), lambda i, j, k: (i, k))
-    found = pl.pallas_call(
+    found = tpu_kernel(
         kernel,
         grid=grid,
         in_specs=[of_x, of_w, of_token, pl.BlockSpec((1, columns), lambda i, j, k: (0, j))][: len(operands)],
@@ -176,7 +176,7 @@ def backward(
         ins = specs(order)
         outs = [ins[r] for r in results]
         shapes: list[Any] = [spec.block_shape for spec in outs]
-        return pl.pallas_call(
+        return tpu_kernel(
             kernel,
             grid=order(*grid),
             in_specs=ins,

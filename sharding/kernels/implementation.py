@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,8 @@ from ..mesh import platform
 
 XLA = "xla"
 """The reference in plain JAX."""
+
+_WITHOUT_BODIES: Any = jax.make_user_context(default_value=False)  # in the cache key of every trace
 
 ONE_PASS = "one pass over memory forward, one backward"
 """Why there are kernels of rows."""
@@ -124,6 +127,24 @@ def backend(implementation: str) -> Backend:
     return Backend(target, is_interpreted=platform() != target)
 
 
+def without_bodies() -> AbstractContextManager[None]:
+    """The context in which kernels are traced as if they did nothing, for the arrays that they read and write."""
+    return _WITHOUT_BODIES(True)
+
+
+def _traced(body: Callable[..., None]) -> Callable[..., None]:
+    return _nothing if _WITHOUT_BODIES.value else body
+
+
+def _nothing(*refs: Any) -> None:
+    del refs
+
+
+def tpu_kernel(body: Callable[..., None], **options: Any) -> Callable[..., Any]:
+    """A kernel of Mosaic TPU: `pallas_call` with its options."""
+    return pl.pallas_call(_traced(body), **options)
+
+
 def gpu_kernel(body: Callable[..., None], *, cost_estimate: pl.CostEstimate, **options: Any) -> Callable[..., Any]:
     """A kernel of Mosaic GPU, which says what it costs from JAX 0.12 on.
 
@@ -132,7 +153,7 @@ def gpu_kernel(body: Callable[..., None], *, cost_estimate: pl.CostEstimate, **o
     options["compiler_params"] = plgpu.CompilerParams(approx_math=True)
     if "cost_estimate" in inspect.signature(plgpu.kernel).parameters:
         options["cost_estimate"] = cost_estimate
-    return plgpu.kernel(body, **options)
+    return plgpu.kernel(_traced(body), **options)
 
 
 def load(ref: Any, layout: Any) -> jax.Array:

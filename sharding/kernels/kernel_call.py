@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec
 from .. import compat
 from ..rules import Kind
 from ..rules.notation import Array, Notation
+from .implementation import without_bodies
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -36,15 +37,27 @@ class KernelCall:
     """Without `...`, and with the kind of each factor that is no pass-through."""
     jaxprs: dict[Any, jex.ClosedJaxpr] = field(default_factory=dict, repr=False)
     """(shape, dtype) of each operand -> what the function computes."""
+    outlines: dict[Any, jex.ClosedJaxpr] = field(default_factory=dict, repr=False)
+    """The same, with kernels that do nothing."""
 
     def jaxpr(self, operands: Sequence[Any]) -> jex.ClosedJaxpr:
         """What the function computes, given shapes and dtypes of the operands, which may be those of manual code."""
-        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
-        key = tuple((x.shape, x.dtype) for x in shapes)
-        if key not in self.jaxprs:
+        return self._traced(operands, self.jaxprs)
+
+    def outline(self, operands: Sequence[Any]) -> jex.ClosedJaxpr:
+        """The same as far as its arrays go: the bodies of kernels, which are slow to trace, may be missing."""
+        if _key(operands) in self.jaxprs:
+            return self.jaxprs[_key(operands)]
+        with without_bodies():
+            return self._traced(operands, self.outlines)
+
+    def _traced(self, operands: Sequence[Any], known: dict[Any, jex.ClosedJaxpr]) -> jex.ClosedJaxpr:
+        key = _key(operands)
+        if key not in known:
+            shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
             with compat.checks_manual_axes(False):
-                self.jaxprs[key] = jax.make_jaxpr(self.function)(*shapes)
-        return self.jaxprs[key]
+                known[key] = jax.make_jaxpr(self.function)(*shapes)
+        return known[key]
 
     def results(self, operands: Sequence[Any]) -> list[Any]:
         """Shapes and dtypes of the results, given those of the operands."""
@@ -212,6 +225,10 @@ def varying_axes(aval: Any) -> frozenset[Any]:
     """The manual axes that a value differs along."""
     mat = getattr(aval, "mat", None)
     return frozenset() if mat is None else mat.varying
+
+
+def _key(operands: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple((tuple(x.shape), x.dtype) for x in operands)
 
 
 def with_dim(array: Array, names: tuple[str, ...]) -> Array:

@@ -24,7 +24,7 @@ from jax.experimental.pallas import tpu as pltpu
 from ..errors import ShardingError
 from ..mesh import platform
 from . import rotary_gpu
-from .implementation import XLA, Candidate, backend, choose, unsupported
+from .implementation import XLA, Candidate, backend, choose, tpu_kernel, unsupported
 from .with_rule import with_rule
 
 BLOCK_BYTES = 2**20
@@ -199,7 +199,7 @@ def _on_tpu(x_BSND: jax.Array, cos_ZSH: jax.Array, sin_ZSH: jax.Array, *, is_int
     of_x = pl.BlockSpec((None, None, block, features), lambda s, b, n: (b, n, s, 0))
     of_table = pl.BlockSpec((None, block, features), lambda s, b, n: (0 if is_shared else b, s, 0))
     x_BNSD = jnp.swapaxes(x_BSND, 1, 2)
-    y_BNSD = pl.pallas_call(
+    y_BNSD = tpu_kernel(
         kernel,
         grid=(pl.cdiv(length, block), batch, heads),
         in_specs=[of_x, of_table, of_table],

@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
 
-from .implementation import Backend, gpu_kernel, unsupported
+from .implementation import Backend, gpu_kernel, tpu_kernel, unsupported
 
 VMEM_BYTES = 4 * 2**20
 """Of the blocks of a TPU program, each of which is buffered twice; a core has 16 MB or more."""
@@ -185,7 +185,7 @@ class RowKernel:
             return x if x.ndim == 2 else jax.ShapeDtypeStruct((1, *x.shape), x.dtype)
 
         is_ordered = sums or any(x.ndim == 1 for x in results)
-        return pl.pallas_call(
+        return tpu_kernel(
             kernel,
             grid=(pl.cdiv(longest, piece), pl.cdiv(count, block)),
             in_specs=[*map(blocks, rows), *map(whole, vectors)],

@@ -25,7 +25,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from .attention_masks import EMPTY, Block, Blocks, Scores
 from .chunked_attention import Segments
-from .implementation import backend, unsupported
+from .implementation import backend, tpu_kernel, unsupported
 from .tpu_attention_blocks import (
     FIRST,
     LANES,
@@ -111,7 +111,7 @@ def forward(
 
     specs = Specs.of(table, blocks, D, lambda b, h, i: (b, h, h // R, i))
     scratch = ((1, blocks.query_block), (1, blocks.query_block), (D, blocks.query_block))
-    out_BHTD, lse_BH1T = pl.pallas_call(
+    out_BHTD, lse_BH1T = tpu_kernel(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
@@ -254,7 +254,7 @@ def _part(
     scratch = ((R, D, num_queries), (blocks.key_block, D), (blocks.key_block, D))
     total = jax.ShapeDtypeStruct((B, H // R, *k_BGSD.shape[2:]), jnp.float32)
     aliases = {1 + len(operands) + i: 1 + i for i in range(len(sums))}
-    return pl.pallas_call(
+    return tpu_kernel(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,

@@ -335,7 +335,7 @@ class Lowering:
         pairs = zip(operands, (a.aval for a in eqn.invars), strict=True)
         stored = [emitter.constant((), self.itemsize(aval)) if x is None else x for x, aval in pairs]
         shards = [jax.ShapeDtypeStruct(x.shape, a.aval.dtype) for x, a in zip(stored, eqn.invars, strict=True)]
-        results = self.inline(eqn.params["call"].jaxpr(shards), None, stored, emitter)
+        results = self.inline(eqn.params["call"].outline(shards), None, stored, emitter)
         for x, v in zip(results, eqn.outvars, strict=True):
             if x is not None and x.value is None and not compat.is_drop(v):
                 x.value, x.eqn = self.graph_value(v, scope), eqn

@@ -14,13 +14,14 @@ Example:
 
 from .algorithm_comparison import AlgorithmComparison, compare
 from .algorithms import ALGORITHMS, Solver, solve
-from .graph_problem import GraphProblem, of_graph
+from .graph_problem import GraphProblem
 from .memory_curve import MemoryCurve, memory_curve
 from .parallel_plan import Plan
 from .pareto_frontier import Point, frontier
 from .plan_search import problem_of
 from .plan_stages import Staged, Stages
 from .problem import FORBIDDEN, Problem
+from .problem_builder import of_graph
 from .problem_file import read
 from .solution import Solution
 

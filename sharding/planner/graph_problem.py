@@ -1,49 +1,23 @@
-"""The problem of a program on a mesh: which way to shard each array, and each op that multiplies arrays.
-
-A node is a group of values that are sharded alike (`value_groups.py`), whose strategies are its shardings, or an op
-that relates several groups, such as a matrix product, whose strategies are the ways to put mesh axes on its factors. A
-node costs seconds of computation, an edge the seconds of collectives between the sharding of a group and what an op
-takes or yields: a sum over a sharded factor is reduced to the sharding of the result's group. An op of one or two
-groups, such as a reduction or a transpose, is no node: it runs as its larger array is sharded. Equal layers are one
-node, with the sum of their costs; bodies of loops count as often as they run.
-
-Memory of a group: the most bytes of its values that are alive at once, from its first op to its last.
-"""
+"""A problem with what its nodes and strategies stand for: the arrays and ops of a program, and their shardings."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import math
-from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
-import jax
 import numpy as np
 
-from .. import cost
-from ..cost import Topology
-from ..explain.fused_ops import NO_WORK, never_stored
-from ..explain.runs_moved import times_moved
-from ..graph import Annotation, Graph, Op
-from ..hardware import Chip
-from ..propagation.dim_classes import major_factor
-from ..rules import Kind
+from ..graph import Annotation, Graph
 from ..spec import Dim, Spec
 from .partial_choice import joined_edges
 from .pinned_costs import pinned_costs
-from .problem import Problem
-from .reshard_times import PARTIAL, REPLICATED, ReshardTimes, shardings_of, translated
-from .value_groups import OpArray, ValueGroups
+from .problem import FORBIDDEN, Problem
+from .value_groups import ValueGroups
 
-MOST_SHARDINGS = 256
-"""Strategies of a node, at most: of arrays with more, the shortest dims stay whole."""
 MICRO = 1e6
 """Costs are in microseconds, of which solvers take differences."""
-TIE = 1e-3
-"""Microseconds that a replicated array costs beyond a sharded one: of equal plans the one with less memory wins."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -67,6 +41,29 @@ class GraphProblem:
     """Per node int8 [strategies, axes]: the dim of a group, or the factor of an op, that each axis shards."""
     nodes: Mapping[int, int]
     """Group -> node."""
+    node_moves: tuple[np.ndarray, ...]
+    """Per node float64 [2, strategies]: seconds of the collectives of arguments, such as parameters with their
+    gradients, and bytes that all collectives put on the wire."""
+    edge_moves: tuple[np.ndarray, ...]
+    """The same per edge, float64 [2, strategies of the first, of the second]."""
+
+    def weighed(self, *, hidden: float = 0.0, price: float = 0.0) -> GraphProblem:
+        """The problem with other costs of its collectives.
+
+        Args:
+            hidden: the part of the collectives of arguments that computation hides.
+            price: seconds that each byte on the wire counts beyond its time.
+        """
+
+        def weighed(costs: np.ndarray, moves: np.ndarray) -> np.ndarray:
+            return np.where(costs < FORBIDDEN, costs + MICRO * (price * moves[1] - hidden * moves[0]), costs)
+
+        problem = dataclasses.replace(
+            self.problem,
+            costs=tuple(map(weighed, self.problem.costs, self.node_moves)),
+            edge_costs=tuple(map(weighed, self.problem.edge_costs, self.edge_moves)),
+        )
+        return dataclasses.replace(self, problem=problem)
 
     def pinned(self, annotations: Mapping[int, Annotation]) -> GraphProblem:
         """The problem with other shardings of some values forbidden."""
@@ -93,10 +90,12 @@ class GraphProblem:
 
     def spec(self, node: int, strategy: int) -> Spec:
         """The spec that a strategy of a group stands for."""
-        row = self.shardings[node][strategy]
-        ndim = len(self.groups.shape(self.group_of(node)))
-        dims = (tuple(a for a, d in zip(self.axes, row, strict=True) if d == dim) for dim in range(ndim))
-        return Spec(dims=tuple(Dim(axes=axes) for axes in dims))
+        if (node, strategy) not in self._specs:
+            row = self.shardings[node][strategy]
+            ndim = len(self.groups.shape(self.group_of(node)))
+            dims = (tuple(a for a, d in zip(self.axes, row, strict=True) if d == dim) for dim in range(ndim))
+            self._specs[node, strategy] = Spec(dims=tuple(Dim(axes=axes) for axes in dims))
+        return self._specs[node, strategy]
 
     def group_of(self, node: int) -> int:
         """The first group of a node."""
@@ -108,289 +107,9 @@ class GraphProblem:
         return joined_edges(self.problem)
 
     @cached_property
+    def _specs(self) -> dict[tuple[int, int], Spec]:
+        return {}
+
+    @cached_property
     def _groups_of(self) -> dict[int, int]:
         return {node: group for group, node in self.nodes.items()}
-
-
-def of_graph(
-    graph: Graph,
-    on: Topology,
-    *,
-    annotations: Mapping[int, Annotation] | None = None,
-    hidden: float = 0.0,
-    price: float = 0.0,
-    name: str = "",
-) -> GraphProblem:
-    """The problem of a program.
-
-    Args:
-        graph: the program.
-        on: the mesh with its devices and links.
-        annotations: to keep: other shardings of these values are forbidden.
-        hidden: the part of the collectives of arguments, such as parameters with their gradients, that computation
-            hides.
-        price: seconds that each byte on the wire counts beyond its time.
-        name: for tables and files.
-
-    Example:
-        >>> import jax
-        >>> import sharding
-        >>> from sharding import planner
-        >>> with sharding.mesh(x=8, devices="h100:1x8") as mesh:
-        ...     completion = sharding.jit(lambda x: x @ x).complete(jax.ShapeDtypeStruct((8, 8), "float32"))
-        ...     len(planner.of_graph(completion.assignment.graph, sharding.topology(mesh)).problem.edges)
-        2
-
-    References:
-        Zheng et al., "Alpa", OSDI 2022, section 4; Alabed et al., "TOAST", arXiv 2508.15010.
-    """
-    return _Builder(graph, on, ValueGroups(graph), annotations or {}, hidden, price).problem(name)
-
-
-@dataclass(slots=True)
-class _Node:
-    """A node while it is built."""
-
-    shardings: np.ndarray
-    costs: np.ndarray
-    usages: np.ndarray
-    interval: tuple[int, int]
-
-
-@dataclass(slots=True)
-class _Builder:
-    graph: Graph
-    on: Topology
-    groups: ValueGroups
-    annotations: Mapping[int, Annotation]
-    hidden: float
-    price: float
-    nodes: list[_Node] = field(default_factory=list)
-    node_of: dict[int, int] = field(default_factory=dict)
-    edges: dict[tuple[int, int], np.ndarray] = field(default_factory=dict)
-    times: ReshardTimes = field(init=False)
-    positions: dict[int, int] = field(init=False)
-    """id of an op -> its place in the program."""
-    readers: Counter = field(init=False)
-    stored_nowhere: set[int] = field(init=False)
-    inputs: set[int] = field(init=False)
-    chip: Chip = field(init=False)
-    """At its rates alone."""
-
-    def __post_init__(self) -> None:
-        self.chip = self.on.chip.without_overheads()
-        self.times = ReshardTimes(self.on, self.price)
-        self.positions = {id(op): k for k, op in enumerate(self.graph.ops)}
-        self.inputs = set(self.graph.inputs)
-        self.stored_nowhere = never_stored(self.graph, self.chip.platform)
-        self.readers = Counter(
-            self.read(op, a.value) for op in self.groups.ops for a in self.joined(op) if not a.is_result
-        )
-
-    def problem(self, name: str) -> GraphProblem:
-        for group, first in enumerate(self.groups.tied):
-            if group == first:
-                self.add_group(group)
-        seen: Counter = Counter()
-        samples: dict[tuple, Op] = {}
-        for op in self.groups.ops:
-            key = self.key(op)
-            seen[key] += 1
-            samples.setdefault(key, op)
-        for key, op in samples.items():
-            self.add_op(op, seen[key])
-        for v, annotation in self.annotations.items():
-            self.pin(v, annotation)
-        for node in self.nodes:
-            node.costs = MICRO * node.costs + TIE / self.times.num_parts(node.shardings)
-        made = Problem.of(
-            [node.costs for node in self.nodes],
-            [(i, j, MICRO * matrix) for (i, j), matrix in self.edges.items()],
-            usages=[node.usages for node in self.nodes],
-            intervals=[node.interval for node in self.nodes],
-            splits=[node.shardings for node in self.nodes],
-            name=name,
-        )
-        return GraphProblem(
-            graph=self.graph,
-            problem=made,
-            groups=self.groups,
-            axes=self.times.axes,
-            shardings=tuple(node.shardings for node in self.nodes),
-            nodes=self.node_of,
-        )
-
-    def node(self, group: int) -> int:
-        return self.node_of[self.groups.tied[group]]
-
-    def add_group(self, group: int) -> None:
-        """Adds the node of a group and its equal ones."""
-        tied = [v for k, first in enumerate(self.groups.tied) if first == group for v in self.groups.members[k]]
-        shardings = shardings_of(self.groups.shape(group), self.times.sizes, most=MOST_SHARDINGS)
-        most, interval = self.memory(tied)
-        self.node_of[group] = len(self.nodes)
-        parts = self.times.num_parts(shardings)
-        self.nodes.append(_Node(shardings, np.zeros(len(shardings)), most / parts, interval))
-
-    def pin(self, v: int, annotation: Annotation) -> None:
-        """Forbids the shardings that contradict an annotation."""
-        group = self.groups.of(v)
-        if group is not None:
-            node = self.nodes[self.node(group)]
-            node.costs = pinned_costs(node.costs, node.shardings, self.times.axes, annotation)
-
-    def memory(self, values: Sequence[int]) -> tuple[float, tuple[int, int]]:
-        """The most bytes of some values that are alive at once, and from when to when some are."""
-        end = len(self.graph.ops)
-        outputs = set(self.graph.outputs)
-        steps: defaultdict[int, float] = defaultdict(float)
-        for v in values:
-            if v in self.stored_nowhere:
-                continue
-            first = 0 if v in self.inputs else self.positions[id(self.graph.makers[v])]
-            last = max((self.positions[id(op)] for op in self.graph.users.get(v, ())), default=first)
-            last = end if v in outputs and self.graph.representatives[v] == v else last
-            steps[first] += self.graph.num_bytes(v)
-            steps[last + 1] -= self.graph.num_bytes(v)
-        times = sorted(steps)
-        alive = list(itertools.accumulate(steps[t] for t in times))
-        return max(alive, default=0.0), (times[0], times[-1]) if times else (0, 0)
-
-    def joined(self, op: Op) -> list[OpArray]:
-        """The arrays of an op that is a node; none of another one."""
-        assert op.rule is not None
-        arrays = list(self.groups.arrays(op))
-        multiplies = Kind.REDUCE in op.rule.kinds and sum(not a.is_result for a in arrays) > 1
-        is_node = not op.is_unknown and (multiplies or len({self.groups.tied[a.group] for a in arrays}) > 2)
-        return arrays if is_node else []
-
-    def read(self, op: Op, v: int) -> tuple:
-        """What ops have in common that read one array in one region, and can share its gather."""
-        region = self.graph.regions.get(id(op.site[0])) if op.site else None
-        return v, id(region)
-
-    def key(self, op: Op) -> tuple:
-        """Equal for ops of equal layers."""
-        arrays = tuple(
-            (self.node(a.group), a.is_result, self.graph.num_bytes(a.value), self.runs(op, a), self.share(op, a))
-            for a in self.groups.arrays(op)
-        )
-        return op.name, id(op.rule), op.times, arrays, op.source
-
-    def runs(self, op: Op, array: OpArray) -> int:
-        return op.times if array.is_result else times_moved(self.graph, op, array.value)
-
-    def share(self, op: Op, array: OpArray) -> float:
-        """The part of an operand's reshard that an op causes, where others read it alike."""
-        return 1.0 if array.is_result else 1.0 / max(1, self.readers[self.read(op, array.value)])
-
-    def add_op(self, op: Op, count: int) -> None:
-        """Adds an op, which occurs several times in equal layers, as a node or as costs of its groups."""
-        arrays = list(self.groups.arrays(op))
-        if not arrays:
-            return
-        if op.is_unknown:
-            for a in arrays:
-                node = self.nodes[self.node(a.group)]
-                if not a.is_result:
-                    whole = np.full(len(self.times.axes), REPLICATED, np.int8)
-                    num_bytes = self.graph.num_bytes(a.value)
-                    node.costs += count * self.runs(op, a) * self.times.seconds(node.shardings, whole, num_bytes)
-        elif self.joined(op):
-            self.add_node(op, arrays, count)
-        else:
-            self.add_light(op, arrays, count)
-
-    def shardable(self, op: Op) -> set[int]:
-        """The factors along which an op can run sharded."""
-        assert op.rule is not None
-        kinds = enumerate(op.rule.kinds)
-        return {f for f, kind in kinds if kind in (Kind.PASS, Kind.REDUCE) and f not in op.rule.blocked}
-
-    def add_node(self, op: Op, arrays: Sequence[OpArray], count: int) -> None:
-        assert op.rule is not None
-        factors = shardings_of(op.rule.sizes, self.times.sizes, dims=self.shardable(op), most=MOST_SHARDINGS)
-        own = len(self.nodes)
-        at = self.positions[id(op)]
-        costs = count * op.times * self.seconds(op, factors)
-        self.nodes.append(_Node(factors, costs, np.zeros(len(factors)), (at, at + 1)))
-        for a in arrays:
-            group = self.node(a.group)
-            self.add_edge(own, group, count * self.moved(op, a, factors[:, None], self.nodes[group].shardings[None]))
-
-    def add_light(self, op: Op, arrays: Sequence[OpArray], count: int) -> None:
-        """Adds an op that runs as its largest array is sharded."""
-        main = max(arrays, key=lambda a: (math.prod(self.graph.shapes[a.value]), a.is_result))
-        node = self.node(main.group)
-        factors = self.as_factors(op, main, self.nodes[node].shardings)
-        if op.name not in NO_WORK:
-            self.nodes[node].costs += count * op.times * self.seconds(op, factors)
-        for a in arrays:
-            other = self.node(a.group)
-            if other == node:
-                self.nodes[node].costs += count * self.moved(op, a, factors, self.nodes[node].shardings)
-            else:
-                self.add_edge(
-                    node, other, count * self.moved(op, a, factors[:, None], self.nodes[other].shardings[None])
-                )
-
-    def add_edge(self, i: int, j: int, matrix: np.ndarray) -> None:
-        pair = (i, j) if i < j else (j, i)
-        matrix = matrix if i < j else matrix.T
-        self.edges[pair] = self.edges[pair] + matrix if pair in self.edges else matrix
-
-    def moved(self, op: Op, array: OpArray, factors: np.ndarray, shardings: np.ndarray) -> np.ndarray:
-        """Seconds of the collectives between how an op runs and how a group is sharded."""
-        assert op.rule is not None
-        dims = {major_factor(own, op.rule): d for d, own in enumerate(array.dims)}
-        num_bytes = self.graph.num_bytes(array.value)
-        runs = self.runs(op, array) * (1 - self.hidden if self.is_argument(array.group) else 1)
-        if not array.is_result:
-            need = translated(factors, dims)
-            return runs * self.share(op, array) * self.times.seconds(shardings, need, num_bytes)
-        inside = {f for own in array.dims for f in own}
-        sums = {f: PARTIAL for f, kind in enumerate(op.rule.kinds) if kind is Kind.REDUCE and f not in inside}
-        return runs * self.times.seconds(translated(factors, {**dims, **sums}), shardings, num_bytes)
-
-    def is_argument(self, group: int) -> bool:
-        """Whether arguments are among the values of a group."""
-        return not self.inputs.isdisjoint(self.groups.members[group])
-
-    def as_factors(self, op: Op, array: OpArray, shardings: np.ndarray) -> np.ndarray:
-        """The factors that are sharded where an op runs as one of its arrays is."""
-        assert op.rule is not None
-        allowed = self.shardable(op)
-        found = np.full_like(shardings, REPLICATED)
-        for d, own in enumerate(array.dims):
-            f = major_factor(own, op.rule)
-            if f in allowed:
-                divides = op.rule.sizes[f] % self.times.parts_of(shardings, d) == 0
-                found[(shardings == d) & divides[..., None]] = f
-        return found
-
-    def seconds(self, op: Op, factors: np.ndarray) -> np.ndarray:
-        """Seconds of one run of an op on one device, for each way to put axes on its factors."""
-        assert op.rule is not None
-        sizes = np.array(op.rule.sizes, np.int64)
-        parts = np.stack([self.times.parts_of(factors, f) for f in range(len(sizes))], axis=-1)
-        distinct, at = np.unique(parts, axis=0, return_inverse=True)
-        return np.array([self._seconds(op, -(-sizes // row)) for row in distinct])[at.reshape(-1)]
-
-    def _seconds(self, op: Op, lengths: np.ndarray) -> float:
-        assert op.rule is not None
-        values = (*op.operands, *op.results)
-        shapes = [
-            tuple(int(np.prod(lengths[list(own)])) for own in dims) for dims in (*op.rule.operands, *op.rule.results)
-        ]
-        n = len(op.operands)
-        arrays = [jax.ShapeDtypeStruct(s, self.graph.dtypes[v]) for v, s in zip(values, shapes, strict=True)]
-        if not op.site:
-            return 0.0
-        done = cost.work(op.name, arrays[:n], arrays[n:], op.site[0].params)
-        fused = sum(
-            math.prod(s) * self.graph.itemsize(v)
-            for v, s in zip(values, shapes, strict=True)
-            if v in self.stored_nowhere
-        )
-        stored = dataclasses.replace(done, read_bytes=max(0.0, done.num_bytes - fused), written_bytes=0)
-        return cost.op_seconds(stored, self.chip)

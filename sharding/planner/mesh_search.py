@@ -29,11 +29,12 @@ from ..propagation import Assignment
 from ..propagation.added_annotation import named_annotations
 from ..spec import Spec, sizes_text, to_partition_spec
 from .algorithms import solve
-from .graph_problem import MICRO, GraphProblem, of_graph
+from .graph_problem import MICRO, GraphProblem
 from .parallel_plan import Candidate, NextBest, Plan
 from .plan_annotations import Annotated, AnnotationSearch, is_close, rank
 from .plan_polish import Polish
 from .plan_version import Version
+from .problem_builder import of_graph
 from .solution import Solution
 
 HIDDEN: Mapping[Platform, tuple[float, ...]] = {"cpu": (0.0,), "tpu": (0.0,), "gpu": (0.0, 0.75)}
@@ -86,19 +87,19 @@ class MeshSearch:
 
     def best(self, seconds: float) -> MeshPlan:
         """The best plan; what exceeds the limit least if nothing fits."""
+        graph = self.completion.assignment.graph
+        of = of_graph(graph, self.on, annotations={**graph.annotations, **self.pinned()})
         shares = HIDDEN[self.options.devices.chip.platform]
-        found = [one for hidden in shares for one in self.weighed(hidden, seconds / len(shares))]
+        found = [one for hidden in shares for one in self.weighed(of, hidden, seconds / len(shares))]
         return min(found, key=lambda one: rank(one.costs, self.options.fits))
 
-    def weighed(self, hidden: float, seconds: float) -> Iterator[MeshPlan]:
+    def weighed(self, of: GraphProblem, hidden: float, seconds: float) -> Iterator[MeshPlan]:
         """The fastest plan, and one that sends less, if it is another."""
-        graph = self.completion.assignment.graph
-        made = partial(of_graph, graph, self.on, annotations={**graph.annotations, **self.pinned()}, hidden=hidden)
-        fastest = self.solved(made(), seconds / 2)
+        fastest = self.solved(of.weighed(hidden=hidden), seconds / 2)
         yield fastest
         if fastest.costs.wire_bytes:
             price = WIRE_SHARE * fastest.costs.seconds / fastest.costs.wire_bytes
-            other = self.solved(made(price=price), seconds / 2)
+            other = self.solved(of.weighed(hidden=hidden, price=price), seconds / 2)
             if not np.array_equal(other.solution.choice, fastest.solution.choice):
                 bound = fastest.solution.bound
                 solution = dataclasses.replace(other.solution, problem=fastest.of.problem, bound=bound)

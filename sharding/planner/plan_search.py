@@ -26,12 +26,14 @@ from ..mesh import mesh as mesh_of
 from ..spec import sizes_text
 from . import plan_remat
 from .algorithms import check_algorithm
-from .graph_problem import GraphProblem, of_graph
+from .graph_problem import GraphProblem
 from .mesh_search import MeshPlan, MeshSearch, SearchOptions
-from .parallel_plan import Candidate, NextBest, Plan
+from .parallel_plan import Candidate, Plan
 from .plan_annotations import Annotated, rank, score
+from .plan_polish import NextBests
 from .plan_stages import Staged
 from .plan_version import Version
+from .problem_builder import of_graph
 
 ANNOTATED = 3
 """The best meshes, whose plans are written as annotations and completed."""
@@ -287,9 +289,7 @@ class _Search:
         ]
         return self.fitted(best.plan(result, next_best, rest), best.search)
 
-    def polished(
-        self, annotated: Sequence[tuple[MeshPlan, Annotated]]
-    ) -> tuple[MeshPlan, Annotated, dict[str, NextBest]]:
+    def polished(self, annotated: Sequence[tuple[MeshPlan, Annotated]]) -> tuple[MeshPlan, Annotated, NextBests]:
         """The best plan after its last changes, or another that wants less than this one takes, after its own."""
         (best, result), *others = annotated
         result, next_best = best.polish().run(result)

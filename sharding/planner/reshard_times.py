@@ -1,4 +1,4 @@
-"""Seconds of collectives between all pairs of shardings of one array, at once.
+"""Seconds of collectives between all pairs of shardings of one array, and the bytes that they put on the wire, at once.
 
 A sharding is a row of an array int8 [shardings, axes]: the dim that each mesh axis shards, `REPLICATED`, or `PARTIAL`
 for a sum that is not complete over the axis. Several axes on one dim are in the mesh's order. A transition slices, sums
@@ -25,19 +25,18 @@ class ReshardTimes:
 
     Args:
         on: the mesh.
-        price: seconds that each byte on the wire counts beyond its time.
 
     Attributes:
         axes: the mesh axes of more than one device.
         sizes: their sizes, int64 [axes].
     """
 
-    def __init__(self, on: Topology, price: float = 0.0):
-        self.on, self.price = on, price
+    def __init__(self, on: Topology):
+        self.on = on
         self.axes = tuple(axis for axis, size in on.sizes if size > 1)
         self.sizes = np.array([dict(on.sizes)[axis] for axis in self.axes], np.int64)
         self._masks = 1 << np.arange(len(self.axes))
-        self._seconds: dict[tuple[Kind, int, float], float] = {}
+        self._known: dict[tuple[Kind, int, float], tuple[float, float]] = {}
 
     def num_parts(self, shardings: np.ndarray) -> np.ndarray:
         """Into how many parts each sharding cuts an array, int64 [...]."""
@@ -47,8 +46,8 @@ class ReshardTimes:
         """Into how many parts each sharding cuts one dim, int64 [...]."""
         return np.where(shardings == dim, self.sizes, 1).prod(axis=-1)
 
-    def seconds(self, have: np.ndarray, want: np.ndarray, num_bytes: float) -> np.ndarray:
-        """Seconds from each of some shardings to each of others.
+    def moves(self, have: np.ndarray, want: np.ndarray, num_bytes: float) -> np.ndarray:
+        """What it takes from each of some shardings to each of others.
 
         Args:
             have: int8 [..., axes].
@@ -56,7 +55,7 @@ class ReshardTimes:
             num_bytes: of the whole array.
 
         Returns:
-            float64 [...].
+            float64 [2, ...]: seconds, and bytes that a device puts on the wire.
         """
         have, want = np.broadcast_arrays(have, want)
         kept = (have == want) & (have >= 0)
@@ -89,24 +88,24 @@ class ReshardTimes:
         return found
 
     def _all(self, kind: Kind, over: np.ndarray, num_bytes: np.ndarray) -> np.ndarray:
-        """Seconds of a collective over the axes marked in `over`, bool [..., axes]; 0 where none is."""
+        """What a collective takes over the axes marked in `over`, bool [..., axes]; 0 where none is."""
         masks = over @ self._masks
-        found = np.zeros(masks.shape)
+        found = np.zeros((2, *masks.shape))
         used = masks > 0
         if used.any():
             pairs = np.stack([masks[used].astype(float), num_bytes[used]], axis=1)
             distinct, at = np.unique(pairs, axis=0, return_inverse=True)
-            found[used] = np.array([self._one(kind, int(mask), size) for mask, size in distinct])[at.reshape(-1)]
+            each = np.array([self._one(kind, int(mask), size) for mask, size in distinct])
+            found[:, used] = each[at.reshape(-1)].T
         return found
 
-    def _one(self, kind: Kind, mask: int, num_bytes: float) -> float:
+    def _one(self, kind: Kind, mask: int, num_bytes: float) -> tuple[float, float]:
         key = kind, mask, num_bytes
-        if key not in self._seconds:
+        if key not in self._known:
             axes = [axis for axis, bit in zip(self.axes, self._masks, strict=True) if mask & bit]
-            self._seconds[key] = collective_seconds(kind, num_bytes, axes, self.on)
-            if self.price:
-                self._seconds[key] += self.price * collective_wire_bytes(kind, num_bytes, axes, self.on)
-        return self._seconds[key]
+            wire_bytes = collective_wire_bytes(kind, num_bytes, axes, self.on)
+            self._known[key] = collective_seconds(kind, num_bytes, axes, self.on), wire_bytes
+        return self._known[key]
 
 
 def shardings_of(

@@ -11,6 +11,7 @@ from support.one_device import SIZES
 
 import sharding
 from sharding import P, ShardingError, kernels
+from sharding.kernels.kernel_call import KernelCall
 
 RNG = np.random.default_rng(0)
 
@@ -153,3 +154,46 @@ def test_arrays_that_the_function_captures():
     table = np.arange(16, dtype=np.float32).reshape(1, 1, 16)
     scaled = kernels.with_rule(lambda x: x * jnp.asarray(table), "... k -> ... k", need_replication="k")
     check(gradients(lambda x: scaled(jnp.sin(x)), (0,)), (X,), (P("data"),), {})
+
+
+def test_an_outline_has_the_same_arrays_and_does_not_run():
+    """Its kernels do nothing, also where a function under `jax.jit` calls them: that is traced again to run."""
+
+    @jax.jit
+    def norm(x, scale):
+        return kernels.rms_norm(x, scale, implementation="mosaic_tpu")
+
+    run = kernels.with_rule(norm, "r m, m -> r m", need_replication=["m"])
+    x, scale = array(32, 128), array(128)
+    (eqn,) = jax.make_jaxpr(run)(x, scale).eqns
+    shards = [x[:8], scale]
+    outline, whole = eqn.params["call"].outline(shards), eqn.params["call"].jaxpr(shards)
+    assert outline.out_avals == whole.out_avals
+    assert eqn.params["call"].outline([x, scale]) is eqn.params["call"].jaxpr([x, scale])
+    expected = kernels.rms_norm(x, scale, implementation="xla")
+    np.testing.assert_allclose(run(x[:8], scale), expected[:8], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(run(x, scale), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("devices", ["v5p:2x2x1", "h100:1x4"])
+def test_outlines_of_kernels_have_their_memory(devices, monkeypatch):
+    def loss(params, x, labels):
+        w, scale, head = params
+        y = kernels.rotary((kernels.rms_norm(x, scale) @ w).reshape(*x.shape[:2], 4, 128))
+        y = kernels.attention(y, y, y, causal=True)
+        y = kernels.gelu(y.reshape(x.shape) @ w)
+        return kernels.linear_cross_entropy(kernels.scaled_softmax(y), head, labels).mean()
+
+    shapes = [((512, 512), jnp.bfloat16), ((512,), jnp.bfloat16), ((512, 1024), jnp.bfloat16)]
+    params = [jax.ShapeDtypeStruct(*one) for one in shapes]
+    x, labels = jax.ShapeDtypeStruct((8, 256, 512), jnp.bfloat16), jax.ShapeDtypeStruct((8, 256), jnp.int32)
+    peaks = []
+    for traced in (KernelCall.outline, KernelCall.jaxpr):
+        monkeypatch.setattr(KernelCall, "outline", traced)
+        with sharding.mesh(data=4, devices=devices):
+            completion = sharding.jit(jax.grad(loss), in_shardings=(None, P("data"), P("data"))).complete(
+                params, x, labels
+            )
+            assert "kernel_call" in {op.name for op in completion.assignment.graph.ops} or "h100" in devices
+            peaks.append(completion.memory().peak_bytes)
+    assert peaks[0] == peaks[1]

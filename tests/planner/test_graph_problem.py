@@ -9,6 +9,9 @@ import pytest
 
 import sharding
 from sharding import P, cost, planner
+from sharding.cost.collective_time import collective_wire_bytes
+from sharding.graph import Annotation
+from sharding.planner import FORBIDDEN
 from sharding.planner.graph_problem import MICRO
 from sharding.planner.reshard_times import PARTIAL, REPLICATED, ReshardTimes, shardings_of, translated
 from sharding.planner.value_groups import ValueGroups
@@ -17,6 +20,7 @@ from sharding.spec import Dim, Spec
 
 SIZES = {"x": 2, "y": 4}
 DEVICES = "h100:1x8"
+X_ON_ROWS = Annotation(spec=Spec(dims=(Dim(axes=("x",)), Dim())), origin="test")
 
 
 def shapes(*all_shapes):
@@ -44,7 +48,7 @@ def test_times_of_single_collectives_are_those_of_the_cost_model():
     times, size = ReshardTimes(on), 1e6
 
     def seconds(have, want):
-        return float(times.seconds(np.array(have, np.int8), np.array(want, np.int8), size))
+        return float(times.moves(np.array(have, np.int8), np.array(want, np.int8), size)[0])
 
     assert seconds((0, 1), (0, 1)) == seconds((REPLICATED, 1), (0, 1)) == 0
     assert seconds((0, REPLICATED), (REPLICATED, REPLICATED)) == cost.collective_seconds("all-gather", size, "x", on)
@@ -61,10 +65,10 @@ def test_each_dim_is_a_collective_of_its_own():
         on = sharding.topology(mesh)
     times, size = ReshardTimes(on), 1e6
     gathers = [cost.collective_seconds("all-gather", *one, on) for one in ((size / 4, "x"), (size, "y"))]
-    found = times.seconds(np.array((0, 1), np.int8), np.array((REPLICATED,) * 2, np.int8), size)
+    found, _ = times.moves(np.array((0, 1), np.int8), np.array((REPLICATED,) * 2, np.int8), size)
     assert float(found) == pytest.approx(sum(gathers))
     sums = [cost.collective_seconds("reduce-scatter", *one, on) for one in ((size, "x"), (size / 2, "y"))]
-    found = times.seconds(np.array((PARTIAL,) * 2, np.int8), np.array((0, 1), np.int8), size)
+    found, _ = times.moves(np.array((PARTIAL,) * 2, np.int8), np.array((0, 1), np.int8), size)
     assert float(found) == pytest.approx(sum(sums))
 
 
@@ -74,7 +78,7 @@ def test_times_of_reshards_are_at_most_those_of_the_searched_chains():
         on = sharding.topology(mesh)
     times, shape = ReshardTimes(on), (1024, 4096)
     every = shardings_of(shape, times.sizes, most=100)
-    found = times.seconds(every[:, None], every[None], 4 * np.prod(shape))
+    found, _ = times.moves(every[:, None], every[None], 4 * np.prod(shape))
 
     def spec(row):
         return Spec(dims=tuple(Dim(axes=tuple(a for a, d in zip(SIZES, row, strict=True) if d == k)) for k in (0, 1)))
@@ -155,6 +159,41 @@ def test_the_cost_of_a_choice_is_the_time_of_its_ops_and_collectives():
     read_and_written = 4 * (512 * 256 + 256 * 2048 + 512 * 2048) / on.chip.memory_bytes_per_second
     total = max(compute, read_and_written) + cost.collective_seconds("all-reduce", 4 * 512 * 2048, "y", on)
     assert best / MICRO == pytest.approx(total, rel=0.01)
+
+
+def test_collectives_are_weighed():
+    """An argument's collectives are hidden, what all put on the wire has a price, and what is forbidden stays."""
+    completion, on = completed(lambda x, w: jnp.tanh(x @ w) @ w.T, *shapes((512, 1024), (1024, 2048)))
+    of = planner.of_graph(completion.assignment.graph, on, annotations={completion.value("w"): X_ON_ROWS})
+    hidden, priced = of.weighed(hidden=0.75).problem, of.weighed(price=1e-9).problem
+    rng, seen = np.random.default_rng(0), set()
+    for _ in range(500):
+        choice = [rng.integers(len(costs)) for costs in of.problem.costs]
+        cost_of = of.problem.cost(choice)
+        if cost_of >= FORBIDDEN:
+            assert hidden.cost(choice) >= FORBIDDEN
+            continue
+        moves = [moves[:, k] for moves, k in zip(of.node_moves, choice, strict=True)]
+        pairs = zip(of.edge_moves, of.problem.edges, strict=True)
+        seconds, wire_bytes = sum((*moves, *(moves[:, choice[i], choice[j]] for moves, (i, j) in pairs)))
+        assert hidden.cost(choice) == pytest.approx(cost_of - 0.75 * MICRO * seconds)
+        assert priced.cost(choice) == pytest.approx(cost_of + 1e-9 * MICRO * wire_bytes)
+        seen |= {seconds > 0, wire_bytes > 0}
+    assert seen == {True, False}
+
+
+def test_the_moves_of_a_choice_are_its_collectives():
+    """A sum over a sharded dim, whose all-reduce is of no argument."""
+    completion, on = completed(lambda x: jnp.tanh(x.sum(0)), *shapes((512, 1024)))
+    of = planner.of_graph(completion.assignment.graph, on)
+    found = []
+    for choice in itertools.product(*(range(len(costs)) for costs in of.problem.costs)):
+        if [of.sharding(v, choice).axes for v in (0, 1)] == [(("y",), ()), ((),)]:
+            nodes = [moves[:, k] for moves, k in zip(of.node_moves, choice, strict=True)]
+            pairs = zip(of.edge_moves, of.problem.edges, strict=True)
+            found.append(sum((*nodes, *(moves[:, choice[i], choice[j]] for moves, (i, j) in pairs))))
+    wire_bytes = collective_wire_bytes("all-reduce", 4 * 1024, ["y"], on)
+    np.testing.assert_allclose(found, [(0.0, wire_bytes)])
 
 
 def test_an_annotation_is_kept():
