@@ -13,11 +13,13 @@ Shape suffixes: B batch, H query heads, G key heads, T queries, S keys, D featur
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from ..mesh import platform
 from . import cached_attention, chunked_attention, tpu_attention
 from .attention_masks import Scores
 from .chunked_attention import Segments
@@ -40,11 +42,19 @@ def attend(
 ) -> tuple[jax.Array, jax.Array]:
     """Attention [B, T, H, D] and the logsumexp of each query's scores [B, T, H]."""
 
+    return _on_shards(implementation, scores, bool(segments), platform())(q, k, v, *segments)
+
+
+@functools.cache
+def _on_shards(implementation: str, scores: Scores, has_segments: bool, on: str) -> Callable[..., Any]:
+    del on  # the platform, which decides whether kernels are interpreted
+
     def attention(q: jax.Array, k: jax.Array, v: jax.Array, *segments: jax.Array) -> tuple[jax.Array, jax.Array]:
         return MODULES[implementation].forward(scores, q, k, v, segments)
 
-    rule = f"{_operands(segments)} -> {QUERIES}, {STATISTICS}"
-    return with_rule(attention, rule, need_replication=_whole(scores))(q, k, v, *segments)
+    return with_rule(
+        attention, f"{_operands(has_segments)} -> {QUERIES}, {STATISTICS}", need_replication=_whole(scores)
+    )
 
 
 def _keep(
@@ -58,6 +68,13 @@ def _keep(
 def _gradients(implementation: str, scores: Scores, kept: Any, cotangents: Any) -> tuple[Any, ...]:
     q, k, v, segments, out, lse = kept
     dout, dlse = cotangents
+    run = _gradients_on_shards(implementation, scores, bool(segments), platform())
+    return *run(q, k, v, *segments, out, dout, lse, dlse), None
+
+
+@functools.cache
+def _gradients_on_shards(implementation: str, scores: Scores, has_segments: bool, on: str) -> Callable[..., Any]:
+    del on
 
     def attention_gradients(*arrays: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         q, k, v, *segments, out, dout, lse, dlse = arrays
@@ -66,20 +83,19 @@ def _gradients(implementation: str, scores: Scores, kept: Any, cotangents: Any) 
 
     more = f"{QUERIES}, {QUERIES}, {STATISTICS}, {STATISTICS}"
     whole = _whole(scores)
-    run = with_rule(
+    return with_rule(
         attention_gradients,
-        f"{_operands(segments)}, {more} -> {QUERIES}, {KEYS}, {KEYS}",
+        f"{_operands(has_segments)}, {more} -> {QUERIES}, {KEYS}, {KEYS}",
         reduction=[n for n in ("t", "r") if n not in whole],
         need_replication=whole,
     )
-    return *run(q, k, v, *segments, out, dout, lse, dlse), None
 
 
 attend.defvjp(_keep, _gradients)
 
 
-def _operands(segments: Segments) -> str:
-    return ", ".join([QUERIES, KEYS, KEYS, *(["b t", "b s"] if segments else [])])
+def _operands(has_segments: bool) -> str:
+    return ", ".join([QUERIES, KEYS, KEYS, *(["b t", "b s"] if has_segments else [])])
 
 
 def _whole(scores: Scores) -> list[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from ..errors import ShardingError
 from . import dropout_mask, row_kernel
 from .dropout_mask import Place
-from .implementation import ONE_PASS, XLA, Candidate, backend, choose
+from .implementation import ONE_PASS, XLA, Backend, Candidate, backend, choose
 from .row_kernel import Along, RowKernel
 from .saved_names import saved
 from .with_rule import with_rule
@@ -150,14 +150,22 @@ def fused(
 ) -> jax.Array:
     """The kernel, with an activation."""
     rows, vectors = _operands(bias_F, place)
-    kernel = _forward(rate, activation, bias_F is not None, len(rows))
+    run = _on_shards(len(rows), len(vectors), rate, activation, bias_F is not None, backend(implementation))
+    return run(x, *rows, *vectors)
+
+
+@functools.cache
+def _on_shards(
+    num_rows: int, num_vectors: int, rate: float, activation: str, has_bias: bool, compiler: Backend
+) -> Callable[..., Any]:
+    kernel = _forward(rate, activation, has_bias, num_rows)
 
     def bias_gelu_dropout(x: jax.Array, *others: jax.Array) -> jax.Array:
         like = jax.ShapeDtypeStruct(x.shape, x.dtype)
-        return kernel([x, *others[: len(rows)]], others[len(rows) :], [like], [], backend(implementation))[0]
+        return kernel([x, *others[:num_rows]], others[num_rows:], [like], [], compiler)[0]
 
-    rule = f"{', '.join(['... f', *['...'] * len(rows), *_vector_dims(vectors)])} -> ... f"
-    return with_rule(bias_gelu_dropout, rule, need_replication=_words(place))(x, *rows, *vectors)
+    rule = f"{', '.join(['... f', *['...'] * num_rows, *_vector_dims(num_vectors)])} -> ... f"
+    return with_rule(bias_gelu_dropout, rule, need_replication=_words(num_rows))
 
 
 def _keep(
@@ -175,20 +183,27 @@ def _gradients(rate: float, activation: str, implementation: str, kept: Any, ct:
     if activation == IDENTITY:
         return fused(ct, None, place, rate, IDENTITY, implementation), None, None
     rows, vectors = _operands(bias_F, place)
-    kernel = _backward(rate, activation, bias_F is not None, len(rows))
+    static = (len(rows), len(vectors), rate, activation, bias_F is not None, backend(implementation))
+    of_x, *of_bias = _gradients_on_shards(x.ndim - 1, *static)(x, ct, *rows, *vectors)
+    return of_x, None if bias_F is None else of_bias[0].astype(bias_F.dtype), None
+
+
+@functools.cache
+def _gradients_on_shards(
+    num_dims: int, num_rows: int, num_vectors: int, rate: float, activation: str, has_bias: bool, compiler: Backend
+) -> Callable[..., Any]:
+    kernel = _backward(rate, activation, has_bias, num_rows)
 
     def bias_gelu_dropout_gradients(x: jax.Array, ct: jax.Array, *others: jax.Array) -> list[jax.Array]:
         like = jax.ShapeDtypeStruct(x.shape, x.dtype)
-        sums = [] if bias_F is None else [jax.ShapeDtypeStruct((x.shape[-1],), jnp.float32)]
-        return kernel([x, ct, *others[: len(rows)]], others[len(rows) :], [like], sums, backend(implementation))
+        sums = [jax.ShapeDtypeStruct((x.shape[-1],), jnp.float32)] if has_bias else []
+        return kernel([x, ct, *others[:num_rows]], others[num_rows:], [like], sums, compiler)
 
-    lead = " ".join(f"r{i}" for i in range(x.ndim - 1))
-    operands = [f"{lead} f", f"{lead} f", *[lead] * len(rows), *_vector_dims(vectors)]
-    rule = f"{', '.join(operands)} -> {lead} f{'' if bias_F is None else ', f'}"
-    reduction = [] if bias_F is None else lead.split()
-    run = with_rule(bias_gelu_dropout_gradients, rule, reduction=reduction, need_replication=_words(place))
-    of_x, *of_bias = run(x, ct, *rows, *vectors)
-    return of_x, None if bias_F is None else of_bias[0].astype(bias_F.dtype), None
+    lead = " ".join(f"r{i}" for i in range(num_dims))
+    operands = [f"{lead} f", f"{lead} f", *[lead] * num_rows, *_vector_dims(num_vectors)]
+    rule = f"{', '.join(operands)} -> {lead} f{', f' if has_bias else ''}"
+    reduction = lead.split() if has_bias else []
+    return with_rule(bias_gelu_dropout_gradients, rule, reduction=reduction, need_replication=_words(num_rows))
 
 
 fused.defvjp(_keep, _gradients)
@@ -200,12 +215,12 @@ def _operands(bias_F: jax.Array | None, place: Place | None) -> tuple[list[jax.A
     return rows, vectors if bias_F is None else [bias_F, *vectors]
 
 
-def _vector_dims(vectors: Sequence[jax.Array]) -> list[str]:
-    return ["f"] * len(vectors) if len(vectors) < 3 else [*["f"] * (len(vectors) - 2), "word", "word"]
+def _vector_dims(count: int) -> list[str]:
+    return ["f"] * count if count < 3 else [*["f"] * (count - 2), "word", "word"]
 
 
-def _words(place: Place | None) -> list[str]:
-    return [] if place is None else ["word"]
+def _words(num_rows: int) -> list[str]:
+    return ["word"] if num_rows else []
 
 
 def _scale(starts: Sequence[jax.Array], vectors: Sequence[jax.Array], rate: float) -> Any:

@@ -10,14 +10,14 @@ Shape suffixes: M features.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from ..errors import ShardingError
-from .implementation import XLA, backend
+from .implementation import XLA, Backend, backend
 from .row_kernel import Along, RowKernel
 from .saved_names import saved
 from .with_rule import with_rule
@@ -47,19 +47,22 @@ def _with_rate(
 ) -> tuple[jax.Array, jax.Array]:
     """The norm [..., M] and 1 / standard deviation of each row [...], in float32."""
     vectors = [scale_M] if bias_M is None else [scale_M, bias_M]
-    kernel = _forward(epsilon, bias_M is not None)
-    rate = jax.ShapeDtypeStruct(x.shape[:-1], jnp.float32)
-
-    def norm(x: jax.Array, *vectors: jax.Array) -> list[jax.Array]:
-        results = [jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct(x.shape[:-1], rate.dtype)]
-        return kernel([x], vectors, results, [], backend(implementation))
-
     if implementation == XLA:
-        found, _ = kernel.in_plain_jax([x], vectors, [x, rate], [])
+        rate = jax.ShapeDtypeStruct(x.shape[:-1], jnp.float32)
+        found, _ = _forward(epsilon, bias_M is not None).in_plain_jax([x], vectors, [x, rate], [])
     else:
-        operands = ", ".join(["... m", *["m"] * len(vectors)])
-        found = with_rule(norm, f"{operands} -> ... m, ...", need_replication=["m"])(x, *vectors)
+        found = _on_shards(epsilon, bias_M is not None, backend(implementation))(x, *vectors)
     return found[0], found[1]
+
+
+@functools.cache
+def _on_shards(epsilon: float, has_bias: bool, compiler: Backend) -> Callable[..., Any]:
+    def norm(x: jax.Array, *vectors: jax.Array) -> list[jax.Array]:
+        results = [jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct(x.shape[:-1], jnp.float32)]
+        return _forward(epsilon, has_bias)([x], vectors, results, [], compiler)
+
+    operands = "... m, m, m" if has_bias else "... m, m"
+    return with_rule(norm, f"{operands} -> ... m, ...", need_replication=["m"])
 
 
 def _keep(x: jax.Array, scale_M: jax.Array, bias_M: jax.Array | None, epsilon: float, implementation: str) -> Any:
@@ -71,23 +74,26 @@ def _keep(x: jax.Array, scale_M: jax.Array, bias_M: jax.Array | None, epsilon: f
 def _gradients(epsilon: float, implementation: str, kept: Any, ct: jax.Array) -> tuple[jax.Array | None, ...]:
     del epsilon
     y, rate, scale_M, bias_M = kept
-    kernel = _backward(bias_M is not None)
     vectors = [scale_M] if bias_M is None else [scale_M, bias_M]
-
-    def norm_gradients(y: jax.Array, ct: jax.Array, rate: jax.Array, *vectors: jax.Array) -> list[jax.Array]:
-        like = jax.ShapeDtypeStruct(y.shape, y.dtype)
-        sums = [jax.ShapeDtypeStruct(one.shape, jnp.float32) for one in vectors]
-        return kernel([y, ct, rate], vectors, [like], sums, backend(implementation))
-
     if implementation == XLA:
-        (of_x,), of_vectors = kernel.in_plain_jax([y, ct, rate], vectors, [y], vectors)
+        (of_x,), of_vectors = _backward(bias_M is not None).in_plain_jax([y, ct, rate], vectors, [y], vectors)
     else:
-        rows, all_m = " ".join(f"r{i}" for i in range(y.ndim - 1)), ["m"] * len(vectors)
-        rule = f"{', '.join([f'{rows} m', f'{rows} m', rows, *all_m])} -> {', '.join([f'{rows} m', *all_m])}"
-        run = with_rule(norm_gradients, rule, reduction=rows.split(), need_replication=["m"])
+        run = _gradients_on_shards(y.ndim - 1, bias_M is not None, backend(implementation))
         of_x, *of_vectors = run(y, ct, rate, *vectors)
     of_scale, *of_bias = (g.astype(one.dtype) for g, one in zip(of_vectors, vectors, strict=True))
     return of_x, of_scale, of_bias[0] if of_bias else None
+
+
+@functools.cache
+def _gradients_on_shards(num_rows: int, has_bias: bool, compiler: Backend) -> Callable[..., Any]:
+    def norm_gradients(y: jax.Array, ct: jax.Array, rate: jax.Array, *vectors: jax.Array) -> list[jax.Array]:
+        like = jax.ShapeDtypeStruct(y.shape, y.dtype)
+        sums = [jax.ShapeDtypeStruct(one.shape, jnp.float32) for one in vectors]
+        return _backward(has_bias)([y, ct, rate], vectors, [like], sums, compiler)
+
+    rows, all_m = " ".join(f"r{i}" for i in range(num_rows)), ["m"] * (2 if has_bias else 1)
+    rule = f"{', '.join([f'{rows} m', f'{rows} m', rows, *all_m])} -> {', '.join([f'{rows} m', *all_m])}"
+    return with_rule(norm_gradients, rule, reduction=rows.split(), need_replication=["m"])
 
 
 invertible_norm.defvjp(_keep, _gradients)

@@ -10,14 +10,14 @@ Shape suffixes: M features.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
 from . import row_kernel
-from .implementation import ONE_PASS, XLA, Candidate, backend, choose
+from .implementation import ONE_PASS, XLA, Backend, Candidate, backend, choose
 from .invertible_norm import invertible_norm, keeps_output
 from .row_kernel import Along, RowKernel
 from .saved_names import saved
@@ -91,11 +91,16 @@ def obstacle(implementation: str, x: Any) -> str:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def _layer_norm(x: jax.Array, scale_M: jax.Array, bias_M: jax.Array, epsilon: float, implementation: str) -> jax.Array:
+    return _on_shards(epsilon, backend(implementation))(x, scale_M, bias_M)
+
+
+@functools.cache
+def _on_shards(epsilon: float, compiler: Backend) -> Callable[..., Any]:
     def layer_norm(x: jax.Array, scale_M: jax.Array, bias_M: jax.Array) -> jax.Array:
         like = jax.ShapeDtypeStruct(x.shape, x.dtype)
-        return _forward(epsilon)([x], [scale_M, bias_M], [like], [], backend(implementation))[0]
+        return _forward(epsilon)([x], [scale_M, bias_M], [like], [], compiler)[0]
 
-    return with_rule(layer_norm, "... m, m, m -> ... m", need_replication=["m"])(x, scale_M, bias_M)
+    return with_rule(layer_norm, "... m, m, m -> ... m", need_replication=["m"])
 
 
 def _keep(x: jax.Array, scale_M: jax.Array, bias_M: jax.Array, epsilon: float, implementation: str) -> Any:
@@ -104,16 +109,20 @@ def _keep(x: jax.Array, scale_M: jax.Array, bias_M: jax.Array, epsilon: float, i
 
 
 def _gradients(epsilon: float, implementation: str, kept: Any, ct: jax.Array) -> tuple[jax.Array, ...]:
+    x, scale_M, bias_M = kept
+    of_x, of_scale, of_bias = _gradients_on_shards(x.ndim - 1, epsilon, backend(implementation))(x, ct, scale_M)
+    return of_x, of_scale.astype(scale_M.dtype), of_bias.astype(bias_M.dtype)
+
+
+@functools.cache
+def _gradients_on_shards(num_rows: int, epsilon: float, compiler: Backend) -> Callable[..., Any]:
     def layer_norm_gradients(x: jax.Array, ct: jax.Array, scale_M: jax.Array) -> list[jax.Array]:
         like, total = jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct(scale_M.shape, jnp.float32)
-        return _backward(epsilon)([x, ct], [scale_M], [like], [total, total], backend(implementation))
+        return _backward(epsilon)([x, ct], [scale_M], [like], [total, total], compiler)
 
-    x, scale_M, bias_M = kept
-    rows = " ".join(f"r{i}" for i in range(x.ndim - 1))
+    rows = " ".join(f"r{i}" for i in range(num_rows))
     rule = f"{rows} m, {rows} m, m -> {rows} m, m, m"
-    run = with_rule(layer_norm_gradients, rule, reduction=rows.split(), need_replication=["m"])
-    of_x, of_scale, of_bias = run(x, ct, scale_M)
-    return of_x, of_scale.astype(scale_M.dtype), of_bias.astype(bias_M.dtype)
+    return with_rule(layer_norm_gradients, rule, reduction=rows.split(), need_replication=["m"])
 
 
 _layer_norm.defvjp(_keep, _gradients)

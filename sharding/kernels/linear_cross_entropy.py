@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from ..errors import ShardingError
-from ..mesh import current
+from ..mesh import current, platform
 from . import cross_entropy_block, cross_entropy_gpu, cross_entropy_scan, cross_entropy_tpu
 from .cross_entropy_block import Cotangents, Softmax
 from .implementation import XLA, Candidate, backend, choose
@@ -170,6 +170,14 @@ def _softmax(
     x: jax.Array, w: jax.Array, bias: jax.Array | None, labels: jax.Array, options: Options
 ) -> tuple[jax.Array, jax.Array]:
     """Logsumexp of each token, and the logit of its label or 0."""
+    run = _on_shards(x.ndim - 1, bias is not None, options, platform())
+    logsumexp_N, target_N = run(x, w, labels, _starts(w, options), *([] if bias is None else [bias]))
+    return jax.nn.logsumexp(logsumexp_N, axis=-1), jnp.sum(target_N, axis=-1)
+
+
+@functools.cache
+def _on_shards(num_rows: int, has_bias: bool, options: Options, on: str) -> Callable[..., Any]:
+    del on  # the platform, which decides whether kernels are interpreted
 
     def linear_cross_entropy(x: Any, w: Any, labels: Any, starts_N: Any, *bias: Any) -> tuple[jax.Array, jax.Array]:
         found = _forward(x, w, labels - starts_N[0], bias, options)
@@ -178,11 +186,9 @@ def _softmax(
         per_part = [y.reshape(*labels.shape, 1) for y in (found.logsumexp_T1, found.target_T1)]
         return jnp.pad(per_part[0], others, constant_values=-jnp.inf), jnp.pad(per_part[1], others)
 
-    rows, of_w, operands = _names(x, options, bias)
+    rows, of_w, operands = _names(num_rows, has_bias, options)
     rule = f"{rows} m, {of_w}, {rows}, {', '.join(['n', *operands])} -> {rows} n, {rows} n"
-    run = with_rule(linear_cross_entropy, rule, need_replication=["m", "k"])
-    logsumexp_N, target_N = run(x, w, labels, _starts(w, options), *([] if bias is None else [bias]))
-    return jax.nn.logsumexp(logsumexp_N, axis=-1), jnp.sum(target_N, axis=-1)
+    return with_rule(linear_cross_entropy, rule, need_replication=["m", "k"])
 
 
 def _keep(x: jax.Array, w: jax.Array, bias: jax.Array | None, labels: jax.Array, options: Options) -> Any:
@@ -193,6 +199,17 @@ def _keep(x: jax.Array, w: jax.Array, bias: jax.Array | None, labels: jax.Array,
 def _gradients(options: Options, kept: Any, cts: Any) -> Any:
     x, w, bias, labels, logsumexp = kept
     of_loss, of_logsumexp = (jnp.where(labels < 0, 0.0, ct) for ct in cts)
+    run = _gradients_on_shards(x.ndim - 1, bias is not None, options, platform())
+    biases = [] if bias is None else [bias]
+    of_x, of_w, *of_biases = run(
+        x, w, labels, logsumexp, of_loss + of_logsumexp, -of_loss, _starts(w, options), *biases
+    )
+    return of_x, of_w, of_biases[0] if of_biases else None, None
+
+
+@functools.cache
+def _gradients_on_shards(num_rows: int, has_bias: bool, options: Options, on: str) -> Callable[..., Any]:
+    del on
 
     def linear_cross_entropy_gradients(
         x: Any, w: Any, labels: Any, logsumexp: Any, of_softmax: Any, of_target: Any, starts_N: Any, *bias: Any
@@ -201,24 +218,20 @@ def _gradients(options: Options, kept: Any, cts: Any) -> Any:
         found = _backward(x, w, Cotangents(*(y.reshape(-1, 1) for y in tokens)), bias, options)
         return [found[0].reshape(x.shape), *found[1:]]
 
-    rows, of_w, of_bias = _names(x, options, bias)
+    rows, of_w, of_bias = _names(num_rows, has_bias, options)
     operands = [f"{rows} m", of_w, *[rows] * 4, "n", *of_bias]
     rule = f"{', '.join(operands)} -> {', '.join([f'{rows} m', of_w, *of_bias])}"
-    run = with_rule(linear_cross_entropy_gradients, rule, reduction=[*rows.split(), "n"], need_replication=["m", "k"])
-    biases = [] if bias is None else [bias]
-    of_x, of_w, *of_biases = run(
-        x, w, labels, logsumexp, of_loss + of_logsumexp, -of_loss, _starts(w, options), *biases
-    )
-    return of_x, of_w, of_biases[0] if of_biases else None, None
+    reduction = [*rows.split(), "n"]
+    return with_rule(linear_cross_entropy_gradients, rule, reduction=reduction, need_replication=["m", "k"])
 
 
 _losses.defvjp(_keep, _gradients)
 
 
-def _names(x: jax.Array, options: Options, bias: Any) -> tuple[str, str, list[str]]:
+def _names(num_rows: int, has_bias: bool, options: Options) -> tuple[str, str, list[str]]:
     """In the notation of rules: the dims of the tokens, w, and bias if any."""
-    rows = " ".join(f"r{i}" for i in range(x.ndim - 1))
-    return rows, "(n k) m" if options.is_transposed else "m (n k)", [] if bias is None else ["(n k)"]
+    rows = " ".join(f"r{i}" for i in range(num_rows))
+    return rows, "(n k) m" if options.is_transposed else "m (n k)", ["(n k)"] if has_bias else []
 
 
 def _starts(w: jax.Array, options: Options) -> jax.Array:

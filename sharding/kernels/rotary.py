@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -24,7 +25,7 @@ from jax.experimental.pallas import tpu as pltpu
 from ..errors import ShardingError
 from ..mesh import platform
 from . import rotary_gpu
-from .implementation import XLA, Candidate, backend, choose, tpu_kernel, unsupported
+from .implementation import XLA, Backend, Candidate, backend, choose, tpu_kernel, unsupported
 from .with_rule import with_rule
 
 BLOCK_BYTES = 2**20
@@ -146,18 +147,22 @@ def _check(x: Any, positions: Any, frequencies: Any, features: int) -> None:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def _rotary(x: jax.Array, cos: jax.Array, sin: jax.Array, is_interleaved: bool, implementation: str) -> jax.Array:
+    return _on_shards(x.ndim - 3, cos.ndim > 2, is_interleaved, backend(implementation))(x, cos, sin)
+
+
+@functools.cache
+def _on_shards(num_batch_dims: int, is_per_batch: bool, is_interleaved: bool, compiler: Backend) -> Callable[..., Any]:
     def rotary(x_BSND: jax.Array, cos_BSH: jax.Array, sin_BSH: jax.Array) -> jax.Array:
-        compiler, lead, shared = backend(implementation), x_BSND.shape[:-3], cos_BSH.ndim == 2
+        lead, shared = x_BSND.shape[:-3], not is_per_batch
         on_tpu = functools.partial(_on_tpu, is_interleaved=is_interleaved)
         run = on_tpu if compiler.target == "tpu" else rotary_gpu.rotated
         x = x_BSND.reshape(math.prod(lead), *x_BSND.shape[-3:])
         cos_ZSH, sin_ZSH = (y[None] if shared else y.reshape(-1, *y.shape[-2:]) for y in (cos_BSH, sin_BSH))
         return run(x, cos_ZSH, sin_ZSH, interpret=compiler.interpret).reshape(x_BSND.shape) if x.size else x_BSND
 
-    lead = " ".join(f"b{i}" for i in range(x.ndim - 3))
-    table = "s h" if cos.ndim == 2 else f"{lead} s h"
-    run = with_rule(rotary, f"{lead} s n d, {table}, {table} -> {lead} s n d", need_replication=["d", "h"])
-    return run(x, cos, sin)
+    lead = " ".join(f"b{i}" for i in range(num_batch_dims))
+    table = f"{lead} s h" if is_per_batch else "s h"
+    return with_rule(rotary, f"{lead} s n d, {table}, {table} -> {lead} s n d", need_replication=["d", "h"])
 
 
 def _keep(x: jax.Array, cos: jax.Array, sin: jax.Array, is_interleaved: bool, implementation: str) -> Any:

@@ -9,7 +9,7 @@ Shape suffixes: S scores of a row.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from ..errors import ShardingError
 from . import row_kernel
-from .implementation import ONE_PASS, XLA, Candidate, backend, choose
+from .implementation import ONE_PASS, XLA, Backend, Candidate, backend, choose
 from .row_kernel import Along, RowKernel
 from .saved_names import saved
 from .with_rule import with_rule
@@ -91,12 +91,18 @@ def obstacle(implementation: str, scores: Any) -> str:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _softmax(scores: jax.Array, mask: jax.Array | None, scale: float, implementation: str) -> jax.Array:
+    arrays = [scores] if mask is None else [scores, mask]
+    return _on_shards(scale, mask is not None, backend(implementation))(*arrays)
+
+
+@functools.cache
+def _on_shards(scale: float, has_mask: bool, compiler: Backend) -> Callable[..., Any]:
     def scaled_softmax(*arrays: jax.Array) -> jax.Array:
         like = jax.ShapeDtypeStruct(arrays[0].shape, arrays[0].dtype)
-        return _forward(scale, len(arrays) > 1)(arrays, [], [like], [], backend(implementation))[0]
+        return _forward(scale, has_mask)(arrays, [], [like], [], compiler)[0]
 
-    arrays = [scores] if mask is None else [scores, mask]
-    return with_rule(scaled_softmax, f"{', '.join(['... s'] * len(arrays))} -> ... s", need_replication=["s"])(*arrays)
+    operands = "... s, ... s" if has_mask else "... s"
+    return with_rule(scaled_softmax, f"{operands} -> ... s", need_replication=["s"])
 
 
 def _keep(scores: jax.Array, mask: jax.Array | None, scale: float, implementation: str) -> Any:
@@ -105,12 +111,16 @@ def _keep(scores: jax.Array, mask: jax.Array | None, scale: float, implementatio
 
 
 def _gradients(scale: float, implementation: str, weights: jax.Array, ct: jax.Array) -> Any:
+    return _gradients_on_shards(scale, backend(implementation))(weights, ct), None
+
+
+@functools.cache
+def _gradients_on_shards(scale: float, compiler: Backend) -> Callable[..., Any]:
     def scaled_softmax_gradients(weights: jax.Array, ct: jax.Array) -> jax.Array:
         like = jax.ShapeDtypeStruct(ct.shape, ct.dtype)
-        return _backward(scale)([weights, ct], [], [like], [], backend(implementation))[0]
+        return _backward(scale)([weights, ct], [], [like], [], compiler)[0]
 
-    run = with_rule(scaled_softmax_gradients, "... s, ... s -> ... s", need_replication=["s"])
-    return run(weights, ct), None
+    return with_rule(scaled_softmax_gradients, "... s, ... s -> ... s", need_replication=["s"])
 
 
 _softmax.defvjp(_keep, _gradients)

@@ -8,16 +8,20 @@ sharded factor are added up. So a kernel with a derivative of its own (`jax.cust
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from .. import compat
 from ..errors import ShardingError
 from ..rules import Kind, notation
 from .kernel_call import KernelCall, kernel_call_p, varying_axes
+
+MOST_SHAPES = 256
+"""Of operands, that a function with a rule is kept traced for."""
 
 
 def with_rule(
@@ -43,7 +47,7 @@ def with_rule(
 
     Returns:
         A function of the same operands, all of them positional. It can be differentiated, also twice, and mapped by
-        `jax.vmap`; gradients compute `f` again.
+        `jax.vmap`; gradients compute `f` again. As under `jax.jit`, `f` is traced once for operands of equal shapes.
 
     Raises:
         ShardingError: malformed rule; when called, operands or results that don't fit it, or results of shards that
@@ -61,9 +65,10 @@ def with_rule(
     parsed = notation.parse(rule, reduction=reduction, need_replication=need_replication, sizes=sizes)
     name = getattr(f, "__name__", type(f).__name__)
 
-    @functools.wraps(f)
-    def called(*operands: Any) -> Any:
-        arrays = _varying_alike([jnp.asarray(x) for x in operands])
+    @functools.lru_cache(maxsize=MOST_SHAPES)
+    def call_at(shapes: Sequence[jax.ShapeDtypeStruct], context: Any) -> tuple[KernelCall, Any]:
+        """The call for operands of these shapes, and the tree of its results."""
+        del context  # the rest of JAX's own key
         trees: list[Any] = []
 
         def leaves(*xs: Any) -> list[Any]:
@@ -72,9 +77,16 @@ def with_rule(
             return flat
 
         call = KernelCall(name=name, function=leaves, rule=parsed)
-        results = call.results(arrays)
-        rule = _with_kinds(parsed.at([x.shape for x in arrays], [x.shape for x in results]))
-        return jax.tree.unflatten(trees[0], kernel_call_p.bind(*arrays, call=replace(call, rule=rule)))
+        results = call.results(shapes)
+        rule = _with_kinds(parsed.at([x.shape for x in shapes], [x.shape for x in results]))
+        return replace(call, rule=rule), trees[0]
+
+    @functools.wraps(f)
+    def called(*operands: Any) -> Any:
+        arrays = _varying_alike([jnp.asarray(x) for x in operands])
+        shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays)
+        call, tree = call_at(shapes, compat.trace_context())
+        return jax.tree.unflatten(tree, kernel_call_p.bind(*arrays, call=call))
 
     return called
 

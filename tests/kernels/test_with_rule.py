@@ -10,7 +10,7 @@ from support import one_device, pallas_kernels
 from support.one_device import SIZES
 
 import sharding
-from sharding import P, ShardingError, kernels
+from sharding import P, ShardingError, compat, kernels
 from sharding.kernels.kernel_call import KernelCall
 
 RNG = np.random.default_rng(0)
@@ -173,6 +173,36 @@ def test_an_outline_has_the_same_arrays_and_does_not_run():
     expected = kernels.rms_norm(x, scale, implementation="xla")
     np.testing.assert_allclose(run(x[:8], scale), expected[:8], rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(run(x, scale), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_function_is_traced_once_for_operands_of_equal_shapes():
+    shapes = []
+
+    def double(x):
+        shapes.append(x.shape)
+        return x * 2
+
+    run = kernels.with_rule(double, "a b -> a b")
+    jax.make_jaxpr(lambda x, y: run(run(x)) + run(y))(array(4, 8), array(4, 8))
+    assert shapes == [(4, 8)]
+    jax.make_jaxpr(run)(array(8, 8))
+    assert shapes == [(4, 8), (8, 8)]
+    with jax.default_matmul_precision("highest"):
+        jax.make_jaxpr(run)(array(4, 8))
+    assert len(shapes) == 3
+
+
+def test_layers_share_the_calls_of_kernels():
+    def loss(x, scales):
+        for scale in scales:
+            x = kernels.rms_norm(x, scale, implementation="mosaic_tpu")
+        return x.sum()
+
+    jaxpr = jax.make_jaxpr(jax.grad(loss, (0, 1)))(array(16, 128), [array(128) for _ in range(3)])
+    eqns = [inner for eqn in jaxpr.eqns for inner in compat.equations(eqn)]
+    calls = [eqn.params["call"] for eqn in eqns if eqn.primitive.name == "kernel_call"]
+    assert len(calls) == 6
+    assert len({id(call) for call in calls}) == 2  # forward and backward
 
 
 @pytest.mark.parametrize("devices", ["v5p:2x2x1", "h100:1x4"])
