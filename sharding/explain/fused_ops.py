@@ -6,6 +6,8 @@ themselves (`memory/fusion.py`), of a program lowered for one platform.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from ..cost.flops import MATMULS
 from ..graph import Graph, Op
 from ..hardware import Platform
@@ -19,11 +21,15 @@ COPY, ZEROS = 2, 1
 """Passes over a slice: a copy reads and writes it, zeros are written."""
 
 
-def never_stored(graph: Graph, platform: Platform) -> set[int]:
-    """Values that are never stored, as XLA fuses their ops into the consumers.
+def never_stored(graph: Graph, platform: Platform) -> frozenset[int]:
+    """Values that are never stored, as XLA fuses their ops into the consumers; found once for all shardings.
 
     On GPUs and TPUs products round their results themselves, where only the rounded ones are read.
     """
+    return graph.once(f"never stored on {platform}", lambda: _never_stored(graph, platform))
+
+
+def _never_stored(graph: Graph, platform: Platform) -> frozenset[int]:
     stored = {*graph.inputs, *graph.outputs}
     for op in graph.ops:
         if op.name not in FUSED:
@@ -31,10 +37,10 @@ def never_stored(graph: Graph, platform: Platform) -> set[int]:
                 stored.update(op.results)
             if not _reduces(op):
                 stored.update(v for v in op.operands if v in graph.makers)
-    return set(range(len(graph.shapes))) - stored
+    return frozenset(range(len(graph.shapes))) - stored
 
 
-def read_by_siblings(graph: Graph, fused: set[int]) -> dict[int, set[int]]:
+def read_by_siblings(graph: Graph, fused: Collection[int]) -> dict[int, set[int]]:
     """Op, by id -> operands that it needn't read from memory, though they are stored.
 
     XLA:GPU and XLA:TPU fuse elementwise ops that read the same arrays into one kernel with several results, such as
@@ -48,7 +54,7 @@ def read_by_siblings(graph: Graph, fused: set[int]) -> dict[int, set[int]]:
         if op.name not in FUSED or op.times != times:
             known, times = set(), op.times
         if op.name in FUSED:
-            if again := known.intersection(op.operands) - fused:
+            if again := known.intersection(op.operands).difference(fused):
                 found[id(op)] = again
             known.update(op.operands, op.results)
     return found

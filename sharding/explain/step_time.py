@@ -262,10 +262,12 @@ class _Tasks:
 
     def __init__(self, assignment: Assignment, on: Topology, program: ProgramCollectives):
         self.assignment, self.graph, self.on, self.program = assignment.as_run, assignment.graph, on, program
-        self.fused = never_stored(self.graph, on.chip.platform)
-        self.read_before = {} if on.chip.platform == "cpu" else read_by_siblings(self.graph, self.fused)
-        self.passes = slice_passes(self.graph) if on.chip.platform == "gpu" else {}
-        self.kinds, self.works = op_kinds(self.graph), dict[tuple, Work]()
+        graph, platform = self.graph, on.chip.platform
+        self.fused = never_stored(graph, platform)
+        self.read_before = graph.once(f"read on {platform}", lambda: self.read_by_siblings(platform))
+        self.passes = graph.once(f"passes on {platform}", lambda: slice_passes(graph) if platform == "gpu" else {})
+        self.kinds, sizes = op_kinds(graph), dict(assignment.sizes)
+        self.works = graph.once(f"works on {platform} with {sizes}", dict[tuple, Work])
         self.asynchronous = asynchronous(on.chip)
         self.ready: dict[int, tuple[str, ...]] = {}  # value -> the tasks that it depends on
         self.number = 0
@@ -273,6 +275,9 @@ class _Tasks:
         self.last: tuple[str, ...] = ()  # the device's last task
         self.copies: list[str] = []  # in the current loop
         self.started: tuple[str, ...] = ()  # the last task and copies before the current loop
+
+    def read_by_siblings(self, platform: Platform) -> dict[int, set[int]]:
+        return {} if platform == "cpu" else read_by_siblings(self.graph, self.fused)
 
     def all(self) -> Iterator[tuple[Task, TimedOp]]:
         for op, transfers in self.program.ops:
@@ -353,10 +358,10 @@ class _Tasks:
             specs = (*strategy.operand_specs, *strategy.result_specs)
         else:
             specs = tuple(self.assignment.specs[v] for v in values)
-        if op.rule is None or op.name not in EQUAL_WORK:
-            return self.work_with(op, specs)
-        kept = *(v in self.fused for v in values), *(v in self.read_before.get(id(op), ()) for v in op.operands)
-        key = self.kinds[id(op)].number, op.name, *(spec.axes for spec in specs), *kept
+        key: tuple = id(op), *(spec.axes for spec in specs)
+        if op.rule is not None and op.name in EQUAL_WORK:
+            kept = *(v in self.fused for v in values), *(v in self.read_before.get(id(op), ()) for v in op.operands)
+            key = self.kinds[id(op)].number, op.name, *key[1:], *kept
         if key not in self.works:
             self.works[key] = self.work_with(op, specs)
         return self.works[key]

@@ -97,7 +97,7 @@ class _Builder:
     positions: dict[int, int] = field(init=False)
     """id of an op -> its place in the program."""
     readers: Counter = field(init=False)
-    stored_nowhere: set[int] = field(init=False)
+    stored_nowhere: frozenset[int] = field(init=False)
     inputs: set[int] = field(init=False)
     chip: Chip = field(init=False)
     """At its rates alone."""

@@ -35,10 +35,7 @@ Bisected with the compiler."""
 
 def rounded_values(graph: Graph) -> frozenset[int]:
     """The float32 values that are only read in bfloat16."""
-    known: frozenset[int] | None = graph.derived.get("rounded values")
-    if known is None:
-        known = graph.derived["rounded values"] = frozenset(_rounded_values(graph))
-    return known
+    return graph.once("rounded values", lambda: frozenset(_rounded_values(graph)))
 
 
 def _rounded_values(graph: Graph) -> set[int]:

@@ -61,20 +61,21 @@ class Numbered(NamedTuple):
 
 def op_kinds(graph: Graph) -> dict[int, Numbered]:
     """id of an op that has a rule -> its kind; found once for all shardings of a program."""
-    found: dict[int, Numbered] | None = graph.derived.get("op kinds")
-    if found is None:
-        ops = [op for op in graph.ops if op.rule is not None and (op.operands or op.results)]
-        readers = Counter(reader for op in ops if op.name == REDUCE_SCATTERED for reader in _reads(graph, op))
-        values = {*graph.inputs, *graph.makers}
-        found, known = {}, dict[tuple[int, OpKind], Numbered]()
-        for op in ops:
-            kind = _kind(graph, op, readers, values)
-            # By identity: the graph keeps its rules, and hashing one is slow.
-            key = id(op.rule), kind
-            if key not in known:
-                known[key] = Numbered(len(known), kind, f"{op.rule!r} {kind}")
-            found[id(op)] = known[key]
-        graph.derived["op kinds"] = found
+    return graph.once("op kinds", lambda: _op_kinds(graph))
+
+
+def _op_kinds(graph: Graph) -> dict[int, Numbered]:
+    ops = [op for op in graph.ops if op.rule is not None and (op.operands or op.results)]
+    readers = Counter(reader for op in ops if op.name == REDUCE_SCATTERED for reader in _reads(graph, op))
+    values = {*graph.inputs, *graph.makers}
+    found, known = dict[int, Numbered](), dict[tuple[int, OpKind], Numbered]()
+    for op in ops:
+        kind = _kind(graph, op, readers, values)
+        # By identity: the graph keeps its rules, and hashing one is slow.
+        key = id(op.rule), kind
+        if key not in known:
+            known[key] = Numbered(len(known), kind, f"{op.rule!r} {kind}")
+        found[id(op)] = known[key]
     return found
 
 

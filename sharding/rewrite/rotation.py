@@ -39,12 +39,12 @@ class Rotation:
 
 def rotations(graph: Graph) -> dict[int, Rotation]:
     """Returns result -> the rotation that makes it, of those that all devices run alike; found once per program."""
-    known: dict[int, Rotation] | None = graph.derived.get("rotations")
-    if known is None:
+
+    def find() -> dict[int, Rotation]:
         pairs = ((op, _rotation(op, graph.makers)) for op in graph.ops)
-        known = {op.results[0]: found for op, found in pairs if found is not None and not graph.diverges(op)}
-        graph.derived["rotations"] = known
-    return known
+        return {op.results[0]: found for op, found in pairs if found is not None and not graph.diverges(op)}
+
+    return graph.once("rotations", find)
 
 
 def _rotation(op: Op, makers: Mapping[int, Op]) -> Rotation | None:
