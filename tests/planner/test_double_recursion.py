@@ -77,3 +77,16 @@ def test_a_dead_end_is_refused():
 
 def test_one_pass_without_splits():
     assert planner.solve(five_nodes(), "mindspore").evaluations == 15
+
+
+def test_a_dead_end_is_no_proof():
+    """Earlier decisions may leave a node no strategy where another order of decisions finds one."""
+    texts = []
+    for seed in range(200):
+        problem = random_problem(seed, forbidden=0.5, limited=False)
+        try:
+            planner.solve(problem, "mindspore")
+        except sharding.ShardingError as error:
+            texts.append(str(error))
+    assert texts
+    assert all("none found" in text and 'algorithm="auto"' in text for text in texts)

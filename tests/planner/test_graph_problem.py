@@ -134,6 +134,23 @@ def test_a_parameter_and_its_state_are_one_group_and_inner_layers_are_tied():
     assert tied("state/0/1/0") == tied("state/0/2/0") == tied("state/0/3/0") != tied("state/0/1/1")
 
 
+def test_arrays_of_equal_surroundings_are_tied_by_their_names():
+    """Projections that differ by name are decided apart, those of equal layers together."""
+
+    def heads(params, x):
+        return sum((x @ layer["query"]).sum() + (x @ layer["key"]).sum() for layer in params)
+
+    w = jax.ShapeDtypeStruct((64, 64), "float32")
+    completion, _ = completed(heads, [{"query": w, "key": w} for _ in range(3)], *shapes((512, 64)))
+    groups = ValueGroups(completion.assignment.graph)
+
+    def tied(name):
+        return groups.tied[groups.of(completion.assignment.graph.names[name])]
+
+    assert tied("params/0/query") == tied("params/1/query") == tied("params/2/query")
+    assert tied("params/0/key") == tied("params/1/key") == tied("params/2/key") != tied("params/0/query")
+
+
 def test_the_problem_does_not_grow_with_equal_layers_but_its_cost_does():
     problems = []
     for n in (4, 8):

@@ -12,9 +12,10 @@ from jax.ad_checkpoint import checkpoint_name
 from support.train_steps import hand_written, small_models
 
 import sharding
-from sharding import P, planner, remat
-from sharding.planner import plan_annotations
+from sharding import P, hardware, planner, remat
+from sharding.planner import plan_annotations, plan_remat
 from sharding.planner.plan_polish import alternatives
+from sharding.remat.policy import Policy
 from sharding.spec import to_partition_spec
 
 DEVICES = "h100:1x8"
@@ -468,6 +469,28 @@ def test_ctrl_c_returns_the_best_plan_so_far():
 
 def test_equal_seeds_give_equal_plans():
     assert str(planned(SMALL, seed=3)) == str(planned(SMALL, seed=3))
+
+
+def test_devices_are_a_text_or_described():
+    step, *args = transformer(*SMALL)
+    named, described = (
+        planner.problem_of(step, *args, devices=devices, mesh=FLAT) for devices in (DEVICES, hardware.parse(DEVICES))
+    )
+    assert named.problem.num_nodes == described.problem.num_nodes
+    assert all((a == b).all() for a, b in zip(named.problem.costs, described.problem.costs, strict=True))
+
+
+def test_what_blocks_keep_is_a_table():
+    table = plan_remat.table({None: plan_remat.EVERYTHING_KEPT, 1: Policy()})
+    assert [row[0] for row in table.rows] == ["all", "1"]
+
+
+def test_a_memory_curve_needs_a_limit_that_fits():
+    problem = planner.Problem.of([[0, 3], [2, 0]], [(0, 1, [[0, 5], [5, 0]])], usages=[[8, 4], [8, 4]])
+    curve = planner.memory_curve(problem, limits=[12, 7])
+    assert (curve.limits, [solution.cost for solution in curve.solutions]) == ((12,), [3.0])
+    with pytest.raises(sharding.ShardingError, match="8"):
+        planner.memory_curve(problem, limits=[7, 6])
 
 
 def test_algorithms_side_by_side_and_the_memory_curve():
