@@ -1,5 +1,7 @@
 """Numerical checks of every rule of the table; `rule_reference.py` says what is checked for each equation."""
 
+import itertools
+import math
 from functools import partial
 
 import jax
@@ -408,6 +410,28 @@ def test_random_bits_share_the_batch_dims_of_their_keys():
     assert str(rule_for("random_bits", [(4,)], [(4, 6)], {})) == "i -> i j"
     assert str(rule_for("random_unwrap", [(4,)], [(4, 2)], {})) == "i -> i j"
     assert str(rule_for("random_wrap", [(4, 2)], [(4,)], {})) == "i j -> i"
+
+
+def shapes_of(size, most_dims=3):
+    """All shapes of that many elements with a few dims, none of 1."""
+    if size == 1:
+        yield ()
+    for n in range(2, size + 1) if most_dims else ():
+        if size % n == 0:
+            yield from ((n, *rest) for rest in shapes_of(size // n, most_dims - 1))
+
+
+@pytest.mark.parametrize("size", [24, 36, 60])
+def test_factors_of_reshapes_are_the_same_part_of_both_shapes(size):
+    """Factors make up each dim, and those that both arrays have are behind as many elements in each."""
+    for before, after in itertools.product(shapes_of(size), repeat=2):
+        rule = rule_for("reshape", [before], [after], {})
+        places = []
+        for shape, dims in ((before, rule.operands[0]), (after, rule.results[0])):
+            assert tuple(math.prod(rule.sizes[f] for f in factors) for factors in dims) == shape, (before, after)
+            order = [f for factors in dims for f in factors]
+            places.append({f: math.prod(rule.sizes[g] for g in order[:k]) for k, f in enumerate(order)})
+        assert all(places[0][f] == places[1][f] for f in places[0].keys() & places[1].keys()), (before, after)
 
 
 def test_a_reshape_of_an_empty_array_has_no_rule():
