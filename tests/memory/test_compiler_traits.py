@@ -162,3 +162,21 @@ def test_gpt_on_h100(options, sizes, within):
         facts = cost.read_compiled(jitted.lower(*step.args).compile())
     assert completion.communication().lowered("gpu").by_kind() == facts.by_kind()
     assert completion.memory(platform="gpu").peak_bytes == pytest.approx(facts.peak_bytes, rel=within)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("jax_cuda13_plugin") is None, reason="no cuda13")
+@pytest.mark.parametrize("donated", [(), (0,)])
+@pytest.mark.parametrize("rows", [2048, 8192])
+def test_sums_that_nothing_overlaps_are_reduced_in_place_on_h100(donated, rows):
+    """An all-reduce with no other work to hide behind is synchronous, in the buffer of a result that is not donated."""
+
+    def update(w, x):
+        return w - 0.01 * jax.grad(lambda w: ((x @ w) ** 2).mean())(w)
+
+    w, x = jax.ShapeDtypeStruct((4096, 4096), jnp.float32), jax.ShapeDtypeStruct((rows, 4096), jnp.float32)
+    with sharding.mesh(data=8, devices=cost.compile_only("h100:1x8")):
+        jitted = sharding.jit(update, in_shardings=(P(), P("data")), donate_argnums=donated)
+        predicted = jitted.complete(w, x).memory(platform="gpu").peak_bytes
+        compiled = cost.read_compiled(jitted.lower(w, x).compile()).peak_bytes
+    assert predicted == pytest.approx(compiled, rel=0.1)
