@@ -180,3 +180,35 @@ def test_sums_that_nothing_overlaps_are_reduced_in_place_on_h100(donated, rows):
         predicted = jitted.complete(w, x).memory(platform="gpu").peak_bytes
         compiled = cost.read_compiled(jitted.lower(w, x).compile()).peak_bytes
     assert predicted == pytest.approx(compiled, rel=0.1)
+
+
+def sum_of_product(rows):
+    """A product over a sharded dim, whose sum is all-reduced, and its arguments with specs: rows of any shape."""
+
+    def f(x, w, v):
+        return jnp.sin(x @ w) @ v
+
+    x = jax.ShapeDtypeStruct((*rows, 1024), jnp.float32)
+    w, v = jax.ShapeDtypeStruct((1024, 4096), jnp.float32), jax.ShapeDtypeStruct((4096, 256), jnp.float32)
+    return sharding.jit(f, in_shardings=(P(*[None] * len(rows), "tensor"), P("tensor"), P())), (x, w, v)
+
+
+def test_a_sum_of_more_dims_than_a_matrix_has_is_not_reduced_in_place_on_gpus():
+    """XLA:GPU multiplies matrices; such a sum reads a bitcast of the product, not the product itself."""
+    peaks = []
+    for rows in ((16384,), (16, 1024)):
+        f, args = sum_of_product(rows)
+        with sharding.mesh(tensor=8, devices="h100:1x8"):
+            peaks.append(f.complete(*args).memory().peak_bytes)
+    assert peaks[1] - peaks[0] == 4 * 16384 * 4096
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("jax_cuda13_plugin") is None, reason="no cuda13")
+@pytest.mark.parametrize("rows", [(16384,), (16, 1024), (4, 4, 1024)])
+def test_the_peak_of_a_reduced_product_on_h100(rows):
+    f, args = sum_of_product(rows)
+    with sharding.mesh(tensor=8, devices=cost.compile_only("h100:1x8")):
+        predicted = f.complete(*args).memory(platform="gpu").peak_bytes
+        compiled = cost.read_compiled(f.lower(*args).compile()).peak_bytes
+    assert predicted == pytest.approx(compiled, rel=0.01)
