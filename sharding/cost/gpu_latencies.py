@@ -88,6 +88,11 @@ class Product:
     """Whether an array has more dims than those of a matrix, or of a stack of them."""
 
     @property
+    def num_dims(self) -> int:
+        """Of a matrix, or of a stack of them."""
+        return 2 + (self.batch > 1)
+
+    @property
     def num_splits(self) -> int:
         """How many products of parts XLA:GPU sums (openxla/xla, `service/gpu/transforms/splitk_rewriter.cc`)."""
         flops = self.rows * self.columns * self.summed

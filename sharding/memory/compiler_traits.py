@@ -56,6 +56,8 @@ class CompilerTraits:
     """Whether partial sums that are all-reduced and added are added first."""
     scatters_sums: bool = False
     """Whether all-reduces of which each device keeps a part are reduce-scatters."""
+    reshapes_products: bool = False
+    """Whether products are of matrices, or of stacks of them, so that results with more dims are bitcasts."""
     merges_products: bool = False
     """Whether products that share an operand are slices of one."""
     stores_tiles: bool = False
@@ -88,6 +90,7 @@ TRAITS: Mapping[Platform, CompilerTraits] = {
         combines_all=True,
         block_elements=2**14,
         schedule="latency hiding",
+        reshapes_products=True,
         merges_products=True,
         merges_sums=True,
         scatters_sums=True,

@@ -194,10 +194,16 @@ class Emitter:
         return self.transposed(gathered, [order.index(d) for d in range(len(shape))])
 
     def all_reduce(self, x: Instruction, itemsize: float, axes: tuple[Axis, ...]) -> Instruction:
-        """An all-reduce of partial sums; 16-bit floats are reduced in 32 bits."""
+        """An all-reduce of partial sums; 16-bit floats are reduced in 32 bits.
+
+        It writes into the buffer of the instruction that it reads, not of one that a bitcast is of (openxla/xla,
+        `hlo/analysis/heap_simulator.cc`).
+        """
         facts: Mapping[str, Any] = {"value": x.value, "eqn": x.eqn}
         if itemsize != 2 or not self.traits.widens_16_bits:
-            facts = {**facts, "group": (axes, itemsize), "in_place": ((0, 0),) if self.traits.reduces_in_place else ()}
+            is_bitcast = self.traits.reshapes_products and x.product is not None and x.product.num_dims < len(x.shape)
+            in_place = ((0, 0),) if self.traits.reduces_in_place and not is_bitcast else ()
+            facts = {**facts, "group": (axes, itemsize), "in_place": in_place}
             return self.emit("all-reduce", "unfusible", [x], x.shape, itemsize, axes=axes, **facts)
         x = self.emit("convert", "fusible", [x], x.shape, 4, elementwise=True, **facts)
         x = self.emit("all-reduce", "unfusible", [x], x.shape, 4, group=(axes, 4), axes=axes, **facts)

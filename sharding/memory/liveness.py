@@ -233,8 +233,7 @@ class _BufferAssignment:
         """The operands into which a kernel may write its result."""
         root = kernel.root
         if root.in_place:
-            x = root.operands[root.in_place[0][0]]
-            return [] if is_view_of_matrix(x) and not is_bound(root) else [x]
+            return [root.operands[root.in_place[0][0]]]
         return [] if root in self.not_temporary else self.overwritable(kernel)
 
     def overwritable(self, kernel: Kernel) -> list[Instruction]:
@@ -311,15 +310,6 @@ class _BufferAssignment:
 def is_bound(one: Instruction) -> bool:
     """Whether its results share the buffers of operands by its meaning, not only where that is possible."""
     return bool(one.bodies) or updates(one.name)
-
-
-def is_view_of_matrix(x: Instruction) -> bool:
-    """Whether an array is computed as a product of matrices, or of stacks of them, which have fewer dims than it has.
-
-    What is no kernel of its own then reads a bitcast of the product, and writes into no buffer but that of what it
-    reads (openxla/xla, `hlo/analysis/heap_simulator.cc`).
-    """
-    return x.product is not None and len(x.shape) > 2 + (x.product.batch > 1)
 
 
 def read_otherwise(kernel: Kernel) -> set[Instruction]:

@@ -5,6 +5,7 @@ import importlib.util
 import jax
 import jax.numpy as jnp
 import pytest
+from support.compilers import COMPILERS
 from support.train_steps.small_models import gpt_step
 
 import sharding
@@ -193,22 +194,23 @@ def sum_of_product(rows):
     return sharding.jit(f, in_shardings=(P(*[None] * len(rows), "tensor"), P("tensor"), P())), (x, w, v)
 
 
-def test_a_sum_of_more_dims_than_a_matrix_has_is_not_reduced_in_place_on_gpus():
+@pytest.mark.parametrize(("devices", "more_arrays"), [("h100:1x8", 1), ("v5p:2x2x2", 0)])
+def test_a_sum_of_more_dims_than_a_matrix_has_is_not_reduced_in_place_on_gpus(devices, more_arrays):
     """XLA:GPU multiplies matrices; such a sum reads a bitcast of the product, not the product itself."""
     peaks = []
     for rows in ((16384,), (16, 1024)):
         f, args = sum_of_product(rows)
-        with sharding.mesh(tensor=8, devices="h100:1x8"):
+        with sharding.mesh(tensor=8, devices=devices):
             peaks.append(f.complete(*args).memory().peak_bytes)
-    assert peaks[1] - peaks[0] == 4 * 16384 * 4096
+    assert peaks[1] - peaks[0] == more_arrays * 4 * 16384 * 4096
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("jax_cuda13_plugin") is None, reason="no cuda13")
 @pytest.mark.parametrize("rows", [(16384,), (16, 1024), (4, 4, 1024)])
-def test_the_peak_of_a_reduced_product_on_h100(rows):
+@pytest.mark.parametrize(("platform", "described"), [COMPILERS["tpu"], COMPILERS["gpu"]])
+def test_the_peak_of_a_reduced_product(platform, described, rows):
     f, args = sum_of_product(rows)
-    with sharding.mesh(tensor=8, devices=cost.compile_only("h100:1x8")):
-        predicted = f.complete(*args).memory(platform="gpu").peak_bytes
+    with sharding.mesh(tensor=8, devices=cost.compile_only(described)):
+        predicted = f.complete(*args).memory(platform=platform).peak_bytes
         compiled = cost.read_compiled(f.lower(*args).compile()).peak_bytes
     assert predicted == pytest.approx(compiled, rel=0.01)
