@@ -288,7 +288,7 @@ class ProgramCollectives:
         stays = (
             is_whole
             and step.kind == "reduce-scatter"
-            and stays_all_reduce(self.graph, v, step, self.sizes, self.platform)
+            and stays_all_reduce(self.strategies, v, step, self.sizes, self.platform)
         )
         return "all-reduce" if stays else step.kind
 

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from ..graph import Graph, Op
 from ..hardware import Platform
 from ..memory.primitive_traits import masks_rows
-from ..rewrite.op_strategy import OperandSteps
+from ..rewrite.op_strategy import OperandSteps, OpStrategies
 from ..rewrite.reshard import Step
-from ..rules import Rule
+from ..rules import Kind, Rule
 from ..spec import Axis, Spec, local_shape, num_parts
 from ..xla.collective_lowering import is_scattered_by_all_reduce
 
@@ -69,25 +69,50 @@ def reduce_scattered(
     return found
 
 
-def stays_all_reduce(graph: Graph, v: int, step: Step, sizes: Mapping[str, int], platform: Platform) -> bool:
-    """Whether a platform's compiler all-reduces a sum of which each device keeps a slice, and slices it then.
+def summed_axes(rule: Rule, specs: Sequence[Spec]) -> tuple[Axis, ...]:
+    """The axes of the dim that an op sums over, in their order; none if there are several such dims.
 
     Args:
-        graph: the program.
+        rule: of the op.
+        specs: of its operands.
+    """
+    found = {
+        axes
+        for dims, spec in zip(rule.operands, specs, strict=True)
+        for factors, axes in zip(dims, spec.axes, strict=True)
+        if axes and any(rule.kinds[f] is Kind.REDUCE for f in factors)
+    }
+    return found.pop() if len(found) == 1 else ()
+
+
+def stays_all_reduce(
+    strategies: OpStrategies, v: int, step: Step, sizes: Mapping[str, int], platform: Platform
+) -> bool:
+    """Whether a platform's compiler all-reduces a sum of which each device keeps a slice, and slices it then.
+
+    The slices are along one dim, and in the order of the devices in their groups: for a sum over all axes of a dim that
+    of the dim, else that of the result.
+
+    Args:
+        strategies: of the program's ops.
         v: the sum.
         step: its reduce-scatter.
         sizes: the mesh axis sizes.
         platform: whose compiler it is.
     """
+    graph = strategies.graph
     op = graph.makers.get(v)
+    order = () if op is None or op.rule is None else summed_axes(op.rule, strategies.of(op).operand_specs)
+    is_in_order = {*order} != {*step.axes} or is_part_of_each(step.spec, order)
+    if len(step.dims) > 1 or (step.dims and not is_in_order):
+        return True
     if platform == "gpu":
         return op is not None and bool(op.site) and masks_rows(op.site[0])
     shard, parts = local_shape(step.spec.axes, graph.shapes[v], sizes), num_parts(step.axes, sizes)
-    for d, axes in enumerate(step.spec.axes):
-        if not set(step.axes).isdisjoint(axes):
-            shape = [n * parts if k == d else n for k, n in enumerate(shard)]
-            if is_scattered_by_all_reduce(platform, shape, d, parts, graph.itemsize(v), _tile_of_product(op)):
-                return True
+    for d in step.dims:
+        shape = [n * parts if k == d else n for k, n in enumerate(shard)]
+        if is_scattered_by_all_reduce(platform, shape, d, parts, graph.itemsize(v), _tile_of_product(op)):
+            return True
     return False
 
 

@@ -166,7 +166,7 @@ class Emitter:
             pieces = self.emit("slice", "fusible", [x], shape, itemsize, key=key, **facts)
             received = self.emit(step.kind, "unfusible", [pieces], shape, itemsize, key=key, **sent)
             return self.emit("concatenate", "unfusible", [received], shape, itemsize, key=key, **facts)
-        if step.kind == "reduce-scatter" and self.traits.reduces_in_place:
+        if step.kind == "reduce-scatter" and self.traits.reduces_in_place and len(step.dims) == 1:
             group = (step.axes, itemsize) if self.traits.combines_all else None
             return self.emit(step.kind, "unfusible", [x], shape, itemsize, group=group, **sent)
         if step.kind == "reduce-scatter":

@@ -57,6 +57,11 @@ class Step:
     is_sum: bool = False
     """Whether it adds up partial sums; other all-reduces replicate a short dim."""
 
+    @property
+    def dims(self) -> list[int]:
+        """The dims that are sharded over its axes after it."""
+        return [d for d, dim in enumerate(self.spec.axes) if not set(self.axes).isdisjoint(dim)]
+
 
 def chain(
     have: Spec,
