@@ -16,6 +16,7 @@ from ..cost import gpu_latencies
 from ..cost.collective_combining import combined_collectives, postorder
 from ..cost.latency_hiding import Part, Work, latency_hiding_order
 from .compiler_traits import Schedule
+from .contiguous_sums import contiguous
 from .fusion import Kernel
 from .instruction import Instruction
 from .primitive_traits import BARRIER
@@ -68,7 +69,7 @@ def xla_cpu_order(kernels: Sequence[Kernel], results: Sequence[Instruction]) -> 
 
 def xla_gpu_order(kernels: Sequence[Kernel], results: Sequence[Instruction]) -> list[Step]:
     """Siblings fused, and collectives combined and overlapped with other kernels, as on XLA:GPU."""
-    units = _combined(fuse_siblings(kernels, reorders=True), results, gpu_latencies.MOST_COMBINED_BYTES)
+    units = contiguous(_combined(fuse_siblings(kernels, reorders=True), results, gpu_latencies.MOST_COMBINED_BYTES))
     works, made = _works(units)
     order: list[tuple[int, Part]] = [(k, part) for n, part in latency_hiding_order(works) if (k := made[n]) is not None]
     return _overlapped_steps(units, order)

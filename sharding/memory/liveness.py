@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from .contiguous_sums import is_contiguous_part
 from .cpu_fusion import fuse_on_cpu
 from .fusion import Kernel, fuse
 from .heap_simulator import Interval, aligned
@@ -243,7 +244,7 @@ class _BufferAssignment:
             return []
         scattered = read_otherwise(kernel)
         alike = [x for x in kernel.operands if x.shape == root.shape and x.stored_bytes == root.stored_bytes]
-        return [x for x in alike if x not in scattered]
+        return [x for x in alike if x not in scattered and not is_contiguous_part(x)]
 
     def operand_in_place(self, source: Instruction, element: int) -> int | None:
         """The index of the operand whose buffer a result of an instruction with several takes, if any."""

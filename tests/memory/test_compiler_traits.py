@@ -214,3 +214,41 @@ def test_the_peak_of_a_reduced_product(platform, described, rows):
         predicted = f.complete(*args).memory(platform=platform).peak_bytes
         compiled = cost.read_compiled(f.lower(*args).compile()).peak_bytes
     assert predicted == pytest.approx(compiled, rel=0.01)
+
+
+def small_layers(batch):
+    """A step whose gradients are one combined all-reduce, of 25 MB."""
+
+    def step(params, x):
+        def loss(params):
+            y = x
+            for w, v in params:
+                y = y + jnp.tanh(y @ w) @ v
+            return jnp.square(y).mean()
+
+        value, grads = jax.value_and_grad(loss)(params)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads), value
+
+    w = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
+    args = [(w, w)] * 3, jax.ShapeDtypeStruct((*batch, 1024), jnp.float32)
+    return sharding.jit(step, in_shardings=(P(), P("data")), donate_argnums=0), args
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("jax_cuda13_plugin") is None, reason="no cuda13")
+@pytest.mark.parametrize("batch", [(1024,), (4096,), (8, 512)])
+def test_combined_sums_are_copied_into_one_buffer_on_h100(batch):
+    step, args = small_layers(batch)
+    with sharding.mesh(data=8, devices=cost.compile_only("h100:1x8")):
+        predicted = step.complete(*args).memory(platform="gpu").peak_bytes
+        compiled = cost.read_compiled(step.lower(*args).compile()).peak_bytes
+    assert predicted == pytest.approx(compiled, rel=0.1)
+
+
+def test_combined_sums_are_copied_into_one_buffer():
+    """With few activations the peak has parameters, their gradients, and the buffer that these are copied to."""
+    step, args = small_layers((1024,))
+    with sharding.mesh(data=8, devices="h100:1x8"):
+        peak = step.complete(*args).memory().peak_bytes
+    gradients = 6 * 4 * 1024**2
+    assert 3 * gradients <= peak < 3.2 * gradients
