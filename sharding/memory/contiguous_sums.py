@@ -25,7 +25,10 @@ def contiguous(units: Sequence[list[Kernel]]) -> list[list[Kernel]]:
 
 def is_contiguous_part(x: Instruction) -> bool:
     """Whether a sum is a slice of a combined one, read through a bitcast to its dims."""
-    return x.name == "slice" and x.operands[0].name == "all-reduce" and len(x.operands[0].shape) < len(x.shape)
+    if x.name != "slice" or len(x.operands) != 1:
+        return False
+    (whole,) = x.operands
+    return whole.name == "all-reduce" and len(whole.shape) < len(x.shape)
 
 
 def _in_one_buffer(unit: Sequence[Kernel]) -> Iterator[list[Kernel]]:
