@@ -6,8 +6,6 @@ themselves (`memory/fusion.py`), of a program lowered for one platform.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 from ..cost.flops import MATMULS
 from ..graph import Graph, Op
 from ..hardware import Platform
@@ -40,12 +38,19 @@ def _never_stored(graph: Graph, platform: Platform) -> frozenset[int]:
     return frozenset(range(len(graph.shapes))) - stored
 
 
-def read_by_siblings(graph: Graph, fused: Collection[int]) -> dict[int, set[int]]:
-    """Op, by id -> operands that it needn't read from memory, though they are stored.
+def read_by_siblings(graph: Graph, platform: Platform) -> dict[int, set[int]]:
+    """Op, by id -> operands that it needn't read from memory, though they are stored; found once for all shardings.
 
     XLA:GPU and XLA:TPU fuse elementwise ops that read the same arrays into one kernel with several results, such as
     Adam's update. Counted as one are those without another kernel between them in program order.
     """
+    if platform == "cpu":
+        return {}
+    return graph.once(f"read by siblings on {platform}", lambda: _read_by_siblings(graph, platform))
+
+
+def _read_by_siblings(graph: Graph, platform: Platform) -> dict[int, set[int]]:
+    fused = never_stored(graph, platform)
     found: dict[int, set[int]] = {}
     known, times = set[int](), 1  # values that the kernel has in registers
     for op in graph.ops:
@@ -54,18 +59,23 @@ def read_by_siblings(graph: Graph, fused: Collection[int]) -> dict[int, set[int]
         if op.name not in FUSED or op.times != times:
             known, times = set(), op.times
         if op.name in FUSED:
-            if again := known.intersection(op.operands).difference(fused):
+            if again := known.intersection(op.operands) - fused:
                 found[id(op)] = again
             known.update(op.operands, op.results)
     return found
 
 
-def slice_passes(graph: Graph) -> dict[int, int]:
-    """Op that takes a slice of what a scan stacks, or adds one, by id -> how often XLA:GPU reads or writes the slice.
+def slice_passes(graph: Graph, platform: Platform) -> dict[int, int]:
+    """Op that takes a slice of what a scan stacks, or adds one, by id -> how often XLA:GPU reads or writes the slice;
+    empty on other platforms, found once for all shardings.
 
     Kernels of libraries don't read slices of a stack, so these are copied out of it; nor do they write them. Stacked
     results begin as zeros.
     """
+    return graph.once("slice passes", lambda: _slice_passes(graph)) if platform == "gpu" else {}
+
+
+def _slice_passes(graph: Graph) -> dict[int, int]:
     others = FUSED | NO_WORK
 
     def is_read_by_library(v: int) -> bool:

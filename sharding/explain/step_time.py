@@ -264,8 +264,7 @@ class _Tasks:
         self.assignment, self.graph, self.on, self.program = assignment.as_run, assignment.graph, on, program
         graph, platform = self.graph, on.chip.platform
         self.fused = never_stored(graph, platform)
-        self.read_before = graph.once(f"read on {platform}", lambda: self.read_by_siblings(platform))
-        self.passes = graph.once(f"passes on {platform}", lambda: slice_passes(graph) if platform == "gpu" else {})
+        self.read_before, self.passes = read_by_siblings(graph, platform), slice_passes(graph, platform)
         self.kinds, sizes = op_kinds(graph), dict(assignment.sizes)
         self.works = graph.once(f"works on {platform} with {sizes}", dict[tuple, Work])
         self.asynchronous = asynchronous(on.chip)
@@ -275,9 +274,6 @@ class _Tasks:
         self.last: tuple[str, ...] = ()  # the device's last task
         self.copies: list[str] = []  # in the current loop
         self.started: tuple[str, ...] = ()  # the last task and copies before the current loop
-
-    def read_by_siblings(self, platform: Platform) -> dict[int, set[int]]:
-        return {} if platform == "cpu" else read_by_siblings(self.graph, self.fused)
 
     def all(self) -> Iterator[tuple[Task, TimedOp]]:
         for op, transfers in self.program.ops:

@@ -19,7 +19,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..mesh import platform
 from . import cached_attention, chunked_attention, tpu_attention
 from .attention_masks import Scores
 from .chunked_attention import Segments
@@ -41,14 +40,11 @@ def attend(
     implementation: str, scores: Scores, q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments
 ) -> tuple[jax.Array, jax.Array]:
     """Attention [B, T, H, D] and the logsumexp of each query's scores [B, T, H]."""
-
-    return _on_shards(implementation, scores, bool(segments), platform())(q, k, v, *segments)
+    return _on_shards(implementation, scores, bool(segments))(q, k, v, *segments)
 
 
 @functools.cache
-def _on_shards(implementation: str, scores: Scores, has_segments: bool, on: str) -> Callable[..., Any]:
-    del on  # the platform, which decides whether kernels are interpreted
-
+def _on_shards(implementation: str, scores: Scores, has_segments: bool) -> Callable[..., Any]:
     def attention(q: jax.Array, k: jax.Array, v: jax.Array, *segments: jax.Array) -> tuple[jax.Array, jax.Array]:
         return MODULES[implementation].forward(scores, q, k, v, segments)
 
@@ -68,14 +64,12 @@ def _keep(
 def _gradients(implementation: str, scores: Scores, kept: Any, cotangents: Any) -> tuple[Any, ...]:
     q, k, v, segments, out, lse = kept
     dout, dlse = cotangents
-    run = _gradients_on_shards(implementation, scores, bool(segments), platform())
+    run = _gradients_on_shards(implementation, scores, bool(segments))
     return *run(q, k, v, *segments, out, dout, lse, dlse), None
 
 
 @functools.cache
-def _gradients_on_shards(implementation: str, scores: Scores, has_segments: bool, on: str) -> Callable[..., Any]:
-    del on
-
+def _gradients_on_shards(implementation: str, scores: Scores, has_segments: bool) -> Callable[..., Any]:
     def attention_gradients(*arrays: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         q, k, v, *segments, out, dout, lse, dlse = arrays
         delta_BTH = jnp.sum(out.astype(lse.dtype) * dout.astype(lse.dtype), axis=-1) - dlse

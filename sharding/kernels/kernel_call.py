@@ -46,8 +46,9 @@ class KernelCall:
 
     def outline(self, operands: Sequence[Any]) -> jex.ClosedJaxpr:
         """The same as far as its arrays go: the bodies of kernels, which are slow to trace, may be missing."""
-        if _key(operands) in self.jaxprs:
-            return self.jaxprs[_key(operands)]
+        known = self.jaxprs.get(_key(operands))
+        if known is not None:
+            return known
         with without_bodies():
             return self._traced(operands, self.outlines)
 

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from ..errors import ShardingError
-from ..mesh import current, platform
+from ..mesh import current
 from . import cross_entropy_block, cross_entropy_gpu, cross_entropy_scan, cross_entropy_tpu
 from .cross_entropy_block import Cotangents, Softmax
 from .implementation import XLA, Candidate, backend, choose
@@ -170,15 +170,13 @@ def _softmax(
     x: jax.Array, w: jax.Array, bias: jax.Array | None, labels: jax.Array, options: Options
 ) -> tuple[jax.Array, jax.Array]:
     """Logsumexp of each token, and the logit of its label or 0."""
-    run = _on_shards(x.ndim - 1, bias is not None, options, platform())
+    run = _on_shards(x.ndim - 1, bias is not None, options)
     logsumexp_N, target_N = run(x, w, labels, _starts(w, options), *([] if bias is None else [bias]))
     return jax.nn.logsumexp(logsumexp_N, axis=-1), jnp.sum(target_N, axis=-1)
 
 
 @functools.cache
-def _on_shards(num_rows: int, has_bias: bool, options: Options, on: str) -> Callable[..., Any]:
-    del on  # the platform, which decides whether kernels are interpreted
-
+def _on_shards(num_rows: int, has_bias: bool, options: Options) -> Callable[..., Any]:
     def linear_cross_entropy(x: Any, w: Any, labels: Any, starts_N: Any, *bias: Any) -> tuple[jax.Array, jax.Array]:
         found = _forward(x, w, labels - starts_N[0], bias, options)
         # Of its parts of the vocabulary, a device has results in the first one.
@@ -199,7 +197,7 @@ def _keep(x: jax.Array, w: jax.Array, bias: jax.Array | None, labels: jax.Array,
 def _gradients(options: Options, kept: Any, cts: Any) -> Any:
     x, w, bias, labels, logsumexp = kept
     of_loss, of_logsumexp = (jnp.where(labels < 0, 0.0, ct) for ct in cts)
-    run = _gradients_on_shards(x.ndim - 1, bias is not None, options, platform())
+    run = _gradients_on_shards(x.ndim - 1, bias is not None, options)
     biases = [] if bias is None else [bias]
     of_x, of_w, *of_biases = run(
         x, w, labels, logsumexp, of_loss + of_logsumexp, -of_loss, _starts(w, options), *biases
@@ -208,9 +206,7 @@ def _gradients(options: Options, kept: Any, cts: Any) -> Any:
 
 
 @functools.cache
-def _gradients_on_shards(num_rows: int, has_bias: bool, options: Options, on: str) -> Callable[..., Any]:
-    del on
-
+def _gradients_on_shards(num_rows: int, has_bias: bool, options: Options) -> Callable[..., Any]:
     def linear_cross_entropy_gradients(
         x: Any, w: Any, labels: Any, logsumexp: Any, of_softmax: Any, of_target: Any, starts_N: Any, *bias: Any
     ) -> list[jax.Array]:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from .. import compat
 from ..errors import ShardingError
+from ..mesh import platform
 from ..rules import Kind, notation
 from .kernel_call import KernelCall, kernel_call_p, varying_axes
 
@@ -68,7 +69,7 @@ def with_rule(
     @functools.lru_cache(maxsize=MOST_SHAPES)
     def call_at(shapes: Sequence[jax.ShapeDtypeStruct], context: Any) -> tuple[KernelCall, Any]:
         """The call for operands of these shapes, and the tree of its results."""
-        del context  # the rest of JAX's own key
+        del context  # the rest of JAX's own key, and the platform, by which kernels are interpreted
         trees: list[Any] = []
 
         def leaves(*xs: Any) -> list[Any]:
@@ -85,7 +86,7 @@ def with_rule(
     def called(*operands: Any) -> Any:
         arrays = _varying_alike([jnp.asarray(x) for x in operands])
         shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays)
-        call, tree = call_at(shapes, compat.trace_context())
+        call, tree = call_at(shapes, (compat.trace_context(), platform()))
         return jax.tree.unflatten(tree, kernel_call_p.bind(*arrays, call=call))
 
     return called

@@ -54,7 +54,8 @@ def _move_behind_loops(body: Body) -> None:
     reduced: dict[Instruction, Instruction] = {}
     found: list[Instruction] = []
     for one in body.instructions:
-        one.operands = [reduced.get(x, x) for x in one.operands]
+        if reduced:
+            one.operands = [reduced.get(x, x) for x in one.operands]
         found.append(one)
         if one.name in ("scan", "while") and len(one.bodies) == 1:
             moved |= {(one, k): inner for k, inner in _added_up(one)}

@@ -190,6 +190,9 @@ def test_a_function_is_traced_once_for_operands_of_equal_shapes():
     with jax.default_matmul_precision("highest"):
         jax.make_jaxpr(run)(array(4, 8))
     assert len(shapes) == 3
+    with sharding.mesh(x=8, devices="v5p:2x2x2"):  # where kernels are not interpreted
+        jax.make_jaxpr(run)(array(4, 8))
+    assert len(shapes) == 4
 
 
 def test_layers_share_the_calls_of_kernels():
