@@ -170,9 +170,9 @@ class ProgramCollectives:
             yield from (
                 Transfer(c.in_loops(op.loops), v, False) for v, c in broadcast_results(op, self.graph, self.sizes)
             )
-        elif op.results[0] in self.exchanges.rotation_parts:
+        elif op.results and op.results[0] in self.exchanges.rotation_parts:
             return
-        elif op.results[0] in self.exchanges.rotations:
+        elif op.results and op.results[0] in self.exchanges.rotations:
             yield from self.rotated(op)
         else:
             yield from self.op(op)
@@ -196,7 +196,7 @@ class ProgramCollectives:
 
     def operand_steps(self, op: Op) -> Iterable[tuple[int, Sequence[Step]]]:
         """Each operand of an op, and the steps that reshard it for the op."""
-        if op.rule is None:
+        if op.rule is None or not op.operands:
             return ()
         if op.name != "edge":
             return zip(op.operands, self.strategies.of(op).operand_steps, strict=True)

@@ -80,6 +80,12 @@ class Builder:
             assert v is not None
             self.graph.dependencies.setdefault(v, set()).update(on)
 
+    def decide(self, eqn: Any, values: Sequence[Atom], conditions: Sequence[Atom]) -> None:
+        """States that the results of a loop or branch, and its effects, depend on conditions."""
+        self.depend(values, conditions)
+        if compat.has_side_effects(eqn):
+            self.graph.decisive.update(v for v in conditions if v is not None)
+
     def read(self, scope: Scope, atom: Any) -> Atom:
         return None if compat.is_literal(atom) else scope.env[atom]
 

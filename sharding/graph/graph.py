@@ -75,7 +75,7 @@ class Op:
     @property
     def has_effects(self) -> bool:
         """Whether it does more than compute its results, such as a callback that prints."""
-        return self.is_unknown and bool(self.site) and compat.has_side_effects(self.site[0])
+        return self.name != "edge" and bool(self.site) and compat.has_side_effects(self.site[0])
 
     @property
     def source(self) -> str:
@@ -147,6 +147,8 @@ class Graph:
     dependencies: dict[int, set[int]] = field(default_factory=dict)
     """Value -> what it depends on beside its op's operands: the condition of a loop, the index of a branch, and scalars
     that are broadcast in constant expressions, which are not values."""
+    decisive: set[int] = field(default_factory=set)
+    """The conditions of branches and loops with effects: whether these happen depends on them."""
     memory_kinds: dict[int, str] = field(default_factory=dict)
     """Value -> its kind of memory, such as `pinned_host`, where that is not the device's."""
     output_memory_kinds: list[str | None] = field(default_factory=list)
@@ -175,8 +177,8 @@ class Graph:
     @cached_property
     def live_values(self) -> frozenset[int]:
         """The values that an output or an effect of the program depends on; the rest is dead code."""
-        effects = (op for op in self.unknown_ops if op.has_effects)
-        waiting = [*self.outputs, *(v for op in effects for v in op.operands)]
+        effects = (op for op in self.ops if op.has_effects)
+        waiting = [*self.outputs, *self.decisive, *(v for op in effects for v in op.operands)]
         live = set(waiting)
         while waiting:
             v = waiting.pop()
@@ -216,8 +218,8 @@ class Graph:
         return found
 
     def is_live(self, op: Op, live: Collection[int]) -> bool:
-        """Whether an op is run, given `live_values`."""
-        return any(v in live for v in op.results) or op.has_effects
+        """Whether an op of arrays is run, given `live_values`."""
+        return any(v in live for v in op.results) or (bool(op.operands) and op.has_effects)
 
     @cached_property
     def unknown_ops(self) -> tuple[Op, ...]:

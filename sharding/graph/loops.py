@@ -94,7 +94,7 @@ def while_(b: Builder, scope: Scope, i: int, eqn: Any, times: int) -> None:
         b.depend([target], scope.scalars_of([init]) | child.scalars_of([var]))
     scope.entries[i] = [*consts, *carry]
     child.exits = list(carry)
-    b.depend(carry, b.outs(condition))
+    b.decide(eqn, carry, b.outs(condition))
     b.bind(scope, eqn, carry)
 
 
@@ -113,7 +113,7 @@ def cond(b: Builder, scope: Scope, i: int, eqn: Any, times: int) -> None:
             b.depend([result], child.scalars_of([var]))
     for s, target in zip(sources, results, strict=True):
         b.edge(s, target, eqn, times)
-    b.depend(results, [b.read(scope, eqn.invars[0])])
+    b.decide(eqn, results, [b.read(scope, eqn.invars[0])])
     b.bind(scope, eqn, results)
 
 

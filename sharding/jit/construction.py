@@ -28,6 +28,7 @@ from . import argument_shardings, tracing
 from .arguments import Arguments
 from .donation import outputs_reusing_donated
 from .executable import Executable
+from .mutations import unchanged
 from .saved_completion import SavedCompletion
 from .simplification import simplify
 from .strict_checks import (
@@ -155,6 +156,7 @@ def executable(f: Callable[..., Any], options: Options, call: Arguments, mesh: M
         completion=completion,
         in_tree=call.tree,
         donated=donated,
+        kept=unchanged(call, updated),
         constrained=options.engine != "xla",
         of_jax=options.of_jax,
         on_rewritten=saved.update if saved is not None else None,

@@ -49,6 +49,8 @@ class Executable:
     """Indices of the donated arguments."""
     constrained: bool
     """Whether every value is constrained, or only the annotated ones."""
+    kept: frozenset[int] = frozenset()
+    """The leaves of donated arguments that are not."""
     shardings: dict[tuple[P, int, str | None], NamedSharding] = field(default_factory=dict)
     """(spec, ndim, kind of memory) -> the one NamedSharding object used for it."""
     of_jax: Mapping[str, Any] = field(default_factory=dict)
@@ -100,16 +102,16 @@ class Executable:
                 results = self.flat_jit(*leaves)
         except FloatingPointError as error:
             raise self._located(error, leaves) from None
-        _delete(moved)
+        _delete(moved, leaves)
         return self.result(results, call.dynamic)
 
-    def transfer(self, leaves: list[Any], misplaced: tuple[int, ...]) -> list[Any]:
-        """Transfers leaves to where the program takes them; returns the donated ones, to be deleted after the call."""
+    def transfer(self, leaves: list[Any], misplaced: tuple[int, ...]) -> dict[int, Any]:
+        """Transfers leaves to where the program takes them; returns the donated ones as they were."""
         if not misplaced:
-            return []
+            return {}
         before = [leaves[i] for i in misplaced]
         self.placed_arguments.move(leaves, misplaced, self.in_shardings)
-        return [x for i, x in zip(misplaced, before, strict=True) if i in self.donated_leaves]
+        return {i: x for i, x in zip(misplaced, before, strict=True) if i in self.donated_leaves}
 
     def run_again(self, leaves: list[Any], misplaced: tuple[int, ...], args: Sequence[Any]) -> Any:
         """Runs on arrays and numbers that probably have the shapes and shardings this program takes.
@@ -131,7 +133,7 @@ class Executable:
         except FloatingPointError as error:
             raise self._located(error, leaves) from None
         if moved:
-            _delete(moved)
+            _delete(moved, leaves)
         return self.result(results, args)
 
     def _located(self, error: FloatingPointError, leaves: Sequence[Any]) -> FloatingPointError:
@@ -171,7 +173,7 @@ class Executable:
     def donated_leaves(self) -> tuple[int, ...]:
         """Indices of the donated leaves."""
         leaf_ranges = tracing.leaf_ranges(self.in_tree)
-        return tuple(leaf for i in self.donated for leaf in leaf_ranges[i])
+        return tuple(leaf for i in self.donated for leaf in leaf_ranges[i] if leaf not in self.kept)
 
     def _refuse_deleted(self, leaves: Sequence[Any]) -> None:
         names = list(self.completion.assignment.graph.names)
@@ -362,9 +364,10 @@ def _on_mesh(aval: jax.ShapeDtypeStruct, sharding: Sharding | None) -> jax.Shape
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type, sharding=sharding)
 
 
-def _delete(leaves: Sequence[Any]) -> None:
-    for x in leaves:
-        if isinstance(x, jax.Array):
+def _delete(moved: Mapping[int, Any], leaves: Sequence[Any]) -> None:
+    """Deletes what was moved and donated, unless no result could use it: a call then leaves it as it is."""
+    for i, x in moved.items():
+        if isinstance(x, jax.Array) and _is_deleted(leaves[i]):
             x.delete()
 
 

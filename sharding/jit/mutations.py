@@ -116,6 +116,16 @@ class Mutations(NamedTuple):
         return written
 
 
+def unchanged(arguments: Arguments, updated: Sequence[int]) -> frozenset[int]:
+    """The leaves of variables of mutable arguments that get no new value, which stay the caller's if donated."""
+    if arguments.signature.mutable == frozenset():
+        return frozenset()
+    owners = zip(arguments.labels, arguments.tree.children(), strict=True)
+    is_mutable = [arguments.signature.is_mutable(label) for label, tree in owners for _ in range(tree.num_leaves)]
+    leaves = {leaf for found, _ in variables(arguments.dynamic) for leaf in found}
+    return frozenset(leaf for leaf in leaves.difference(updated) if is_mutable[leaf])
+
+
 def variables(args: Any) -> Iterator[tuple[range, Any]]:
     """The flax nnx Variables of a pytree, each with its range of leaves; none unless flax is loaded."""
     nnx: Any = sys.modules.get("flax.nnx")

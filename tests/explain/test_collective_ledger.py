@@ -312,3 +312,55 @@ def test_train_steps_compile_to_the_predicted_collectives(name, number):
     for style in STYLES:
         predicted, compiled = compared(name, style, MESHES[number])
         assert predicted == compiled, style
+
+
+def printed_sum(x):
+    jax.debug.print("{}", x.sum())
+    return 2 * x
+
+
+def each_devices_sums(x):
+    jax.debug.callback(lambda _: None, x.sum(0), partitioned=True)
+    return 2 * x
+
+
+def printed_in_a_loop(x):
+    def body(h, _):
+        jax.debug.print("{}", jnp.vdot(h, h))
+        return jnp.sin(h), None
+
+    return jax.lax.scan(body, x, None, length=3)[0]
+
+
+def printed_if_positive(x):
+    jax.lax.cond(x.sum() > 0, lambda: jax.debug.print("{}", x.max()), lambda: None)
+    return 2 * x
+
+
+def printed_while_small(x):
+    def body(state):
+        jax.debug.print("another")
+        return 2 * state[0], state[1] + 1
+
+    jax.lax.while_loop(lambda state: (state[0].sum() < 1e3) & (state[1] < 4), body, (x, 0))
+    return 2 * x
+
+
+@pytest.mark.parametrize(
+    ("f", "count"),
+    [(printed_sum, 2), (each_devices_sums, 1), (printed_in_a_loop, 6), (printed_if_positive, 4)],
+)
+def test_what_is_only_printed_is_reduced_too(f, count):
+    """As what decides whether something is printed."""
+    x = jax.ShapeDtypeStruct((8, 16), "float32")
+    with sharding.mesh(data=2, tensor=4):
+        step = sharding.jit(f, in_shardings=P("data", "tensor"))
+        found = step.complete(x).verify(step.lower(x).compile())
+    assert found.agrees and found.predicted["all-reduce"][0] == count
+
+
+def test_what_decides_how_often_a_loop_prints_is_reduced_too():
+    x = jax.ShapeDtypeStruct((8, 16), "float32")
+    with sharding.mesh(data=2, tensor=4):
+        found = sharding.jit(printed_while_small, in_shardings=P("data", "tensor")).complete(x).communication()
+    assert "all-reduce" in found.by_kind()

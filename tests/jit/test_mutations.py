@@ -312,3 +312,26 @@ def test_static_data_of_other_pytrees_is_not_lost_silently():
     for mutable in (False, True):
         with pytest.raises(ShardingError, match="static data of a State was changed"):
             sharding.jit(step, mutable=mutable)(State(X))
+
+
+class PartlyFrozen(nnx.Module):
+    def __init__(self):
+        self.frozen = nnx.Param(jnp.ones((8, 8)))
+        self.w = nnx.Param(jnp.ones((8, 8)))
+
+
+@pytest.mark.parametrize("made_on", ["one device", "the mesh"])
+def test_a_donated_variable_without_a_new_value_stays(made_on, mesh):
+    def step(model, x):
+        model.w[...] += x @ model.frozen[...]
+        return model.w[...].sum()
+
+    model, expected = PartlyFrozen(), np.ones((8, 8), np.float32)
+    if made_on == "the mesh":
+        nnx.update(model, jax.device_put(nnx.state(model), jax.NamedSharding(mesh, P())))
+    run = sharding.jit(step, mutable=True, donate_argnums=0)
+    for _ in range(2):
+        expected = expected + X @ np.ones((8, 8), np.float32)
+        np.testing.assert_allclose(run(model, X), expected.sum(), rtol=1e-5)
+    np.testing.assert_array_equal(model.frozen[...], np.ones((8, 8)))
+    np.testing.assert_allclose(model.w[...], expected, rtol=1e-5)
