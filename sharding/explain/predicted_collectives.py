@@ -165,14 +165,14 @@ class ProgramCollectives:
         elif op.name in MANUAL:
             for c in self.manual_collectives(op):
                 yield Transfer(self.dtypes.of_value(c, op.results[0]), op.results[0], False)
-        elif op.is_unknown:
+        elif op.is_unknown or not op.results:
             yield from self.op(op) if op.operands else ()
             yield from (
                 Transfer(c.in_loops(op.loops), v, False) for v, c in broadcast_results(op, self.graph, self.sizes)
             )
-        elif op.results and op.results[0] in self.exchanges.rotation_parts:
+        elif op.results[0] in self.exchanges.rotation_parts:
             return
-        elif op.results and op.results[0] in self.exchanges.rotations:
+        elif op.results[0] in self.exchanges.rotations:
             yield from self.rotated(op)
         else:
             yield from self.op(op)

@@ -97,9 +97,7 @@ class Mutations(NamedTuple):
             for k, (leaf, new) in enumerate(zip(self.leaves, results[-len(self.leaves) :], strict=True))
             if new is not inner.invars[leaf]
         ]
-        owners = [label for label, tree in zip(arguments.labels, arguments.tree.children(), strict=True)
-                  for _ in range(tree.num_leaves)]  # fmt: skip
-        is_mutable = [arguments.signature.is_mutable(label) or i in refs for i, label in enumerate(owners)]
+        is_mutable = [of_argument or i in refs for i, of_argument in enumerate(_is_mutable(arguments))]
         lost = [
             k for k in fresh if not is_mutable[self.leaves[k]] and id(results[k - len(self.leaves)]) not in returned
         ]
@@ -120,10 +118,15 @@ def unchanged(arguments: Arguments, updated: Sequence[int]) -> frozenset[int]:
     """The leaves of variables of mutable arguments that get no new value, which stay the caller's if donated."""
     if arguments.signature.mutable == frozenset():
         return frozenset()
-    owners = zip(arguments.labels, arguments.tree.children(), strict=True)
-    is_mutable = [arguments.signature.is_mutable(label) for label, tree in owners for _ in range(tree.num_leaves)]
+    is_mutable = _is_mutable(arguments)
     leaves = {leaf for found, _ in variables(arguments.dynamic) for leaf in found}
     return frozenset(leaf for leaf in leaves.difference(updated) if is_mutable[leaf])
+
+
+def _is_mutable(arguments: Arguments) -> list[bool]:
+    """Whether each leaf is of a mutable argument."""
+    owners = zip(arguments.labels, arguments.tree.children(), strict=True)
+    return [arguments.signature.is_mutable(label) for label, tree in owners for _ in range(tree.num_leaves)]
 
 
 def variables(args: Any) -> Iterator[tuple[range, Any]]:
