@@ -18,6 +18,7 @@ import dataclasses
 import heapq
 import itertools
 import math
+import os.path
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -36,7 +37,9 @@ _Move = tuple[Kind | Literal["slice"], tuple[Axis, ...], DimAxes]
 STEP_BYTES = 2**8
 """Minimum cost of a step, so that of chains with equal bytes sent the shorter is chosen."""
 MAX_PIECES = 4
-"""Most axes and sub-axes in a search: the number of their specs grows faster than factorially."""
+"""Most axes and sub-axes in a search through sub-axes: the number of their specs grows faster than factorially."""
+MAX_MOVES = 50_000
+"""Most moves that a search looks at; the cheapest chain that it has found by then is taken."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,8 +86,8 @@ def chain(
         permutes: whether collective-permutes are allowed. Not if only some devices run the program: a permute waits
             for all devices, other collectives for their own group. No sub-axes are used then either.
 
-    The cost is the bytes that a device sends, weighed by the links of the axes, plus `STEP_BYTES` per step (Dijkstra
-    over the specs on the way; with the three or four axes of a mesh there are few).
+    The cost is the bytes that a device sends, weighed by the links of the axes, plus `STEP_BYTES` per step (A* over
+    the specs on the way; every device must at least be sent what its last shard holds and its first one does not).
     """
     pieces = cuts(itertools.chain.from_iterable((*have.axes, *want.axes)), sizes)
     start, goal = _refined(have.axes, pieces, sizes), _refined(want.axes, pieces, sizes)
@@ -92,7 +95,7 @@ def chain(
         return ()
     costs = tuple(sizes.byte_costs.items()) if isinstance(sizes, MeshSizes) else ()
     named = tuple(sizes.items())
-    steps = _chain(start, goal, shape, itemsize, named, costs, permutes)
+    steps = _chain(start, goal, shape, itemsize, named, costs, permutes)[0]
     if not permutes:
         is_even = _is_even((start, *(step.spec.axes for step in steps)), shape, sizes)
         return steps if is_even else _gather_then_slice(start, goal, shape, itemsize, sizes)
@@ -100,7 +103,7 @@ def chain(
     if not pieces or sum(step.num_bytes for step in steps if step.kind != "slice") <= steps[-1].num_bytes:
         return steps
     start, goal = _refined(start, pieces, sizes), _refined(goal, pieces, sizes)
-    return min(steps, _chain(start, goal, shape, itemsize, named, costs, permutes), key=chain_cost)
+    return min(steps, _chain(start, goal, shape, itemsize, named, costs, permutes)[0], key=chain_cost)
 
 
 def _is_even(specs: Sequence[DimAxes], shape: tuple[int, ...], sizes: Mapping[str, int]) -> bool:
@@ -157,9 +160,15 @@ def _shorter_parts(start: DimAxes, goal: DimAxes, sizes: Mapping[str, int]) -> t
     return ([*parts, *shorter], len(parts) + len(shorter)) if shorter else ([], 0)
 
 
-def is_cut_short(have: Spec, want: Spec, sizes: Mapping[str, int]) -> bool:
-    """Whether `chain` left out chains through sub-axes, of which there are too many."""
-    return _shorter_parts(have.axes, want.axes, sizes)[1] > MAX_PIECES
+def is_cut_short(have: Spec, want: Spec, shape: tuple[int, ...], itemsize: int, sizes: Mapping[str, int]) -> bool:
+    """Whether `chain` left out chains, of which there are too many."""
+    if have.axes == want.axes:
+        return False
+    pieces = cuts(itertools.chain.from_iterable((*have.axes, *want.axes)), sizes)
+    start, goal = _refined(have.axes, pieces, sizes), _refined(want.axes, pieces, sizes)
+    costs = tuple(sizes.byte_costs.items()) if isinstance(sizes, MeshSizes) else ()
+    is_complete = _chain(start, goal, shape, itemsize, tuple(sizes.items()), costs, True)[1]
+    return not is_complete or _shorter_parts(start, goal, sizes)[1] > MAX_PIECES
 
 
 @lru_cache(maxsize=4096)
@@ -171,19 +180,49 @@ def _chain(
     named: tuple[tuple[str, int], ...],
     costs: tuple[tuple[str, float], ...],
     permutes: bool,
-) -> tuple[Step, ...]:
+) -> tuple[tuple[Step, ...], bool]:
+    """The cheapest steps that were found, and whether there are none cheaper."""
     sizes = MeshSizes(dict(named), dict(costs))
+    for is_hasty in (False, True):
+        arrived_by, is_complete = _search(start, goal, shape, itemsize, sizes, permutes, is_hasty)
+        if goal in arrived_by:
+            break
+    else:
+        return _gather_then_slice(start, goal, shape, itemsize, sizes), False
+    steps: list[Step] = []
+    while goal != start:
+        goal, move = arrived_by[goal]
+        steps.append(_step(move, _bytes_after(goal, move, shape, itemsize, sizes), sizes))
+    return _joined(reversed(steps)), is_complete
+
+
+def _search(
+    start: DimAxes,
+    goal: DimAxes,
+    shape: tuple[int, ...],
+    itemsize: int,
+    sizes: Mapping[str, int],
+    permutes: bool,
+    is_hasty: bool,
+) -> tuple[dict[DimAxes, tuple[DimAxes, _Move]], bool]:
+    """Returns the spec and the move by which each spec is reached, and whether there is no cheaper way to the goal.
+
+    A hasty search finds some way: it goes on where the most axes are in place.
+    """
+    axis_cost = local_bytes(goal, shape, itemsize, sizes)
     number = itertools.count()  # the first found of equal costs
-    waiting: list[tuple[float, int, DimAxes]] = [(0, next(number), start)]
+    waiting: list[tuple[float, int, float, DimAxes]] = [(0, next(number), 0, start)]
     best: dict[DimAxes, float] = {start: 0}
     arrived_by: dict[DimAxes, tuple[DimAxes, _Move]] = {}
-    while waiting:
-        spent, _, at = heapq.heappop(waiting)
+    num_moves = 0
+    while waiting and num_moves < MAX_MOVES:
+        _, _, spent, at = heapq.heappop(waiting)
         if at == goal:
-            break
+            return arrived_by, not is_hasty
         if spent > best[at]:
             continue
         for asked in _moves(at, goal, sizes):
+            num_moves += 1
             kind, axes, after = move = _as_run(at, asked, shape, sizes)
             cost = spent
             if kind == "collective-permute" and not permutes:
@@ -194,14 +233,34 @@ def _chain(
                 num_bytes = _bytes_after(at, move, shape, itemsize, sizes)
                 sent = wire_bytes(kind, num_bytes, num_parts(axes, sizes))
                 cost += sent * byte_cost(axes, sizes) + STEP_BYTES
-            if cost < best.get(after, cost + 1) and cost < best.get(goal, cost + 1):
+            if after in best and cost >= best[after]:
+                continue
+            least = _least_cost(after, goal, shape, itemsize, sizes)
+            if cost + least < best.get(goal, math.inf):
                 best[after], arrived_by[after] = cost, (at, move)
-                heapq.heappush(waiting, (cost, next(number), after))
-    steps: list[Step] = []
-    while goal != start:
-        goal, move = arrived_by[goal]
-        steps.append(_step(move, _bytes_after(goal, move, shape, itemsize, sizes), sizes))
-    return _joined(reversed(steps))
+                if is_hasty:
+                    least += axis_cost * _num_misplaced(after, goal)
+                heapq.heappush(waiting, (cost + least, next(number), cost, after))
+    return arrived_by, False
+
+
+def _least_cost(at: DimAxes, goal: DimAxes, shape: tuple[int, ...], itemsize: int, sizes: Mapping[str, int]) -> float:
+    """A lower bound of what is to be paid yet: some device must be sent what it lacks of its shard."""
+    held = itemsize
+    for n, have, want in zip(local_shape(_longer(at, goal), shape, sizes), at, goal, strict=True):
+        held *= n if have[: len(want)] == want[: len(have)] else 0
+    lacking = local_bytes(goal, shape, itemsize, sizes) - held
+    return lacking + STEP_BYTES if lacking else 0
+
+
+def _num_misplaced(at: DimAxes, goal: DimAxes) -> int:
+    """The number of axes that are to be added or removed."""
+    pairs = zip(at, goal, strict=True)
+    return sum(len(have) + len(want) - 2 * len(os.path.commonprefix([have, want])) for have, want in pairs)
+
+
+def _longer(at: DimAxes, goal: DimAxes) -> DimAxes:
+    return tuple(max(have, want, key=len) for have, want in zip(at, goal, strict=True))
 
 
 def _joined(steps: Iterable[Step]) -> tuple[Step, ...]:
@@ -294,13 +353,23 @@ def _moves(at: DimAxes, goal: DimAxes, sizes: Mapping[str, int]) -> Iterator[_Mo
             for e in range(len(at)):
                 if e != d:
                     yield "all-to-all", moved, _with(_with(at, d, kept), e, (*at[e], *moved))
-        for other in itertools.permutations(axes):
+        for other in _orders(axes, goal, d):
             if other != axes:
                 yield "collective-permute", axes, _with(at, d, other)
     for after in _extended_goals(goal, shards, [a for a in used if not any(a in axes for axes in goal)], sizes):
         changed = dict.fromkeys(a for x, y in zip(at, after, strict=True) if x != y for a in (*x, *y))
         if changed:
             yield "collective-permute", tuple(changed), after
+
+
+def _orders(axes: tuple[Axis, ...], goal: DimAxes, dim: int) -> Iterable[tuple[Axis, ...]]:
+    """The orders of a dim's axes; of many, those with the ones that stay in front, or that go to one dim behind."""
+    if len(axes) <= MAX_PIECES:
+        return itertools.permutations(axes)
+    ends = [[a for a in own if a in axes] for own in goal]
+    return [(*[a for a in axes if a not in end], *end) for d, end in enumerate(ends) if d != dim] + [
+        (*ends[dim], *[a for a in axes if a not in ends[dim]])
+    ]
 
 
 def _extended_goals(

@@ -157,12 +157,45 @@ def test_too_many_halves_are_reported():
         (spec((("a",), ("b",))), spec((("b",), ("a",)))),
         (spec((("a", "c"), ("b",))), spec((("b",), ("c", "a")))),
     )
-    assert not reshard.is_cut_short(*few, sizes)
-    assert reshard.is_cut_short(*many, sizes)
-    assert not reshard.is_cut_short(many[0], many[0], sizes)
+    shape = (480, 480)
+    assert not reshard.is_cut_short(*few, shape, ITEM, sizes)
+    assert reshard.is_cut_short(*many, shape, ITEM, sizes)
+    assert not reshard.is_cut_short(many[0], many[0], shape, ITEM, sizes)
     as_many_as_are_searched = {"a": 2, "b": 4, "c": 3}  # three axes and the halves of one
-    assert not reshard.is_cut_short(*many, as_many_as_are_searched)
-    assert not reshard.is_cut_short(*many, {"a": 2, "b": 2, "c": 2})  # halves of equal axes are no shorter
+    assert not reshard.is_cut_short(*many, shape, ITEM, as_many_as_are_searched)
+    assert not reshard.is_cut_short(*many, shape, ITEM, {"a": 2, "b": 2, "c": 2})  # halves of equal axes: no shorter
+
+
+EIGHT = dict.fromkeys("abcdefgh", 2)
+
+
+def test_moves_over_eight_axes_take_few_steps():
+    """The lower bound keeps the search from specs that lead nowhere."""
+    before, after = spec((("a", "b", "c", "d"), ("e", "f", "g", "h"))), spec((("a", "b", "c"), ()))
+    steps = reshard.chain(before, after, (512, 512), ITEM, EIGHT)
+    assert [(step.kind, step.axes) for step in steps] == [("all-gather", ("d",)), ("all-gather", ("e", "f", "g", "h"))]
+    assert not reshard.is_cut_short(before, after, (512, 512), ITEM, EIGHT)
+    swapped = spec((("e", "f", "g", "h"), ("a", "b", "c", "d")))
+    assert [step.kind for step in reshard.chain(before, swapped, (512, 512), ITEM, EIGHT)] == ["collective-permute"]
+
+
+@pytest.mark.parametrize("most", [200, 2_000])
+def test_a_search_with_too_many_specs_ends_and_says_so(most, monkeypatch):
+    monkeypatch.setattr(reshard, "MAX_MOVES", most)
+    monkeypatch.setattr(reshard, "MAX_PIECES", 99)
+    reshard._chain.cache_clear()
+    dims = (("b", "h"), ("f",), ("c", "d"), ()), (("d",), (), ("a", "f", "c"), ("e", "b", "g"))
+    before, after = map(spec, dims)
+    steps = reshard.chain(before, after, (512,) * 4, ITEM, EIGHT)
+    assert reshard.is_cut_short(before, after, (512,) * 4, ITEM, EIGHT)
+    assert steps[-1].spec == after
+    gathered = reshard._gather_then_slice(*dims, (512,) * 4, ITEM, EIGHT)
+    assert reshard.chain_cost(steps) <= reshard.chain_cost(gathered)
+    at = dims[0]
+    for step in steps:
+        assert step_between(at, step.spec.axes, EIGHT) == (step.kind, step.axes) or step.kind == "collective-permute"
+        at = step.spec.axes
+    reshard._chain.cache_clear()
 
 
 UNEVEN = [
