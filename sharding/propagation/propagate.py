@@ -31,7 +31,7 @@ def complete(graph: Graph, sizes: Mapping[str, int], *, policy: Policy = "shardy
         sizes: of the mesh axes.
         policy: see `Policy`.
     """
-    prioritized = Storage(graph).deferred if policy == "storage" else lambda annotated: annotated
+    prioritized = Storage(graph, sizes).deferred if policy == "storage" else lambda annotated: annotated
     return _completed(Engine(prioritized(graph), AtomTable.of(sizes)), graph, policy, prioritized)
 
 

@@ -17,14 +17,16 @@ References:
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 
 from ..graph import Annotation, Graph
 from ..spec import Dim
 from .data_flow import DataFlow
 from .dim_classes import ArrayDim, DimClasses
+from .microbatches import Microbatch, microbatches
 
 Groups = Mapping[int, list[ArrayDim]]
 """Class -> dims in it."""
@@ -33,8 +35,8 @@ Groups = Mapping[int, list[ArrayDim]]
 class Storage:
     """Tells the storage specs of a program; what it finds of the program serves all annotations of it."""
 
-    def __init__(self, graph: Graph):
-        self.flow = DataFlow(graph)
+    def __init__(self, graph: Graph, sizes: Mapping[str, int]):
+        self.flow, self.sizes = DataFlow(graph), sizes
 
     @cached_property
     def classes(self) -> DimClasses:
@@ -45,12 +47,15 @@ class Storage:
         """Returns the program with the storage specs of its arguments and results at a lower priority than the batch's.
 
         Only dims of priority 0 that claim an axis of the batch are deferred, to priority 1, and marked as stored. So
-        are annotations of values that are like a stored argument in every dim, such as its gradient.
+        are annotations of values that are like a stored argument in every dim, such as its gradient. Microbatches are
+        annotated as the batch that they are parts of.
 
         Args:
             graph: the program, with any annotations.
         """
-        stored = self._stored_dims(graph)
+        parts = self._microbatches(graph)
+        graph = graph.with_annotations({v: annotation for v, (_, annotation) in parts.items()}) if parts else graph
+        stored = self._stored_dims(graph, parts)
         changed: dict[int, Annotation] = {}
         for v in {v for v, _ in stored}:
             annotation = graph.annotations[v]
@@ -61,20 +66,31 @@ class Storage:
             changed[v] = dataclasses.replace(annotation, spec=dataclasses.replace(annotation.spec, dims=dims))
         return graph.with_annotations(changed) if changed else graph
 
-    def _stored_dims(self, graph: Graph) -> set[ArrayDim]:
+    def _microbatches(self, graph: Graph) -> dict[int, tuple[Microbatch, Annotation]]:
+        """Value -> what it holds of a batch, and its annotation."""
+        found = {part.value: part for part in microbatches(self.flow, graph)}
+        if not found:
+            return {}
+        classes = {v: self.classes.of((v, part.dim)) for v, part in found.items()}
+        batch = _batch_classes(self.flow, self.classes, {*classes.values()}, [(v, p.dim) for v, p in found.items()])
+        annotations = {v: part.annotation(graph, self.sizes) for v, part in found.items() if classes[v] in batch}
+        return {v: (found[v], annotation) for v, annotation in annotations.items() if annotation is not None}
+
+    def _stored_dims(self, graph: Graph, parts: Mapping[int, tuple[Microbatch, Annotation]]) -> set[ArrayDim]:
         """Returns the dims of arguments and results, and of gradients of these, that claim an axis of the batch."""
-        claims = _claims(graph)
+        claims = _claims(graph, parts)
         if all(len(dims) < 2 for dims in claims.values()):
             return set()
         classes, flow = self.classes, self.flow
         by_axis = {axis: _grouped(classes, dims) for axis, dims in claims.items()}
         contested = {axis: groups for axis, groups in by_axis.items() if len(groups) > 1}
-        batch = _batch_classes(flow, classes, {c for groups in contested.values() for c in groups})
+        claimed = {c for groups in contested.values() for c in groups}
+        batch = _batch_classes(flow, classes, claimed, [(v, part.dim) for v, (part, _) in parts.items()])
         contested = {axis: groups for axis, groups in contested.items() if not batch.isdisjoint(groups)}
         others = {c: dims for groups in contested.values() for c, dims in groups.items() if c not in batch}
         kept = batch | {c for c, dims in others.items() if any(map(flow.is_batched, dims))}
         stored = {at for groups in contested.values() for c, dims in groups.items() if c not in kept for at in dims}
-        forms, ends = {classes.form(v) for v, _ in stored}, _ends(graph)
+        forms, ends = {classes.form(v) for v, _ in stored}, {*_ends(graph), *parts}
         gradients = [v for v in graph.annotations if v not in ends and classes.form(v) in forms]
         return stored | {
             (v, d)
@@ -93,13 +109,17 @@ def _names(dim: Dim) -> list[str]:
     return [axis if isinstance(axis, str) else axis[0] for axis in dim.axes]
 
 
-def _claims(graph: Graph) -> Mapping[str, list[ArrayDim]]:
-    """Mesh axis -> the dims of arguments and results that annotations shard over it."""
+def _claims(graph: Graph, parts: Mapping[int, tuple[Microbatch, Annotation]]) -> Mapping[str, list[ArrayDim]]:
+    """Mesh axis -> the dims of arguments, results and microbatches that annotations shard over it.
+
+    Of a batch that is split into microbatches, these have the claims.
+    """
     found: defaultdict[str, list[ArrayDim]] = defaultdict(list)
-    for v in _ends(graph):
+    split = {part.whole for part, _ in parts.values()}
+    for v in dict.fromkeys((*_ends(graph), *parts)):
         if v in graph.annotations:
             for d, dim in enumerate(graph.annotations[v].spec.dims):
-                for axis in _names(dim):
+                for axis in _names(dim) if (v, d) not in split else ():
                     found[axis].append((v, d))
     return found
 
@@ -111,11 +131,12 @@ def _grouped(classes: DimClasses, dims: Iterable[ArrayDim]) -> Groups:
     return groups
 
 
-def _batch_classes(flow: DataFlow, classes: DimClasses, claimed: set[int]) -> set[int]:
-    """Returns those of the claimed classes that hold dims of the batch."""
+def _batch_classes(flow: DataFlow, classes: DimClasses, claimed: set[int], parts: Sequence[ArrayDim] = ()) -> set[int]:
+    """Returns those of the claimed classes that hold dims of the batch, of an argument or of microbatches."""
     graph = flow.graph
     updated = _updated(graph, classes)
-    arguments = _grouped(classes, ((v, d) for v in graph.inputs for d in range(len(graph.shapes[v]))))
+    dims = ((v, d) for v in graph.inputs for d in range(len(graph.shapes[v])))
+    arguments = _grouped(classes, itertools.chain(dims, parts))
     evidence = {c: [at for at in arguments.get(c, ()) if at[0] not in updated] for c in claimed}
     found = set()
     for c, dims in evidence.items():

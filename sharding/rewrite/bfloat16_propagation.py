@@ -13,7 +13,7 @@ from collections.abc import Collection
 
 from ..graph import Graph, Op
 from .op_strategy import OperandSteps, OpStrategies
-from .reshard import DimAxes
+from .reshard_moves import DimAxes
 
 PRODUCTS = frozenset({"conv_general_dilated", "dot_general"})
 FORMATTING = frozenset({"scan xs", "scan ys"}).union(

@@ -15,7 +15,8 @@ from ..annotations import annotate
 from ..graph import Atom, Scope
 from ..propagation import Assignment
 from ..spec import Spec, divisible, indivisible
-from .reshard import DimAxes, Step, chain
+from .reshard import Step, chain
+from .reshard_moves import DimAxes
 from .sub_axes import refine
 
 MOVES_SHARDS = ("all-to-all", "collective-permute")

@@ -32,7 +32,8 @@ from .op_kind import (
     OpKind,
     op_kinds,
 )
-from .reshard import Step, chain, chain_cost, local_bytes
+from .reshard import Step, chain, chain_cost
+from .reshard_moves import local_bytes
 from .sliding_windows import WINDOWS
 
 OperandSteps = Callable[[Op], Iterable[tuple[int, Sequence[Step]]]]

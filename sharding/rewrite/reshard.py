@@ -27,12 +27,7 @@ from typing import Literal
 from ..cost import Kind, wire_bytes
 from ..propagation.axis_atoms import AtomTable
 from ..spec import Axis, Dim, MeshSizes, Spec, axis_size, byte_cost, cuts, local_shape, num_parts
-
-DimAxes = tuple[tuple[Axis, ...], ...]
-"""The axes of each dim, major to minor."""
-
-_Move = tuple[Kind | Literal["slice"], tuple[Axis, ...], DimAxes]
-"""The kind of a step, the axes of its device groups, the dims' axes after it."""
+from .reshard_moves import DimAxes, Move, as_run, bytes_after, is_gathered, local_bytes, moves, with_dim
 
 STEP_BYTES = 2**8
 """Minimum cost of a step, so that of chains with equal bytes sent the shorter is chosen."""
@@ -120,21 +115,21 @@ def _gather_then_slice(
     With uneven shards, the shard boundaries of different specs do not align, and XLA would exchange halos.
     """
     changed = [d for d, (old, new) in enumerate(zip(start, goal, strict=True)) if old != new]
-    gathers: list[_Move] = []
-    slices: list[_Move] = []
+    gathers: list[Move] = []
+    slices: list[Move] = []
     at = start
     for d in changed:
-        at = _with(at, d, ())
+        at = with_dim(at, d, ())
         if start[d]:
             gathers.append(("all-gather", start[d], at))
     for d in changed:
-        at = _with(at, d, goal[d])
+        at = with_dim(at, d, goal[d])
         if goal[d]:
             slices.append(("slice", goal[d], at))
     befores = (start, *(after for _, _, after in (*gathers, *slices)))
     pairs = zip(befores, (*gathers, *slices), strict=False)
-    run = [(before, _as_run(before, move, shape, sizes)) for before, move in pairs]
-    return _joined(_step(move, _bytes_after(before, move, shape, itemsize, sizes), sizes) for before, move in run)
+    run = [(before, as_run(before, move, shape, sizes)) for before, move in pairs]
+    return _joined(_step(move, bytes_after(before, move, shape, itemsize, sizes), sizes) for before, move in run)
 
 
 def chain_cost(steps: Iterable[Step]) -> float:
@@ -192,7 +187,7 @@ def _chain(
     steps: list[Step] = []
     while goal != start:
         goal, move = arrived_by[goal]
-        steps.append(_step(move, _bytes_after(goal, move, shape, itemsize, sizes), sizes))
+        steps.append(_step(move, bytes_after(goal, move, shape, itemsize, sizes), sizes))
     return _joined(reversed(steps)), is_complete
 
 
@@ -204,7 +199,7 @@ def _search(
     sizes: Mapping[str, int],
     permutes: bool,
     is_hasty: bool,
-) -> tuple[dict[DimAxes, tuple[DimAxes, _Move]], bool]:
+) -> tuple[dict[DimAxes, tuple[DimAxes, Move]], bool]:
     """Returns the spec and the move by which each spec is reached, and whether there is no cheaper way to the goal.
 
     A hasty search finds some way: it goes on where the most axes are in place.
@@ -213,7 +208,7 @@ def _search(
     number = itertools.count()  # the first found of equal costs
     waiting: list[tuple[float, int, float, DimAxes]] = [(0, next(number), 0, start)]
     best: dict[DimAxes, float] = {start: 0}
-    arrived_by: dict[DimAxes, tuple[DimAxes, _Move]] = {}
+    arrived_by: dict[DimAxes, tuple[DimAxes, Move]] = {}
     num_moves = 0
     while waiting and num_moves < MAX_MOVES:
         _, _, spent, at = heapq.heappop(waiting)
@@ -221,16 +216,16 @@ def _search(
             return arrived_by, not is_hasty
         if spent > best[at]:
             continue
-        for asked in _moves(at, goal, sizes):
+        for asked in moves(at, goal, sizes):
             num_moves += 1
-            kind, axes, after = move = _as_run(at, asked, shape, sizes)
+            kind, axes, after = move = as_run(at, asked, shape, sizes)
             cost = spent
             if kind == "collective-permute" and not permutes:
                 continue
-            if kind == "all-to-all" and _is_gathered(at, after, shape, sizes):
+            if kind == "all-to-all" and is_gathered(at, after, shape, sizes):
                 continue
             if kind != "slice":
-                num_bytes = _bytes_after(at, move, shape, itemsize, sizes)
+                num_bytes = bytes_after(at, move, shape, itemsize, sizes)
                 sent = wire_bytes(kind, num_bytes, num_parts(axes, sizes))
                 cost += sent * byte_cost(axes, sizes) + STEP_BYTES
             if after in best and cost >= best[after]:
@@ -277,44 +272,7 @@ def _joined(steps: Iterable[Step]) -> tuple[Step, ...]:
     return tuple(found)
 
 
-def _as_run(before: DimAxes, move: _Move, shape: tuple[int, ...], sizes: Mapping[str, int]) -> _Move:
-    """Returns the move as XLA runs it: it all-reduces dims of which most devices have nothing (`ReplicatePartial`)."""
-    kind, axes, after = move
-    if kind != "all-gather":
-        return move
-    pairs = zip(before, after, local_shape(after, shape, sizes), strict=True)
-    is_short = any(old != new and length <= num_parts(axes, sizes) // 2 for old, new, length in pairs)
-    return ("all-reduce", axes, after) if is_short else move
-
-
-def _is_gathered(before: DimAxes, after: DimAxes, shape: tuple[int, ...], sizes: Mapping[str, int]) -> bool:
-    """Whether XLA would gather all of an array in place of an all-to-all: shards of a dim that stays sharded don't fit.
-
-    A dim that gives up some of its axes must be even; shards of a dim that gets more must be parts of those before.
-    """
-
-    def fits(old: tuple[Axis, ...], new: tuple[Axis, ...], n: int) -> bool:
-        parts, others = num_parts(old, sizes), num_parts(new, sizes)
-        if not old or not new or parts == others:
-            return True
-        return not n % parts if others < parts else -(-n // parts) == -(-n // others) * (others // parts)
-
-    return not all(map(fits, before, after, shape))
-
-
-def _bytes_after(before: DimAxes, move: _Move, shape: tuple[int, ...], itemsize: int, sizes: Mapping[str, int]) -> int:
-    """Returns the bytes per device after a step; all-gathers and all-to-alls include the padding of uneven shards."""
-    kind, axes, after = move
-    if kind == "all-gather":
-        return local_bytes(before, shape, itemsize, sizes) * num_parts(axes, sizes)
-    if kind == "all-to-all":
-        pairs = zip(local_shape(before, shape, sizes), local_shape(after, shape, sizes), before, after, strict=True)
-        grows = [old * num_parts(axes, sizes) if len(b) > len(a) else new for old, new, b, a in pairs]
-        return itemsize * math.prod(grows)
-    return local_bytes(after, shape, itemsize, sizes)
-
-
-def _step(move: _Move, num_bytes: int, sizes: Mapping[str, int]) -> Step:
+def _step(move: Move, num_bytes: int, sizes: Mapping[str, int]) -> Step:
     kind, axes, after = move
     sent = 0 if kind == "slice" else wire_bytes(kind, num_bytes, num_parts(axes, sizes))
     table = AtomTable.of(sizes)
@@ -327,71 +285,6 @@ def _step(move: _Move, num_bytes: int, sizes: Mapping[str, int]) -> Step:
         wire_bytes=sent,
         byte_cost=byte_cost(axes, sizes),
     )
-
-
-def local_bytes(axes: DimAxes, shape: tuple[int, ...], itemsize: int, sizes: Mapping[str, int]) -> int:
-    """Returns the bytes of an array's shard on one device."""
-    return itemsize * math.prod(local_shape(axes, shape, sizes))
-
-
-def _moves(at: DimAxes, goal: DimAxes, sizes: Mapping[str, int]) -> Iterator[_Move]:
-    """Yields the steps among which a cheapest chain is, where all links cost the same; a good one where they do not.
-
-    No axis is used that neither spec has, and no dim is sharded further on the way than in the end.
-    """
-    used = tuple(a for axes in at for a in axes)
-    idle = [a for axes in goal for a in axes if a not in used]
-    shards, goal_shards = _num_shards(at, sizes), _num_shards(goal, sizes)
-    for d, axes in enumerate(at):
-        for a in idle:
-            in_place = goal[d][: len(axes) + 1] == (*axes, a)
-            if in_place or goal_shards[d] % (shards[d] * axis_size(a, sizes)) == 0:
-                yield "slice", (a,), _with(at, d, (*axes, a))
-        for k in range(1, len(axes) + 1):
-            kept, moved = axes[:-k], axes[-k:]
-            yield "all-gather", moved, _with(at, d, kept)
-            for e in range(len(at)):
-                if e != d:
-                    yield "all-to-all", moved, _with(_with(at, d, kept), e, (*at[e], *moved))
-        for other in _orders(axes, goal, d):
-            if other != axes:
-                yield "collective-permute", axes, _with(at, d, other)
-    for after in _extended_goals(goal, shards, [a for a in used if not any(a in axes for axes in goal)], sizes):
-        changed = dict.fromkeys(a for x, y in zip(at, after, strict=True) if x != y for a in (*x, *y))
-        if changed:
-            yield "collective-permute", tuple(changed), after
-
-
-def _orders(axes: tuple[Axis, ...], goal: DimAxes, dim: int) -> Iterable[tuple[Axis, ...]]:
-    """The orders of a dim's axes; of many, those with the ones that stay in front, or that go to one dim behind."""
-    if len(axes) <= MAX_PIECES:
-        return itertools.permutations(axes)
-    ends = [[a for a in own if a in axes] for own in goal]
-    return [(*[a for a in axes if a not in end], *end) for d, end in enumerate(ends) if d != dim] + [
-        (*ends[dim], *[a for a in axes if a not in ends[dim]])
-    ]
-
-
-def _extended_goals(
-    goal: DimAxes, shards: Sequence[int], others: Sequence[Axis], sizes: Mapping[str, int]
-) -> Iterator[DimAxes]:
-    """Yields every spec with the given numbers of shards that becomes the goal by all-gathers of minor axes."""
-    d = next((d for d, n in enumerate(_num_shards(goal, sizes)) if n != shards[d]), None)
-    if d is None:
-        yield goal
-        return
-    for a in others:
-        more = (*goal[d], a)
-        if shards[d] % num_parts(more, sizes) == 0:
-            yield from _extended_goals(_with(goal, d, more), shards, [b for b in others if b != a], sizes)
-
-
-def _num_shards(dims: DimAxes, sizes: Mapping[str, int]) -> list[int]:
-    return [num_parts(axes, sizes) for axes in dims]
-
-
-def _with(dims: DimAxes, dim: int, axes: tuple[Axis, ...]) -> DimAxes:
-    return (*dims[:dim], axes, *dims[dim + 1 :])
 
 
 def _refined(dims: DimAxes, pieces: Mapping[str, list[int]], sizes: Mapping[str, int]) -> DimAxes:

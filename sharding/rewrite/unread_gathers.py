@@ -15,7 +15,7 @@ from ..graph import Op
 from ..propagation import Assignment
 from ..spec import Spec, divisible
 from .op_strategy import OpStrategies
-from .reshard import DimAxes
+from .reshard_moves import DimAxes
 
 ROTATED_BY = frozenset({"pad", "slice"})
 """Ops that may be part of a rotation, which reads its operand as it is."""

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import sharding
 from sharding import cost
-from sharding.rewrite import reshard
+from sharding.rewrite import reshard, reshard_moves
 from sharding.spec import Dim, Spec, to_partition_spec
 
 MESHES = [{"a": 2, "b": 2}, {"a": 3, "b": 2}]
@@ -35,7 +35,7 @@ def single_steps(sizes, ndim):
     """Returns every possible step of a chain as (kind, before, after)."""
     found = {}
     for before, goal in itertools.product(shardings(sizes, ndim), repeat=2):
-        for kind, _, after in reshard._moves(before, goal, sizes):
+        for kind, _, after in reshard_moves.moves(before, goal, sizes):
             if before != after:
                 found[before, after] = kind
     return [(kind, *pair) for pair, kind in found.items()]
@@ -106,8 +106,8 @@ def cheapest(before, after, shape, sizes):
     while True:
         was = dict(costs)
         for at in nodes:
-            for kind, axes, then in reshard._moves(at, after, sizes):
-                num_bytes = reshard.local_bytes(then, shape, 4, sizes)
+            for kind, axes, then in reshard_moves.moves(at, after, sizes):
+                num_bytes = reshard_moves.local_bytes(then, shape, 4, sizes)
                 n = math.prod(sizes[a] for a in axes)
                 own = 0 if kind == "slice" else cost.wire_bytes(kind, num_bytes, n) + reshard.STEP_BYTES
                 costs[then] = min(costs[then], costs[at] + own)

@@ -1,0 +1,122 @@
+"""Microbatches: where the batch is split and taken apart, its axes shard each part.
+
+A step with gradient accumulation splits the batch, ``x.reshape(n, -1, ...)``, and iterates over the parts. In GSPMD and
+Shardy the axes of the batch stay on the split dim's major part, the number of the microbatch; a loop takes that apart,
+so no device's share of a microbatch is smaller than another's, and each computes all of it. Here they shard the
+examples of a microbatch, as if the result of the split were annotated so.
+
+Looked for behind every annotation, through ops that keep dims as they are: reshapes that split a dim of which the major
+part is only sliced or iterated over, and slices at an index that is not known before the run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from ..graph import Annotation, Graph, Op
+from ..rules import Kind, Rule
+from ..spec import Axis, Dim, Spec, num_parts
+from .data_flow import DataFlow
+from .dim_classes import ArrayDim
+
+_SLICES = frozenset({"slice", "dynamic_slice", "scan xs"})
+
+
+@dataclass(frozen=True, slots=True)
+class Microbatch:
+    """A dim that holds the examples of one microbatch."""
+
+    value: int
+    dim: int
+    whole: ArrayDim
+    """The annotated dim that it is a part of."""
+
+    def annotation(self, graph: Graph, sizes: Mapping[str, int]) -> Annotation | None:
+        """The annotation of the whole as that of this dim, over as many of its axes as divide it; None if over none."""
+        v, d = self.whole
+        given, shape = graph.annotations[v], graph.shapes[self.value]
+        axes: tuple[Axis, ...] = given.spec.dims[d].axes
+        while axes and shape[self.dim] % num_parts(axes, sizes):
+            axes = axes[:-1]
+        if not axes:
+            return None
+        dims = [Dim(open=True)] * len(shape)
+        dims[self.dim] = dataclasses.replace(given.spec.dims[d], axes=axes)
+        return Annotation(spec=Spec(dims=tuple(dims)), origin=f"{given.origin}, of each microbatch")
+
+
+def microbatches(flow: DataFlow, graph: Graph) -> Iterator[Microbatch]:
+    """Yields the dims that hold parts of annotated dims, in values without an annotation."""
+    starts = [(v, d) for v, given in graph.annotations.items() for d, dim in enumerate(given.spec.dims) if dim.axes]
+    for whole in starts:
+        waiting, seen = [whole], {whole}
+        while waiting:
+            at = waiting.pop()
+            for op in flow.readers(at[0]):
+                if op.rule is None or op.is_unknown:
+                    continue
+                part = _part(flow, op, op.rule, at)
+                if part is not None:
+                    if part[0] not in graph.annotations:
+                        yield Microbatch(*part, whole)
+                    continue
+                for result in _kept(op, op.rule, at):
+                    if result not in seen and result[0] not in graph.annotations:
+                        seen.add(result)
+                        waiting.append(result)
+
+
+def _part(flow: DataFlow, op: Op, rule: Rule, at: ArrayDim) -> ArrayDim | None:
+    """The dim of an op's result that holds the examples of one microbatch, if the op takes apart or splits a dim."""
+    factors = _operand_factors(op, rule, at)
+    (result,) = op.results[:1]
+    places = {own[0]: d for d, own in enumerate(rule.results[0]) if len(own) == 1}
+    if op.name == "dynamic_slice" and len(factors) == 1 and rule.kinds[factors[0]] is Kind.REPLICATE:
+        d = places.get(factors[0])
+        return (result, d) if d is not None and flow.graph.shapes[result][d] > 1 else None
+    if op.name != "reshape" or len(factors) < 2 or not {*factors[:2]} <= {*places}:
+        return None
+    number, examples = (places[f] for f in factors[:2])
+    return (result, examples) if _is_taken_apart(flow, (result, number)) else None
+
+
+def _is_taken_apart(flow: DataFlow, start: ArrayDim) -> bool:
+    """Whether all that reads a dim takes one index or slice of it at a time."""
+    waiting, seen, is_read = [start], {start}, False
+    while waiting:
+        at = waiting.pop()
+        if at[0] in flow.graph.outputs:
+            return False
+        for op in flow.readers(at[0]):
+            if op.rule is None or op.is_unknown:
+                return False
+            if op.name in _SLICES and _takes_part(flow.graph, op, op.rule, at):
+                is_read = True
+                continue
+            results = list(_kept(op, op.rule, at))
+            if not results:
+                return False
+            waiting += [one for one in results if one not in seen]
+            seen.update(results)
+    return is_read
+
+
+def _takes_part(graph: Graph, op: Op, rule: Rule, at: ArrayDim) -> bool:
+    """Whether a slice takes only a part of a dim."""
+    kept = [d for d, own in enumerate(rule.results[0]) if own and own[0] in _operand_factors(op, rule, at)]
+    return not kept or graph.shapes[op.results[0]][kept[0]] < graph.shapes[at[0]][at[1]]
+
+
+def _kept(op: Op, rule: Rule, at: ArrayDim) -> Iterator[ArrayDim]:
+    """Yields the dims of results that are a dim as it is, where an op passes all through."""
+    if any(kind is not Kind.PASS for kind in rule.kinds):
+        return
+    factors = _operand_factors(op, rule, at)
+    for v, dims in zip(op.results, rule.results, strict=True):
+        yield from ((v, d) for d, own in enumerate(dims) if own == factors)
+
+
+def _operand_factors(op: Op, rule: Rule, at: ArrayDim) -> tuple[int, ...]:
+    return rule.operands[op.operands.index(at[0])][at[1]]
