@@ -28,6 +28,7 @@ from . import argument_shardings, tracing
 from .arguments import Arguments
 from .donation import outputs_reusing_donated
 from .executable import Executable
+from .explicit_mode import ExplicitMode
 from .mutations import unchanged
 from .saved_completion import SavedCompletion
 from .simplification import simplify
@@ -100,7 +101,7 @@ def executable(f: Callable[..., Any], options: Options, call: Arguments, mesh: M
     in_annotations = argument_shardings.with_committed_shardings(call.leaves, requested, names, mesh, function)
     auto = with_auto_axes(mesh)  # as it is traced
     in_memory = tracing.in_memory(avals, [NamedSharding(auto, P(), memory_kind=kind) for kind in kinds])
-    as_written = tracing.trace(f, call, in_memory)
+    as_written = tracing.trace(f, call, in_memory, ExplicitMode(in_annotations, mesh))
     refuse_shared_refs(call.refs, names, as_written.jaxpr, function)
     refuse_refs_elsewhere(as_written.jaxpr, mesh, function)
     refuse_ordered_effects(as_written.jaxpr, mesh, function)

@@ -83,7 +83,9 @@ def jit(
     counts as uncommitted, since that is how JAX creates arrays under a mesh: to require replication, pass `P()`, or an
     array whose spec names its dims, `P(None, None)`. Arguments with another sharding than the program takes are
     transferred first, so that a training loop compiles once; an array that is passed again is transferred once.
-    Under a mesh with Explicit axes (`jax.make_mesh`) the function is traced and completed with Auto ones.
+    Under a mesh with Explicit axes (`jax.make_mesh`) the function is traced and completed with Auto ones. One that
+    names shardings of results (`out_sharding=`, `jax.sharding.reshard`) is traced with Explicit ones, under any mesh,
+    and what its types say are annotations.
 
     With JAX's persistent compilation cache (`jax_compilation_cache_dir`) completions are kept beside it: in another
     process the same program, mesh, annotations and versions are traced, but not completed again.

@@ -15,7 +15,8 @@ from ..errors import ShardingError, raise_together
 from ..mesh import tracing_context
 from .arguments import Arguments
 from .cache_key import leaf_key
-from .explicit_mode import explicit_mode_errors
+from .explicit_mode import ExplicitMode, needs_explicit_axes
+from .explicit_regions import without_explicit_axes
 from .mutations import Mutations
 from .ref_discharge import without_refs
 from .static_attributes import StaticChange
@@ -75,13 +76,16 @@ def in_memory(avals: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
     ]
 
 
-def trace(f: Callable[..., Any], arguments: Arguments, avals: Sequence[Any]) -> Traced:
-    """Traces `f` once.
+def trace(
+    f: Callable[..., Any], arguments: Arguments, avals: Sequence[Any], explicit: ExplicitMode | None = None
+) -> Traced:
+    """Traces `f` with Auto axes; with Explicit ones where it names the sharding of a result.
 
     Args:
         f: the function.
         arguments: of the call.
         avals: shape and dtype of every leaf of the arguments that are not static.
+        explicit: how to trace with Explicit axes. Default: not at all.
 
     Raises:
         ShardingError: an argument was mutated and its new value is not returned.
@@ -108,10 +112,18 @@ def trace(f: Callable[..., Any], arguments: Arguments, avals: Sequence[Any]) -> 
         vars(flat)["__signature__"] = _signature(arguments)
     args, kwargs = arguments.as_passed(avals)
     # Not `jax.jit(flat).trace`: that turns closed-over tracers into arguments.
-    with tracing_context(), explicit_mode_errors(signature.function):
-        jaxpr, out_avals = jax.make_jaxpr(flat, return_shape=True)(*args, **kwargs)
+    make_jaxpr = jax.make_jaxpr(flat, return_shape=True)
+    try:
+        with tracing_context():
+            jaxpr, out_avals = make_jaxpr(*args, **kwargs)
+    except ValueError as error:
+        if explicit is None or not needs_explicit_axes(error):
+            raise
+        args, kwargs = arguments.as_passed(explicit.types(avals))
+        with explicit.tracing(signature.function, error):
+            jaxpr, out_avals = make_jaxpr(*args, **kwargs)
     assert out_tree is not None
-    jaxpr = without_refs(jaxpr)
+    jaxpr = without_explicit_axes(without_refs(jaxpr))
     num_results = len(out_avals) - len(mutations.leaves)
     updated = mutations.updated(jaxpr, arguments)
     kept = [*range(num_results), *(num_results + k for k in updated)]

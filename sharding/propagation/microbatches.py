@@ -70,13 +70,14 @@ def microbatches(flow: DataFlow, graph: Graph) -> Iterator[Microbatch]:
 
 def _part(flow: DataFlow, op: Op, rule: Rule, at: ArrayDim) -> ArrayDim | None:
     """The dim of an op's result that holds the examples of one microbatch, if the op takes apart or splits a dim."""
-    factors = _operand_factors(op, rule, at)
-    (result,) = op.results[:1]
+    if op.name not in ("dynamic_slice", "reshape"):
+        return None
+    factors, (result,) = _operand_factors(op, rule, at), op.results
     places = {own[0]: d for d, own in enumerate(rule.results[0]) if len(own) == 1}
-    if op.name == "dynamic_slice" and len(factors) == 1 and rule.kinds[factors[0]] is Kind.REPLICATE:
-        d = places.get(factors[0])
+    if op.name == "dynamic_slice":
+        d = places.get(factors[0]) if rule.kinds[factors[0]] is Kind.REPLICATE else None
         return (result, d) if d is not None and flow.graph.shapes[result][d] > 1 else None
-    if op.name != "reshape" or len(factors) < 2 or not {*factors[:2]} <= {*places}:
+    if len(factors) < 2 or not {*factors[:2]} <= {*places}:
         return None
     number, examples = (places[f] for f in factors[:2])
     return (result, examples) if _is_taken_apart(flow, (result, number)) else None

@@ -95,18 +95,130 @@ def test_annotate_outside_of_a_jitted_function(explicit):
     assert z.sharding.spec == P("data", "tensor")
 
 
-def test_a_program_of_explicit_mode_is_an_error_that_says_what_to_write(explicit):
-    w = jax.device_put(X, P("data"))
-    for program in (lambda x: jax.sharding.reshard(x, P("data")), lambda x: jnp.dot(x, x, out_sharding=P("data"))):
-        with pytest.raises(ShardingError, match=r"(?s)Auto.*sharding.annotate\(x, P\(...\)\)"):
-            sharding.jit(program)(X)
-    with pytest.raises(ShardingError, match=r"(?s)closes over.*as an argument"):
-        sharding.jit(lambda x: x @ w)(X)
+def mlp(x, w):
+    h = jnp.tanh(jnp.einsum("bd,df->bf", x, w["up"], out_sharding=P("data", "tensor")))
+    return jnp.einsum("bf,fd->bd", h, w["down"], out_sharding=P("data", None))
+
+
+def in_loop(x, w):
+    return jax.lax.scan(lambda h, _: (mlp(h, w), None), x, None, length=3)[0]
+
+
+def gradients(x, w):
+    return jax.grad(lambda w: (in_loop(x, w) ** 2).sum())(w)
+
+
+def made_and_split(x, w):
+    y = jnp.ones(x.shape, out_sharding=P("data", "tensor")) + jax.sharding.reshard(x @ w["up"], P(None, "tensor"))
+    return y.reshape(8, 4, 2, out_sharding=P(None, "tensor", None)).sum(-1)
+
+
+def looked_up(x, w):
+    rows = jnp.abs(x[:, 0] * 8).astype(jnp.int32)
+    return w["up"].at[rows].get(out_sharding=P("data", None))
+
+
+def recomputed_in_a_branch(x, w):
+    block = jax.checkpoint(lambda x: jnp.sin(mlp(x, w)))
+    return jax.grad(lambda x: jax.lax.cond(x.sum() > 0, block, lambda x: x * 2, x).sum())(x)
+
+
+EXPLICIT_PROGRAMS = [mlp, in_loop, gradients, made_and_split, looked_up, recomputed_in_a_branch]
+WEIGHTS = {"up": X, "down": X.T}
+WEIGHT_SPECS = {"up": P(None, "tensor"), "down": P("tensor", None)}
+
+
+def verified(program, *args, **options):
+    """The result of a program whose predicted collectives are the compiled ones."""
+    jitted = sharding.jit(program, **options)
+    assert jitted.complete(*args).verify(jitted.lower(*args).compile()).agrees
+    return jitted(*args)
+
+
+@pytest.mark.parametrize("program", EXPLICIT_PROGRAMS)
+def test_a_program_that_names_shardings_of_results(explicit, program):
+    x, w = jax.device_put(X, P("data")), jax.device_put(WEIGHTS, WEIGHT_SPECS)
+    expected, found = jax.jit(program)(x, w), verified(program, x, w)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), found, expected)
+    for y, like in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert y.sharding.mesh == explicit and y.sharding.is_equivalent_to(like.sharding, y.ndim)
+
+
+def test_such_a_program_under_a_mesh_with_auto_axes():
+    with sharding.mesh(data=2, tensor=4):
+        y = verified(mlp, X, WEIGHTS, in_shardings=(P("data"), WEIGHT_SPECS))
+        assert y.sharding.spec == P("data") and AxisType.Explicit not in y.sharding.mesh.axis_types
+    np.testing.assert_allclose(y, np.tanh(X @ X) @ X.T, rtol=1e-4, atol=1e-5)
+
+
+def test_a_closed_over_array_of_the_mesh(explicit):
+    w = jax.device_put(X, P("data", "tensor"))
+    np.testing.assert_allclose(verified(lambda x: x @ w, X), X @ X, rtol=1e-5, atol=1e-5)
+
+
+def test_a_sharding_that_jax_cannot_tell_is_an_error_that_says_what_to_write():
+    def contracted(x, w):
+        return jax.sharding.reshard(x, P(None, "tensor")) @ w["down"]
+
+    with sharding.mesh(data=2, tensor=4):
+        step = sharding.jit(contracted, in_shardings=(P("data"), WEIGHT_SPECS))
+        with pytest.raises(ShardingError, match=r"(?s)names the sharding.*annotate\(x, P\(...\)\)"):
+            step(X, WEIGHTS)
+
+
+def test_the_reason_is_the_line_that_names_the_sharding():
+    with sharding.mesh(data=2, tensor=4):
+        c = sharding.jit(mlp, in_shardings=(P("data"), WEIGHT_SPECS)).complete(X, WEIGHTS)
+    assert "annotate at test_explicit_axes.py" in str(c.why("out", dim=0))
 
 
 def test_explicit_axes_inside(explicit):
     inner = jax.sharding.explicit_axes(lambda x: x * 2, axes=("data", "tensor"), in_sharding=P("data"))
     np.testing.assert_allclose(sharding.jit(lambda x: inner(x) + 1)(X), X * 2 + 1)
+
+
+def exchanged(x, w):
+    h = jnp.tanh(x @ w["up"])
+    part = jax.sharding.explicit_axes(
+        lambda h, w: jax.sharding.reshard(jnp.dot(h, w, out_sharding=P("data", None)), P(None, "tensor")),
+        in_sharding=(P("data", "tensor"), P("tensor", None)),
+    )
+    return (part(h, w["down"]) * 2).sum()
+
+
+def some_axes(x, w):
+    part = jax.sharding.explicit_axes(lambda x: jnp.tanh(x) * 2, axes=("data",), in_sharding=P("data", None))
+    return part(x) @ w["up"]
+
+
+def with_shard_map(x, w):
+    def part(x):
+        return jax.shard_map(lambda x: x + jax.lax.axis_index("data"), in_specs=P("data"), out_specs=P("data"))(x)
+
+    return jax.sharding.explicit_axes(part, in_sharding=P("data", None))(x) @ w["up"]
+
+
+def auto_again(x, w):
+    def part(x, w):
+        return jax.sharding.auto_axes(lambda x, w: x @ w, out_sharding=P("data", "tensor"))(x, w).sum(0)
+
+    return jax.sharding.explicit_axes(part, in_sharding=(P("data", None), P(None, "tensor")))(x, w["up"])
+
+
+@pytest.mark.parametrize("program", [exchanged, jax.grad(exchanged, argnums=1), some_axes, with_shard_map, auto_again])
+def test_what_such_parts_send_is_predicted(program):
+    expected = jax.jit(program)
+    with jax.set_mesh(jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)):
+        expected = expected(X, WEIGHTS)
+    with sharding.mesh(data=2, tensor=4):
+        found = verified(program, X, WEIGHTS, in_shardings=(P("data"), WEIGHT_SPECS))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), found, expected)
+
+
+def test_what_such_parts_send_counts_against_the_limit():
+    options = {"in_shardings": (P("data"), WEIGHT_SPECS), "max_implicit_bytes": 16}
+    with sharding.mesh(data=2, tensor=4), pytest.raises(ShardingError, match="max_implicit_bytes|implicit"):
+        sharding.jit(exchanged, **options).complete(X, WEIGHTS)
 
 
 def test_mesh_of_a_with_statement():
