@@ -9,7 +9,7 @@ from .. import compat
 from . import loops, shard_map_bodies
 from .annotation import Annotation
 from .from_jaxpr import DEVICE, Builder, Handler
-from .graph import Graph
+from .graph import Graph, Group
 from .sharding_groups import group_annotations
 
 HANDLERS: dict[str, Handler] = {
@@ -30,6 +30,7 @@ def build(
     in_annotations: Sequence[Annotation | None],
     out_annotations: Sequence[Annotation | None],
     ties: Mapping[int, int] | None = None,
+    shared: Mapping[int, int] | None = None,
     in_memory_kinds: Sequence[str | None] = (),
     out_memory_kinds: Sequence[str | None] = (),
 ) -> Graph:
@@ -43,6 +44,7 @@ def build(
         in_annotations: the annotation of each argument, or None.
         out_annotations: the annotation of each result, or None.
         ties: result -> argument pairs that must share one spec, such as the state of a training loop.
+        shared: argument -> an earlier one that is the same array, such as a tied weight: they share one spec.
         in_memory_kinds: the kind of memory of each argument; None is the device's. Default: by its abstract value.
         out_memory_kinds: that of each result; None is that of the value that is returned.
 
@@ -73,6 +75,7 @@ def build(
         if kind is not None:
             g.output_memory_kinds[i] = None if kind in DEVICE else kind
     g.scope.exits = list(g.outputs)
+    g.groups += [Group((g.inputs[of], g.inputs[i]), ()) for i, of in (shared or {}).items()]
     b.name_repeated()
     group_annotations(g)  # raises on conflicting annotations in a group, before propagation
     return g

@@ -68,10 +68,10 @@ def _contradiction(graph: Graph, v: int) -> ShardingError:
     )
     site = graph.group_site(v, earlier)
     return ShardingError(
-        f"sharding.same at {line(site)}",
+        f"sharding.same at {line(site)}" if site else "in_shardings of an nnx.Variable that occurs twice",
         found=[
             f"{graph.label(u)} {graph.annotations[u].spec} from {graph.annotations[u].origin}" for u in (earlier, v)
         ],
-        required="one spec for all members of a group",
+        required="one spec for all members of a group" if site else "one spec: it is one array",
         fix="the same spec in both annotations, or P.UNCONSTRAINED in one of them",
     )

@@ -10,6 +10,7 @@ import jax
 
 from .. import compat, paths
 from ..errors import ShardingError, raise_together
+from .nnx_variables import ties
 from .signature import Label, Signature
 
 
@@ -62,6 +63,8 @@ class Arguments:
     """Of a `jax.Ref`, its value."""
     refs: dict[int, Any]
     """The leaves that are Refs."""
+    ties: Mapping[int, int]
+    """Of a function with mutable arguments, each leaf of an nnx Variable that occurs a second time -> the first."""
     tree: Any
     sources: tuple[int | str, ...]
     """Of each argument that is not static, its position or keyword in the call."""
@@ -86,6 +89,7 @@ class Arguments:
             statics=statics,
             leaves=leaves,
             refs=refs,
+            ties=ties(values) if signature.mutable != frozenset() else {},
             tree=tree,
             sources=layout.sources,
             num_args=len(args),

@@ -25,6 +25,8 @@ class CacheKey(NamedTuple):
     labels: tuple[Label, ...]
     """Of those arguments."""
     statics: tuple[Any, ...]
+    ties: tuple[tuple[int, int], ...]
+    """The leaves that are one nnx Variable."""
     context: Any
     leaves: tuple[LeafKey, ...]
 
@@ -32,7 +34,9 @@ class CacheKey(NamedTuple):
 def cache_key(mesh: Mesh | AbstractMesh, arguments: Arguments) -> CacheKey:
     """The key of a call. Raises TypeError for leaves that are neither arrays nor numbers."""
     keys = tuple([leaf_key(x) for x in arguments.leaves])
-    return CacheKey(mesh, arguments.tree, arguments.labels, arguments.statics, context_key(), keys)
+    return CacheKey(
+        mesh, arguments.tree, arguments.labels, arguments.statics, (*arguments.ties.items(),), context_key(), keys
+    )
 
 
 def changed_parts(key: CacheKey, last: CacheKey, arguments: Arguments) -> list[str]:
@@ -41,6 +45,7 @@ def changed_parts(key: CacheKey, last: CacheKey, arguments: Arguments) -> list[s
     pairs = {
         "mesh": (key.mesh, last.mesh),
         "static arguments": (key.statics, last.statics),
+        "shared variables": (key.ties, last.ties),
         "axis rules": (key.context[-1], last.context[-1]),
     }
     parts = [name for name, (new, old) in pairs.items() if new != old]

@@ -124,6 +124,7 @@ def executable(f: Callable[..., Any], options: Options, call: Arguments, mesh: M
         out_names=out_names,
         in_annotations=in_annotations,
         out_annotations=out_annotations,
+        shared=call.ties,
         in_memory_kinds=kinds,
         out_memory_kinds=[*map(argument_shardings.memory_kind, specs)],
         ties=outputs_reusing_donated(

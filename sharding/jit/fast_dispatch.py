@@ -52,6 +52,8 @@ class FastPaths:
                 raise ArgumentMismatch
             args, statics = layout.split(args, kwargs)
         leaves, tree = jax.tree.flatten(args)
+        if self.signature.mutable != frozenset() and len({*map(id, leaves)}) < len(leaves):
+            raise ArgumentMismatch  # it may be tied otherwise than those of previous calls
         mesh, context = current(), context_key()
         for call in calls:
             if call.mesh is mesh and call.tree == tree and call.context == context and call.is_for(statics, keywords):

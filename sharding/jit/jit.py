@@ -15,7 +15,7 @@ from ..completion import Completion
 from ..errors import ShardingError
 from ..graph.garbage_collection import no_collection
 from ..propagation import POLICIES, Policy
-from . import mutations, tracing
+from . import tracing
 from .arguments import Arguments
 from .construction import ENGINES, Engine, Options, Planned, executable, lowering_platform
 from .current_mesh import AnyMesh, entered
@@ -155,7 +155,6 @@ class Jitted:
         call = Arguments.of(self._signature, args, kwargs)
         with entered(self._signature.function) as mesh:
             found = self._executable(call, mesh)
-            mutations.refuse_shared(call)
             misplaced = found.misplaced(call.leaves)
             if self._cache.keeps(found):
                 self._fast_paths.add(call, found, misplaced, mesh)

@@ -7,8 +7,7 @@ lost value is an error.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +17,7 @@ from ..errors import ShardingError
 from ..graph import CALLS
 from . import static_attributes
 from .arguments import Arguments
+from .nnx_variables import variables
 from .static_attributes import StaticChange
 
 
@@ -65,6 +65,8 @@ class Mutations(NamedTuple):
             if now != was and not static_attributes.contains(out_tree, now):
                 statics += [(i, change) for change in static_attributes.changes(was, now)]
             at += was.num_leaves
+        first = [k for k, leaf in enumerate(leaves) if leaf not in arguments.ties]
+        leaves, values = [leaves[k] for k in first], [values[k] for k in first]
         leaves += arguments.refs
         values += [before[i][...] for i in arguments.refs]
         if added:
@@ -129,19 +131,6 @@ def _is_mutable(arguments: Arguments) -> list[bool]:
     return [arguments.signature.is_mutable(label) for label, tree in owners for _ in range(tree.num_leaves)]
 
 
-def variables(args: Any) -> Iterator[tuple[range, Any]]:
-    """The flax nnx Variables of a pytree, each with its range of leaves; none unless flax is loaded."""
-    nnx: Any = sys.modules.get("flax.nnx")
-    if nnx is None:
-        return
-    at = 0
-    for part in jax.tree.leaves(args, is_leaf=lambda x: isinstance(x, nnx.Variable)):
-        number = len(jax.tree.leaves(part)) if isinstance(part, nnx.Variable) else 1
-        if isinstance(part, nnx.Variable):
-            yield range(at, at + number), part
-        at += number
-
-
 def _leaf_paths(tree: Any) -> list[Any]:
     return [path for path, _ in jax.tree_util.tree_leaves_with_path(jax.tree.unflatten(tree, range(tree.num_leaves)))]
 
@@ -177,25 +166,6 @@ def write_back(args: Any, updated: Sequence[int], values: Sequence[Any]) -> None
             old, tree = jax.tree.flatten(variable)
             merged = jax.tree.unflatten(tree, [new.get(leaf, x) for leaf, x in zip(leaves, old, strict=True)])
             variable.set_raw_value(merged.get_raw_value())
-
-
-def refuse_shared(arguments: Arguments) -> None:
-    """Raises for a variable that occurs twice, of which two different copies would be written back."""
-    names: dict[int, str] = {}
-    twice = []
-    leaf_names = arguments.leaf_names if arguments.signature.mutable != frozenset() else []
-    for leaves, variable in variables(arguments.dynamic) if leaf_names else ():
-        if len(leaves) and id(variable) in names:
-            twice.append(f"{names[id(variable)]} and {leaf_names[leaves[0]]} are one nnx.Variable")
-        elif len(leaves):
-            names[id(variable)] = leaf_names[leaves[0]]
-    if twice:
-        raise ShardingError(
-            f"{arguments.signature.function}(...): mutable arguments",
-            found=twice[:8],
-            required="each variable once, which then has one new value",
-            fix="share the module that owns the variable, or pass the object once",
-        )
 
 
 class _Sources:

@@ -18,6 +18,7 @@ from .cache_key import leaf_key
 from .explicit_mode import ExplicitMode, needs_explicit_axes
 from .explicit_regions import without_explicit_axes
 from .mutations import Mutations
+from .nnx_variables import tied
 from .ref_discharge import without_refs
 from .static_attributes import StaticChange
 
@@ -100,6 +101,7 @@ def trace(
         for i in arguments.refs:
             before[i] = jax.new_ref(before[i])
         dynamic = jax.tree.unflatten(arguments.tree, before)
+        dynamic = tied(dynamic, arguments.dynamic) if arguments.ties else dynamic
         by_label = dict(zip(arguments.labels, dynamic, strict=True))
         by_label |= {label: value for label, _, value in arguments.statics}
         result = signature.call(f, by_label)

@@ -121,15 +121,87 @@ def test_only_variables_are_written_back():
     assert "mutable=True, to have" not in str(error.value)
 
 
-def test_a_variable_that_occurs_twice_is_an_error():
-    class Tied(nnx.Module):
-        def __init__(self):
-            self.a = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
-            self.b = nnx.Linear(8, 8, rngs=nnx.Rngs(1))
-            self.b.kernel = self.a.kernel
+class Tied(nnx.Module):
+    """The head's weight is that of the table, and one layer is used by two names."""
 
-    with pytest.raises(ShardingError, match=r"model/a/kernel and model/b/kernel are one nnx.Variable"):
-        sharding.jit(lambda model: model.a(X).sum(), mutable=True)(Tied())
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.table = nnx.Embed(8, 8, rngs=rngs)
+        self.head = nnx.Linear(8, 8, use_bias=False, rngs=rngs)
+        self.head.kernel = self.table.embedding
+        self.layer = nnx.Linear(8, 8, rngs=rngs)
+        self.again = self.layer
+
+    def __call__(self, x):
+        h = self.again(jnp.tanh(self.layer(self.table(x))))
+        return h @ self.head.kernel[...].T
+
+
+def train_tied(model, optimizer, x):
+    def loss(model):
+        return optax.softmax_cross_entropy_with_integer_labels(model(x), x).mean()
+
+    value, grads = nnx.value_and_grad(loss)(model)
+    optimizer.update(model, grads)
+    return value
+
+
+def tied(*, untie=False):
+    model = Tied()
+    if untie:
+        model.head.kernel = nnx.Param(model.head.kernel[...])
+    return model, nnx.Optimizer(model, TX, wrt=nnx.Param)
+
+
+TX, TOKENS = optax.adam(1e-2), np.arange(16) % 8
+
+
+@pytest.mark.parametrize("donate", [None, (0, 1)])
+def test_a_variable_that_occurs_twice_is_one(donate):
+    expected, state = nnx.jit(train_tied), tied()
+    losses = [float(expected(*state, TOKENS)) for _ in range(3)]
+    model, optimizer = tied()
+    with sharding.mesh(data=2, tensor=4):
+        step = sharding.jit(train_tied, mutable=True, donate_argnums=donate, in_shardings=(None, None, P("data")))
+        found = [float(step(model, optimizer, TOKENS)) for _ in range(3)]
+    np.testing.assert_allclose(found, losses, rtol=1e-5)
+    assert model.head.kernel is model.table.embedding and model.again is model.layer
+    np.testing.assert_allclose(model.head.kernel[...], state[0].head.kernel[...], rtol=1e-4, atol=1e-5)
+
+
+def test_a_call_with_variables_of_their_own_is_another_program():
+    with sharding.mesh(data=2, tensor=4):
+        step = sharding.jit(train_tied, mutable=True)
+        for _ in range(2):
+            for untie in (False, True, False):
+                state, like = tied(untie=untie), tied(untie=untie)
+                losses = [(float(step(*state, TOKENS)), float(nnx.jit(train_tied)(*like, TOKENS))) for _ in range(2)]
+                np.testing.assert_allclose(*zip(*losses, strict=True), rtol=1e-5)
+                apart = np.abs(state[0].head.kernel[...] - state[0].table.embedding[...]).max()
+                assert (apart > 1e-3) == untie
+        assert step._cache_size() == 2
+
+
+@pytest.mark.parametrize("path", ["table/embedding", "head/kernel"])
+def test_an_annotation_of_one_name_is_one_of_the_other(path):
+    model, optimizer = tied()
+    specs = sharding.layout({f"*/{path}": P("tensor", None)})(model)
+    with sharding.mesh(data=2, tensor=4):
+        step = sharding.jit(train_tied, mutable=True, in_shardings=(specs, None, P("data")))
+        step(model, optimizer, TOKENS)
+        c = step.complete(model, optimizer, TOKENS)
+        assert c.spec("model/table/embedding") == c.spec("model/head/kernel") == P("tensor")
+        assert model.head.kernel[...].sharding.spec == P("tensor")
+
+
+def test_names_of_one_variable_with_two_specs_are_an_error():
+    model, optimizer = tied()
+    specs = sharding.layout({"*/table/embedding": P("tensor", None), "*/head/kernel": P(None, "tensor")})(model)
+    with (
+        sharding.mesh(data=2, tensor=4),
+        pytest.raises(ShardingError, match=r"(?s)occurs twice.*head/kernel.*one array"),
+    ):
+        sharding.jit(train_tied, mutable=True, in_shardings=(specs, None, None))(model, optimizer, TOKENS)
 
 
 def test_a_mutable_argument_under_an_enclosing_trace():
