@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from .. import paths
 from ..errors import ShardingError, raise_together
 from ..mesh import current
-from ..spec import indivisible_error
+from ..spec import indivisible_error, refuse_unreduced
 from . import axis_rules
 from .annotate import annotate
 
@@ -148,6 +148,8 @@ def layout(rules: Mapping[str, P | None] | Iterable[Rule], *, strict: bool = Fal
         if not isinstance(rule, Rule) or not isinstance(rule.pattern, str) or not isinstance(rule.spec, P | None)
     ]
     raise_together("sharding.layout", wrong)
+    for rule in found:
+        refuse_unreduced(rule.spec, f"sharding.layout: {rule.pattern!r}")
     return Layout(tuple(found), strict)
 
 

@@ -80,7 +80,16 @@ class Arguments:
         leaves, tree = jax.tree.flatten(values)
         refs = {i: leaf for i, leaf in enumerate(leaves) if compat.is_ref(leaf)}
         for i, ref in refs.items():
-            leaves[i] = ref[...]
+            try:
+                leaves[i] = ref[...]
+            except ValueError as error:  # JAX's names neither the argument nor a remedy
+                names = [
+                    n
+                    for label, a in zip(layout.labels, values, strict=True)
+                    for n in paths.of_tree(a, signature.name(label))
+                ]
+                asked = f"{signature.function}({names[i]})"
+                raise ref_elsewhere(asked, "a mutable array (jax.new_ref) on other devices than the mesh") from error
         return Arguments(
             signature=signature,
             labels=layout.labels,
@@ -139,6 +148,19 @@ class Arguments:
             if not _is_hashable(value)
         ]
         raise_together(f"{function}: static arguments", failures)
+
+
+def ref_elsewhere(asked: str, found: str) -> ShardingError:
+    """The error for a mutable array that is not on all devices of the mesh."""
+    return ShardingError(
+        asked,
+        found=found,
+        required="a mutable array on the devices of the mesh",
+        fix=[
+            "make it of an array that is: jax.new_ref(jax.device_put(x, NamedSharding(mesh, P())))",
+            "pass its value, ref[...], as an argument and return the new value",
+        ],
+    )
 
 
 def _is_hashable(x: Any) -> bool:

@@ -27,6 +27,7 @@ from .arguments import Arguments
 from .cache_key import leaf_key
 from .mutations import write_back
 from .placed_arguments import PlacedArguments
+from .signature import signature_of
 from .tracing import Traced
 
 _EXPLICIT = AxisType.Explicit
@@ -289,6 +290,8 @@ class Executable:
             return run(*leaves)
 
         checked.__name__ = checked.__qualname__ = self.function
+        names = list(self.completion.assignment.graph.names)
+        vars(checked)["__signature__"] = signature_of([names[leaf] for leaf in order])
         return jax.jit(
             checked,
             donate_argnums=tuple(places[leaf] for leaf in self.donated_leaves),

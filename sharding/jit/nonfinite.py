@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,7 +14,7 @@ from .. import compat, paths
 from ..graph.graph import Site, line
 
 _CALLS = ("jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call")
-"""Equations to recurse into; a loop or a branch counts as one equation."""
+"""Equations to recurse into, beside branches. A loop is evaluated as one equation, and again if it is an origin."""
 
 Kind = Literal["nan", "inf"]
 KINDS: tuple[Kind, ...] = ("nan", "inf")
@@ -73,6 +74,8 @@ class _Evaluation:
         self.found: list[Origin] = []
         self.sources: list[frozenset[int]] = []
         """Numbers of the origins that each one comes from, and its own."""
+        self.iteration = ""
+        """Which iteration of a loop is evaluated."""
 
     def first(self, numbers: Iterable[int], limit: int) -> list[Origin]:
         """The first nan of some origins with what it comes from, or the first infinities."""
@@ -112,6 +115,8 @@ class _Evaluation:
         body = next((sub for _, _, sub in compat.sub_jaxprs(eqn.params)), None)
         if eqn.primitive.name in _CALLS and body is not None:
             return self.run(body, operands, site)
+        if eqn.primitive.name == "cond":
+            return self.run(eqn.params["branches"][int(operands[0].array)], operands[1:], site)
         arrays = compat.bind(eqn, [operand.array for operand in operands])
         kinds: list[Kind | None] = [_kind(array) for array in arrays]
         made = {kind: self._origins(site, kind, operands) for kind in KINDS if kind in kinds}
@@ -124,14 +129,68 @@ class _Evaluation:
         # An infinity that comes from an infinity is not an origin; a nan that comes from infinities is.
         if came and (kind == "inf" or any(operand.kind == "nan" and operand.origins for operand in operands)):
             return came
+        if site[0].primitive.name in ("scan", "while") and (inside := self._in_loop(site, kind, operands)):
+            return came | inside
         aval, op = site[0].outvars[0].aval, site[0].primitive.name
-        shape = ", ".join(map(str, aval.shape))
-        return self._new(kind, f"{aval.dtype}[{shape}] of {op} at {line(site) or 'an unknown line'}", came)
+        shape, where = ", ".join(map(str, aval.shape)), line(site) or "an unknown line"
+        return self._new(kind, f"{aval.dtype}[{shape}] of {op} at {where}{self.iteration}", came)
+
+    def _in_loop(self, site: Site, kind: Kind, operands: Sequence[_Value]) -> frozenset[int]:
+        """The origins inside a loop, of the first iteration that makes such a value; none if there is no such one."""
+        body, num_carried, iterations = _loop(site[0], operands)
+        run, around = jax.jit(compat.jaxpr_fun(body)), self.iteration
+        carried = None
+        for number, arguments in enumerate(iterations):
+            args = arguments(carried)
+            if args is None:
+                break
+            if all(value.kind is None for value in args):  # the first iterations are, mostly: not equation by equation
+                arrays = run(*(value.array for value in args))
+                if all(_kind(array) is None for array in arrays):
+                    carried = [_Value(array) for array in arrays[:num_carried]]
+                    continue
+            self.iteration = f", iteration {number} of the {site[0].primitive.name}{around}"
+            results = self.run(body, args, site)
+            self.iteration = around
+            found = [value.origins for value in results if value.kind == kind]
+            if found:
+                return frozenset[int]().union(*found)
+            carried = results[:num_carried]
+        return frozenset()
 
     def _new(self, kind: Kind, value: str, came: frozenset[int] = frozenset()) -> frozenset[int]:
         self.sources.append(came | {len(self.found)})
         self.found.append(Origin(kind=kind, value=value))
         return self.sources[-1]
+
+
+_Arguments = Callable[[Sequence[_Value] | None], Sequence[_Value] | None]
+"""What an iteration carries, None for the first -> the arguments of its body; None where the loop ends."""
+
+
+def _loop(eqn: Any, operands: Sequence[_Value]) -> tuple[Any, int, Iterator[_Arguments]]:
+    """The body of a loop, how many values it carries, and its iterations."""
+    if eqn.primitive.name == "scan":
+        num_consts, num_carried = compat.scan_parts(eqn.params)
+        consts, start = operands[:num_consts], operands[num_consts : num_consts + num_carried]
+        xs = operands[num_consts + num_carried :]
+
+        def of(k: int) -> _Arguments:
+            parts = [_Value(x.array[k], x.kind and _kind(x.array[k]), x.origins) for x in xs]
+            return lambda carried: [*consts, *(start if carried is None else carried), *parts]
+
+        order = range(eqn.params["length"])
+        return eqn.params["jaxpr"], num_carried, map(of, reversed(order) if eqn.params["reverse"] else order)
+    of_test, of_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    test, consts = jax.jit(compat.jaxpr_fun(eqn.params["cond_jaxpr"])), operands[of_test : of_test + of_body]
+    start = operands[of_test + of_body :]
+
+    def arguments(carried: Sequence[_Value] | None) -> Sequence[_Value] | None:
+        values = start if carried is None else carried
+        (goes_on,) = test(*(value.array for value in (*operands[:of_test], *values)))
+        return [*consts, *values] if goes_on else None
+
+    return eqn.params["body_jaxpr"], len(start), itertools.repeat(arguments)
 
 
 def _kind(x: Any) -> Kind | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import keyword
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -160,3 +162,14 @@ class _Parameters:
         given = (mutable,) if isinstance(mutable, (str, int)) else tuple(mutable)
         nums = [n for n in given if isinstance(n, int)]
         return self.labels(f"{function}, mutable", nums, [n for n in given if isinstance(n, str)])
+
+
+def signature_of(paths: Sequence[str]) -> inspect.Signature:
+    """The signature of a function of the arrays with these paths, by which JAX names them in a lowered program."""
+    found: dict[str, None] = {}
+    for i, path in enumerate(paths):
+        name = re.sub(r"\W+", "_", path).strip("_")
+        found[
+            name if name.isidentifier() and not keyword.iskeyword(name) and name not in found else f"argument_{i}"
+        ] = None
+    return inspect.Signature([inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY) for name in found])

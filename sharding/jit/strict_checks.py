@@ -13,6 +13,7 @@ from ..errors import ShardingError, raise_together, warn
 from ..explain import Ledger
 from ..graph import Graph
 from ..spec import axis_name, indivisible, to_partition_spec
+from .arguments import ref_elsewhere
 
 
 def refuse_uneven(graph: Graph, sizes: Mapping[str, int], function: str) -> None:
@@ -124,12 +125,5 @@ def refuse_refs_elsewhere(jaxpr: Any, mesh: Mesh | AbstractMesh, function: str) 
     refs = [x for x in compat.constants(jaxpr) if compat.is_ref(x) and not isinstance(x, compat.Tracer)]
     devices = set(mesh.devices.flat) if isinstance(mesh, Mesh) else None
     if any(ref.sharding.device_set != devices for ref in refs):
-        raise ShardingError(
-            f"{function}(...)",
-            found="a mutable array (jax.new_ref) that the function closes over, on other devices than the mesh",
-            required="a mutable array on the devices of the mesh",
-            fix=[
-                "make it of an array that is: jax.new_ref(jax.device_put(x, NamedSharding(mesh, P())))",
-                "pass its value, ref[...], as an argument and return the new value",
-            ],
-        )
+        found = "a mutable array (jax.new_ref) that the function closes over, on other devices than the mesh"
+        raise ref_elsewhere(f"{function}(...)", found)

@@ -169,3 +169,8 @@ def test_without_a_mesh_axes_are_checked_later():
     specs = sharding.layout({"w": P("tensor")})({"w": floats(6)})
     with sharding.mesh(devices=4, tensor=4), pytest.raises(ShardingError, match="6 = 1 x 4"):
         sharding.jit(lambda p: p["w"] * 2, in_shardings=(specs,)).complete({"w": floats(6)})
+
+
+def test_a_pending_sum_is_no_spec_of_a_parameter():
+    with pytest.raises(ShardingError, match=r"(?s)layout: 'w'.*unreduced over tensor"):
+        sharding.layout({"w": P("data", unreduced={"tensor"})})

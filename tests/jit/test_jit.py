@@ -822,3 +822,13 @@ def test_lower_accepts_arrays_that_a_call_would_reshard():
     assert step.complete(w, x).in_shardings[1] == P("data")
     lowered = step.lower(w, x)
     assert_close(lowered.compile()(*jax.device_put((np.array(W), np.array(X)))), step(w, x))
+
+
+def test_a_lowered_program_names_its_arguments():
+    def step(params, x):
+        return params["mlp"][0]["w"] @ x
+
+    with sharding.mesh(data=2, tensor=2, devices=jax.devices()[:4]):
+        lowered = sharding.jit(step).lower({"mlp": [{"w": X}]}, X)
+    text = lowered.as_text(debug_info=True)
+    assert 'loc("params_mlp_0_w")' in text and 'loc("x")' in text

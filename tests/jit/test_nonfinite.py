@@ -1,5 +1,7 @@
 """The first non-finite value, by its path or source line."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -101,3 +103,69 @@ def test_a_nan_that_a_mask_hides_until_the_gradient():
 def test_the_first_infinities_where_there_is_no_nan():
     found = nonfinite.origins(lambda x, y: (1 / x, jnp.log(x), y), jnp.zeros(2), jnp.full(3, jnp.inf), limit=2)
     assert [origin.value.split(" ")[0] for origin in found] == ["args/1", "float32[2]"] and " div " in found[1].value
+
+
+def halved(x, _=None):
+    return jnp.log(x) + 1, x
+
+
+def scanned(x):
+    return jax.lax.scan(halved, x, None, length=20)[0]
+
+
+def scanned_backwards(x):
+    return jax.lax.scan(lambda c, row: (c + jnp.sqrt(row), row), 0.0, x, reverse=True)[0]
+
+
+def repeated(x):
+    return jax.lax.while_loop(lambda c: c[0] < 9, lambda c: (c[0] + 1, halved(c[1])[0]), (0, x))[1]
+
+
+def branched(x):
+    return jax.lax.cond(x > 0, lambda x: halved(x - 2)[0], lambda x: x, x)
+
+
+def nested(x):
+    return jax.lax.fori_loop(0, 3, lambda i, x: scanned(x), x)
+
+
+def with_infinite_start(x):
+    """A running maximum, which starts at an infinity that is no fault."""
+    rows = jnp.stack([x, x, -x])
+    return jax.lax.scan(lambda c, row: (jnp.maximum(c, row), jnp.log(row)), -jnp.inf, rows)[1]
+
+
+IN_BODIES = [
+    # log(log(0.5) + 1) + 1 = -0.18: the next logarithm is nan
+    (scanned, 0.5, r"nan in float32\[\] of log at .*\(halved\), iteration 2 of the scan"),
+    (scanned_backwards, jnp.array([1.0, -1.0, 4.0]), r"nan in float32\[\] of sqrt at .*, iteration 1 of the scan"),
+    (repeated, 0.5, r"nan in float32\[\] of log at .*\(halved\), iteration 2 of the while"),
+    (branched, 1.0, r"nan in float32\[\] of log at .*\(halved\)"),
+    (
+        nested,
+        0.5,
+        r"nan in float32\[\] of log at .*\(halved\), iteration 2 of the scan, iteration 0 of the (scan|while)",
+    ),
+    (with_infinite_start, 2.0, r"nan in float32\[\] of log at .*, iteration 2 of the scan"),
+]
+
+
+@pytest.mark.parametrize(("f", "x", "pattern"), IN_BODIES)
+def test_the_line_and_iteration_in_a_loop_or_branch(f, x, pattern):
+    *_, found = lines(f, jnp.asarray(x))
+    assert re.fullmatch(pattern, found)
+
+
+def test_the_line_and_iteration_in_a_gradient():
+    *_, found = lines(jax.grad(scanned), jnp.asarray(0.5))
+    assert re.fullmatch(r"nan in float32\[\] of log at .*\(halved\), iteration 2 of the scan", found)
+
+
+def test_debug_nans_names_the_op_in_a_loop():
+    with sharding.mesh(data=2, tensor=4), jax.debug_nans(True):
+        step = sharding.jit(scanned, in_shardings=P("data"))
+        assert bool(jnp.isfinite(step(jnp.ones(8))).all())
+        with pytest.raises(
+            FloatingPointError, match=r"scanned: nan in .* of log at .*\(halved\), iteration 2 of the scan"
+        ):
+            step(jnp.full(8, 0.5))

@@ -118,6 +118,19 @@ def test_a_ref_closed_over_on_other_devices_is_an_error():
         np.testing.assert_allclose(sharding.jit(lambda x: total[...] + x)(X[0]), X[0])
 
 
+def test_a_ref_argument_on_other_devices_is_an_error():
+    ref = jax.new_ref(jax.device_put(jnp.zeros(8), jax.devices()[0]))
+    with (
+        sharding.mesh(data=8),
+        pytest.raises(sharding.ShardingError, match=r"(?s)step_of_refs\(state/total\).*other devices"),
+    ):
+        sharding.jit(step_of_refs)({"total": ref}, X[0])
+
+
+def step_of_refs(state, x):
+    state["total"][...] += x
+
+
 def test_a_ref_that_comes_in_twice_is_an_error():
     ref = jax.new_ref(jnp.zeros(8))
     with pytest.raises(sharding.ShardingError, match="b is the mutable array that is also a"):
