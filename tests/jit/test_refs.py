@@ -119,7 +119,9 @@ def test_a_ref_closed_over_on_other_devices_is_an_error():
 
 
 def test_a_ref_argument_on_other_devices_is_an_error():
-    ref = jax.new_ref(jax.device_put(jnp.zeros(8), jax.devices()[0]))
+    start = jax.device_put(jnp.zeros(8), jax.devices()[0])
+    with jax.set_mesh(jax.make_mesh((1,), ("one",), devices=jax.devices()[:1])):
+        ref = jax.new_ref(start)
     with (
         sharding.mesh(data=8),
         pytest.raises(sharding.ShardingError, match=r"(?s)step_of_refs\(state/total\).*other devices"),
