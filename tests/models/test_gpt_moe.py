@@ -79,3 +79,15 @@ def test_layers_come_in_pairs():
         dataclasses.replace(SMALL, layers=3)
     with pytest.raises(ValueError, match="heads=0"):
         dataclasses.replace(SMALL, heads=0)
+
+
+def test_each_branch_of_a_layer_has_a_dropout_mask_of_its_own(monkeypatch):
+    seen = []
+    monkeypatch.setattr(gpt_moe, "dropout", lambda x, rate, key: seen.append((rate, key)) or x)
+    layer = gpt_moe.Sparse(dataclasses.replace(SMALL, dropout=0.25), rngs=nnx.Rngs(0))
+    x = jax.random.normal(KEY, (2, 8, 16))
+    layer(x, KEY)
+    (_, first), (_, second) = seen
+    assert not (jax.random.key_data(first) == jax.random.key_data(second)).all()
+    layer(x)
+    assert [rate for rate, _ in seen] == [0.25] * 4 and seen[2][1] is None and seen[3][1] is None

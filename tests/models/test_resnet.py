@@ -178,3 +178,16 @@ def test_images_of_a_wrong_shape_are_an_error():
 def test_config_errors(changes, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(SMALL, **changes)
+
+
+@pytest.mark.parametrize("block", ["basic", "bottleneck"])
+def test_outside_of_training_an_image_is_classified_alone(block):
+    model = _model(block=block)
+    for _ in range(2):
+        model = _call(model, _images(), training=True)[1]
+    together, after = _call(model, _images())
+    alone, _ = _call(model, _images()[1:2])
+    np.testing.assert_allclose(together[1:2], alone, rtol=1e-4, atol=1e-5)
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(after), nnx.state(model))
+    trained = _call(model, _images(), training=True)[0]
+    assert np.abs(trained[1:2] - _call(model, _images()[1:2], training=True)[0]).max() > 1e-3

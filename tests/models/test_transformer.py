@@ -1,5 +1,7 @@
 """What transformers have in common: presets that fit, and the loss."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -37,3 +39,26 @@ def test_large_logits_do_not_overflow():
     logits = jnp.asarray([[1e4, -1e4, 0.0]])
     np.testing.assert_allclose(transformer.losses(logits, jnp.asarray([0])), [0.0], atol=1e-6)
     np.testing.assert_allclose(transformer.losses(logits, jnp.asarray([1])), [2e4], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "faults"),
+    [
+        ({}, []),
+        ({"features": 6, "heads": 2}, ["features / heads = 3 must be even for rotary positions"]),
+        ({"features": 6, "heads": 2, "positions": "learned"}, []),
+        ({"features": 10, "heads": 4}, ["features=10 must be a multiple of heads=4"]),
+        ({"kv_heads": 3}, ["heads=4 must be a multiple of kv_heads=3"]),
+        ({"dropout": 1.0}, ["dropout=1.0 must be at least 0 and less than 1"]),
+        ({"dropout": 0.5, "layers": 0}, ["layers=0 must be at least 1"]),
+        ({"scan": True, "layers": 3, "remat": ("full", "none")}, ["layers=3 must be a multiple of the 2 policies"]),
+        ({"scan": True, "layers": 4, "remat": ("full", "none")}, []),
+    ],
+)
+def test_faults_of_a_config(changes, faults):
+    given = dict.fromkeys(("features", "layers"), 16) | {"heads": 4, "kv_heads": 2, "positions": "rotary"}
+    given |= {"dtype": "float32", "kernels": "auto", "dropout": 0.0, "remat": False, "scan": False} | changes
+    config = SimpleNamespace(**{**given, "kv_heads": given["kv_heads"] if given["heads"] > 2 else 1})
+    config.head_features = config.features // config.heads
+    found = transformer.config_errors(config, ("features", "layers"))
+    assert len(found) == len(faults) and all(map(str.startswith, found, faults))

@@ -159,6 +159,17 @@ def test_masked_bytes():
     assert (whole != batch.tokens).sum() == (shown != batch.targets).sum()
 
 
+def test_bytes_are_masked_anew_in_each_step_and_alike_in_each_evaluation():
+    source = workload_of("bert-tiny").source(8, 0)
+    first, second = (source.train_batch(step).positions for step in (0, 1))
+    assert (first != second).any() and (source.train_batch(0).positions == first).all()
+    heldout, again = source.heldout_batches(), source.heldout_batches()
+    assert len(heldout) > 1 and (heldout[0].positions != heldout[1].positions).any()
+    jax.tree.map(np.testing.assert_array_equal, heldout, again)
+    rows = source.train_batch(0, np.asarray([2, 5]))
+    np.testing.assert_array_equal(rows.positions, first[[2, 5]])
+
+
 def test_an_epoch_has_each_digit_once():
     source = digits.read(batch_size=479, seed=0)
     assert len(source.train.labels) == 3 * 479
