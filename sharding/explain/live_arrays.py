@@ -129,10 +129,14 @@ class LiveArrays:
         return name or f"{dtype}{list(x.shape)}"
 
     def axes(self, x: Instruction, v: int | None) -> tuple[str, ...]:
-        """The axes that an array is sharded over by its value's spec; none for an all-gathered copy."""
+        """The axes that an array is sharded over, by its value's spec or by the reshard that it is a step of."""
         if v is None:
             return ()
-        spec, sizes = self.assignment.specs[v], self.assignment.sizes
+        step = x.reshard
+        spec, sizes = (
+            self.assignment.specs[v] if step is None or step.spec is None else step.spec,
+            self.assignment.sizes,
+        )
         shards = spec.num_shards(sizes)
         if math.prod(self.graph.shapes[v]) > x.num_elements * max(1, shards // 2) or shards == 1:
             return tuple(dict.fromkeys(axis_name(a).partition(":")[0] for axes in spec.axes for a in axes))
@@ -160,6 +164,7 @@ def readers(lifetimes: Lifetimes) -> dict[Instruction, set[str]]:
 
 
 def source(x: Instruction, graph: Graph) -> str:
-    """The user's line of an instruction; empty where JAX recorded none."""
+    """The user's line of an instruction, of a resharded argument that of its reader; empty where JAX recorded none."""
     line = compat.source_line(x.eqn) if x.eqn is not None else ""
-    return line or (graph.source(x.value) if x.value is not None else "")
+    line = line or (graph.source(x.value) if x.value is not None else "")
+    return line or (compat.source_line(step.asked_by) if (step := x.reshard) is not None and step.asked_by else "")

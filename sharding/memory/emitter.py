@@ -17,6 +17,7 @@ class Cursor:
     """The position in the program at which instructions are emitted."""
 
     phase: Phase = ""
+    eqn: Any = None
     rounded: Collection[int] = ()
     """Float32 values that are stored in bfloat16."""
 
@@ -141,7 +142,9 @@ class Emitter:
     ) -> Instruction:
         """The array after some reshard steps."""
         for step in steps:
-            x = self.apply_step(x, self.local_shape(shape, step.spec), itemsize, step)
+            before, x = x, self.apply_step(x, self.local_shape(shape, step.spec), itemsize, step)
+            if x is not before:
+                x.spec, x.asked_by = step.spec, x.asked_by or self.cursor.eqn
         return x
 
     def apply_step(self, x: Instruction, shape: tuple[int, ...], itemsize: float, step: Step) -> Instruction:

@@ -78,7 +78,7 @@ class Lowering:
         outer = self.cursor.phase
         for i, eqn in enumerate(jaxpr.eqns):
             name = eqn.primitive.name
-            self.cursor.phase = phase(eqn, outer)
+            self.cursor.phase, self.cursor.eqn = phase(eqn, outer), eqn
             if name in CALLS:
                 self.inline_call(i, eqn, scope, env, emitter)
             elif name in self.handlers:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..cost.gpu_latencies import Product
-from ..spec import Axis
+from ..spec import Axis, Spec
 
 Phase = Literal["", "forward", "backward"]
 """The pass of a gradient that an op belongs to: what is differentiated, its transpose, or neither."""
@@ -49,6 +49,10 @@ class Instruction:
     """The sizes of a matrix product that a kernel computes."""
     value: int | None = None
     """The graph's value that it computes or moves."""
+    spec: Spec | None = None
+    """Of a step of a reshard, the spec after it."""
+    asked_by: Any = None
+    """The equation for which it reshards."""
     eqn: Any = None
     group: Any = None
     """Collectives with an equal group may be combined."""
@@ -65,6 +69,16 @@ class Instruction:
         """Whether only dims of size 1 move if its dims are ordered so."""
         large = [d for d in order if self.shape[d] > 1]
         return large == sorted(large)
+
+    @property
+    def reshard(self) -> Instruction | None:
+        """The last step of a reshard that it is a copy of, such as one in another order; None if there is none."""
+        x = self
+        while x.spec is None and x.operands and x.operands[0].value == x.value is not None:
+            if x.operands[0].num_elements != x.num_elements:
+                return None
+            x = x.operands[0]
+        return x if x.spec is not None else None
 
     @property
     def stored_bytes(self) -> int:
