@@ -98,7 +98,9 @@ def updates(name: str) -> bool:
 
 @cache
 def element_bytes(dtype: Any) -> float:
-    """Bytes per element; those of less than 8 bits are packed."""
+    """Bytes per element; those of less than 8 bits are packed, and cotangents of integers (float0) are booleans."""
+    if dtype == jax.dtypes.float0:
+        return 1
     if dtype.itemsize > 1 or compat.is_extended(dtype) or jnp.issubdtype(dtype, jnp.bool_):
         return int(dtype.itemsize)
     found = jnp.iinfo(dtype) if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo(dtype)

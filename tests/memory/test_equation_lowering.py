@@ -4,6 +4,7 @@ from collections import Counter
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import sharding
@@ -164,3 +165,33 @@ def test_elements_of_less_than_a_byte_are_packed(dtype):
         compiled = cost.read_compiled(step.lower(jax.ShapeDtypeStruct((rows, columns), dtype)).compile())
     assert predicted.peak_bytes == pytest.approx(compiled.peak_bytes, abs=64)
     assert predicted.peak_bytes == 2 * rows * columns // 8 // (2 if "4" in dtype else 1)
+
+
+def test_cotangents_of_integers_in_a_branch_or_loop():
+    """float0 arrays, which have no bytes in NumPy, are booleans in XLA's bodies."""
+
+    @jax.custom_vjp
+    def scaled(x, n):
+        return x * n
+
+    def backward(residuals, ct):
+        return ct * residuals, np.zeros(residuals.shape, jax.dtypes.float0)
+
+    scaled.defvjp(lambda x, n: (x * n, n), backward)
+
+    def both(x, n):
+        return jax.vjp(scaled, x, n)[1](x)
+
+    def branched(x, n):
+        return jax.lax.cond(x.sum() > 0, both, both, x, n)
+
+    def repeated(x, n):
+        return jax.lax.scan(lambda x, _: both(x, n), x, None, length=3)
+
+    args = jnp.ones((8, 64)), jnp.full((8, 64), 3)
+    for f in (branched, repeated):
+        with sharding.mesh(data=2, devices=jax.devices()[:2]):
+            step = sharding.jit(f, in_shardings=(P("data"), P("data")))
+            c = step.complete(*args)
+            assert c.verify(step.lower(*args).compile()).agrees
+            assert c.memory().peak_bytes >= 2 * 4 * 64 * 4
