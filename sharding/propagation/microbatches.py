@@ -5,8 +5,8 @@ Shardy the axes of the batch stay on the split dim's major part, the number of t
 so no device's share of a microbatch is smaller than another's, and each computes all of it. Here they shard the
 examples of a microbatch, as if the result of the split were annotated so.
 
-Looked for behind every annotation, through ops that keep dims as they are: reshapes that split a dim of which the major
-part is only sliced or iterated over, and slices at an index that is not known before the run.
+Such are reshapes that split a dim of which the major part is only sliced or iterated over, and slices at an index that
+is not known before the run: of an annotated dim, or one that ops passed on from it as it is.
 """
 
 from __future__ import annotations
@@ -49,29 +49,38 @@ class Microbatch:
 
 def microbatches(flow: DataFlow, graph: Graph) -> Iterator[Microbatch]:
     """Yields the dims that hold parts of annotated dims, in values without an annotation."""
-    starts = [(v, d) for v, given in graph.annotations.items() for d, dim in enumerate(given.spec.dims) if dim.axes]
-    for whole in starts:
-        waiting, seen = [whole], {whole}
-        while waiting:
-            at = waiting.pop()
-            for op in flow.readers(at[0]):
-                if op.rule is None or op.is_unknown:
-                    continue
-                part = _part(flow, op, op.rule, at)
-                if part is not None:
-                    if part[0] not in graph.annotations:
-                        yield Microbatch(*part, whole)
-                    continue
-                for result in _kept(op, op.rule, at):
-                    if result not in seen and result[0] not in graph.annotations:
-                        seen.add(result)
-                        waiting.append(result)
+    for op in graph.ops:
+        if op.name not in ("dynamic_slice", "reshape") or op.rule is None or op.is_unknown:
+            continue
+        for d in range(len(graph.shapes[op.operands[0]])):
+            part = _part(flow, op, op.rule, (op.operands[0], d))
+            if part is not None and part[0] not in graph.annotations:
+                whole = _annotated(graph, (op.operands[0], d))
+                if whole is not None:
+                    yield Microbatch(*part, whole)
+
+
+def _annotated(graph: Graph, start: ArrayDim) -> ArrayDim | None:
+    """The dim with annotated axes that a dim is, as it is, if any."""
+    waiting, seen = [start], {start}
+    while waiting:
+        v, d = waiting.pop()
+        if v in graph.annotations:
+            if graph.annotations[v].spec.dims[d].axes:
+                return v, d
+            continue
+        op = graph.makers.get(v)
+        if op is None or op.rule is None or op.is_unknown:
+            continue
+        for u in dict.fromkeys(op.operands):
+            found = [(u, e) for e in range(len(graph.shapes[u])) if (v, d) in _kept(op, op.rule, (u, e))]
+            waiting += [at for at in found if at not in seen]
+            seen.update(found)
+    return None
 
 
 def _part(flow: DataFlow, op: Op, rule: Rule, at: ArrayDim) -> ArrayDim | None:
     """The dim of an op's result that holds the examples of one microbatch, if the op takes apart or splits a dim."""
-    if op.name not in ("dynamic_slice", "reshape"):
-        return None
     factors, (result,) = _operand_factors(op, rule, at), op.results
     places = {own[0]: d for d, own in enumerate(rule.results[0]) if len(own) == 1}
     if op.name == "dynamic_slice":
