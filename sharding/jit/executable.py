@@ -168,7 +168,11 @@ class Executable:
         """The arguments that were moved to the shardings that the program takes."""
         graph = self.completion.assignment.graph
         names = [graph.first_names[v] for v in graph.inputs]
-        return PlacedArguments(self.function, names, self.donated_leaves)
+        inner, unread = compat.open_jaxpr(self.traced.jaxpr), list[int]()
+        if not self.of_jax.get("keep_unused") and isinstance(self.mesh, Mesh) and not self.mesh.is_multi_process:
+            read = {v for atoms in (*(e.invars for e in inner.eqns), inner.outvars) for v in atoms if _is_variable(v)}
+            unread = [leaf for leaf, v in enumerate(inner.invars) if v not in read]
+        return PlacedArguments(self.function, names, self.donated_leaves, unread)
 
     @cached_property
     def donated_leaves(self) -> tuple[int, ...]:
@@ -336,6 +340,10 @@ def is_in_memory(x: Any, kind: str | None) -> bool:
     if not (compat.is_committed(x) or _is_abstract(x)) or x.sharding is None:
         return True
     return x.sharding.memory_kind in ((kind,) if kind else (None, "device"))
+
+
+def _is_variable(atom: Any) -> bool:
+    return not compat.is_literal(atom)
 
 
 def needs_transfer(x: Any, required: Sharding | None) -> bool:

@@ -23,16 +23,19 @@ class PlacedArguments:
     """The last array that was moved for each leaf, and the array that it was moved to.
 
     A `jax.Array` never changes, so it is moved once, and its copy is kept as long as the array is alive. A NumPy array
-    may have changed since the last call and is transferred each time, with a warning if it is large.
+    may have changed since the last call and is transferred each time, with a warning if it is large; not at all if
+    the program does not read it.
 
     Args:
         function: its name, for the warning.
         names: of the leaves.
         donated: the leaves whose buffers a call consumes, which are not kept.
+        unread: the leaves that the program does not read.
     """
 
-    def __init__(self, function: str, names: Sequence[str], donated: Collection[int]):
+    def __init__(self, function: str, names: Sequence[str], donated: Collection[int], unread: Collection[int] = ()):
         self._function, self._names, self._donated = function, names, donated
+        self._unread = frozenset(unread)
         self._moved: dict[int, tuple[weakref.ref[Any], jax.Array]] = {}
         self._transferred: dict[int, weakref.ref[Any]] = {}
         """Leaf -> the NumPy array of the last call."""
@@ -43,6 +46,8 @@ class PlacedArguments:
         waiting = []
         for i in where:
             source, moved = self._moved.get(i, (None, None))
+            if i in self._unread and not isinstance(leaves[i], jax.Array):
+                continue  # `jax.jit` leaves it out
             if source is not None and moved is not None and source() is leaves[i] and not moved.is_deleted():
                 leaves[i] = moved
             else:

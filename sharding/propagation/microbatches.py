@@ -2,8 +2,8 @@
 
 A step with gradient accumulation splits the batch, ``x.reshape(n, -1, ...)``, and iterates over the parts. In GSPMD and
 Shardy the axes of the batch stay on the split dim's major part, the number of the microbatch; a loop takes that apart,
-so no device's share of a microbatch is smaller than another's, and each computes all of it. Here they shard the
-examples of a microbatch, as if the result of the split were annotated so.
+and every device computes every microbatch. Here they shard the examples of a microbatch, as if the result of the split
+were annotated so.
 
 Such are reshapes that split a dim of which the major part is only sliced or iterated over, and slices at an index that
 is not known before the run: of an annotated dim, or one that ops passed on from it as it is.

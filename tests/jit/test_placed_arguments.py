@@ -114,3 +114,17 @@ def test_a_large_numpy_array_that_is_transferred_on_every_call_is_warned_of_once
         np.testing.assert_allclose(step(w, x)[:, :1], dense(w[:, :1], X), rtol=1e-5)
         for _ in range(2):
             step(np.ones_like(w), x)  # a new batch
+
+
+@pytest.mark.parametrize("donate", [None, 0])
+def test_a_numpy_array_that_the_program_does_not_read_is_not_transferred(mesh, x, moved, donate):
+    labels = np.ones((64, 2**14), np.float32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step = sharding.jit(lambda labels, x: x * 2, in_shardings=(P("data"), None), donate_argnums=donate)
+        for _ in range(3):
+            np.testing.assert_allclose(step(labels, x), X * 2)
+    assert not moved and step._cache_size() == 1
+    both = sharding.jit(lambda labels, x: x * 2, in_shardings=(P("data"), None), keep_unused=True)
+    np.testing.assert_allclose(both(labels, x), X * 2)
+    assert moved == [labels.shape]
