@@ -12,7 +12,7 @@ is not known before the run: of an annotated dim, or one that ops passed on from
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from ..graph import Annotation, Graph, Op
@@ -47,17 +47,23 @@ class Microbatch:
         return Annotation(spec=Spec(dims=tuple(dims)), origin=f"{given.origin}, of each microbatch")
 
 
-def microbatches(flow: DataFlow, graph: Graph) -> Iterator[Microbatch]:
-    """Yields the dims that hold parts of annotated dims, in values without an annotation."""
-    for op in graph.ops:
+def parts(flow: DataFlow) -> Iterator[tuple[ArrayDim, ArrayDim]]:
+    """Yields the dims that hold parts of other dims, each with that dim; of any program, whatever is annotated."""
+    for op in flow.graph.ops:
         if op.name not in ("dynamic_slice", "reshape") or op.rule is None or op.is_unknown:
             continue
-        for d in range(len(graph.shapes[op.operands[0]])):
+        for d in range(len(flow.graph.shapes[op.operands[0]])):
             part = _part(flow, op, op.rule, (op.operands[0], d))
-            if part is not None and part[0] not in graph.annotations:
-                whole = _annotated(graph, (op.operands[0], d))
-                if whole is not None:
-                    yield Microbatch(*part, whole)
+            if part is not None:
+                yield part, (op.operands[0], d)
+
+
+def microbatches(found: Iterable[tuple[ArrayDim, ArrayDim]], graph: Graph) -> Iterator[Microbatch]:
+    """Yields those of the `parts` of a program that are of annotated dims, in values without an annotation."""
+    for part, of in found:
+        whole = _annotated(graph, of) if part[0] not in graph.annotations else None
+        if whole is not None:
+            yield Microbatch(*part, whole)
 
 
 def _annotated(graph: Graph, start: ArrayDim) -> ArrayDim | None:

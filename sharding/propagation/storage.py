@@ -26,7 +26,7 @@ from ..graph import Annotation, Graph
 from ..spec import Dim
 from .data_flow import DataFlow
 from .dim_classes import ArrayDim, DimClasses
-from .microbatches import Microbatch, microbatches
+from .microbatches import Microbatch, microbatches, parts
 
 Groups = Mapping[int, list[ArrayDim]]
 """Class -> dims in it."""
@@ -43,6 +43,11 @@ class Storage:
         """The classes of dims."""
         return DimClasses(self.flow.graph)
 
+    @cached_property
+    def parts(self) -> list[tuple[ArrayDim, ArrayDim]]:
+        """The dims that hold parts of others."""
+        return list(parts(self.flow))
+
     def deferred(self, graph: Graph) -> Graph:
         """Returns the program with the storage specs of its arguments and results at a lower priority than the batch's.
 
@@ -53,9 +58,9 @@ class Storage:
         Args:
             graph: the program, with any annotations.
         """
-        parts = self._microbatches(graph)
-        graph = graph.with_annotations({v: annotation for v, (_, annotation) in parts.items()}) if parts else graph
-        stored = self._stored_dims(graph, parts)
+        split = self._microbatches(graph)
+        graph = graph.with_annotations({v: annotation for v, (_, annotation) in split.items()}) if split else graph
+        stored = self._stored_dims(graph, split)
         changed: dict[int, Annotation] = {}
         for v in {v for v, _ in stored}:
             annotation = graph.annotations[v]
@@ -68,7 +73,7 @@ class Storage:
 
     def _microbatches(self, graph: Graph) -> dict[int, tuple[Microbatch, Annotation]]:
         """Value -> what it holds of a batch, and its annotation."""
-        found = {part.value: part for part in microbatches(self.flow, graph)}
+        found = {part.value: part for part in microbatches(self.parts, graph)}
         if not found:
             return {}
         classes = {v: self.classes.of((v, part.dim)) for v, part in found.items()}
@@ -76,21 +81,21 @@ class Storage:
         annotations = {v: part.annotation(graph, self.sizes) for v, part in found.items() if classes[v] in batch}
         return {v: (found[v], annotation) for v, annotation in annotations.items() if annotation is not None}
 
-    def _stored_dims(self, graph: Graph, parts: Mapping[int, tuple[Microbatch, Annotation]]) -> set[ArrayDim]:
+    def _stored_dims(self, graph: Graph, split: Mapping[int, tuple[Microbatch, Annotation]]) -> set[ArrayDim]:
         """Returns the dims of arguments and results, and of gradients of these, that claim an axis of the batch."""
-        claims = _claims(graph, parts)
+        claims = _claims(graph, split)
         if all(len(dims) < 2 for dims in claims.values()):
             return set()
         classes, flow = self.classes, self.flow
         by_axis = {axis: _grouped(classes, dims) for axis, dims in claims.items()}
         contested = {axis: groups for axis, groups in by_axis.items() if len(groups) > 1}
         claimed = {c for groups in contested.values() for c in groups}
-        batch = _batch_classes(flow, classes, claimed, [(v, part.dim) for v, (part, _) in parts.items()])
+        batch = _batch_classes(flow, classes, claimed, [(v, part.dim) for v, (part, _) in split.items()])
         contested = {axis: groups for axis, groups in contested.items() if not batch.isdisjoint(groups)}
         others = {c: dims for groups in contested.values() for c, dims in groups.items() if c not in batch}
         kept = batch | {c for c, dims in others.items() if any(map(flow.is_batched, dims))}
         stored = {at for groups in contested.values() for c, dims in groups.items() if c not in kept for at in dims}
-        forms, ends = {classes.form(v) for v, _ in stored}, {*_ends(graph), *parts}
+        forms, ends = {classes.form(v) for v, _ in stored}, {*_ends(graph), *split}
         gradients = [v for v in graph.annotations if v not in ends and classes.form(v) in forms]
         return stored | {
             (v, d)
@@ -109,17 +114,17 @@ def _names(dim: Dim) -> list[str]:
     return [axis if isinstance(axis, str) else axis[0] for axis in dim.axes]
 
 
-def _claims(graph: Graph, parts: Mapping[int, tuple[Microbatch, Annotation]]) -> Mapping[str, list[ArrayDim]]:
+def _claims(graph: Graph, split: Mapping[int, tuple[Microbatch, Annotation]]) -> Mapping[str, list[ArrayDim]]:
     """Mesh axis -> the dims of arguments, results and microbatches that annotations shard over it.
 
     Of a batch that is split into microbatches, these have the claims.
     """
     found: defaultdict[str, list[ArrayDim]] = defaultdict(list)
-    split = {part.whole for part, _ in parts.values()}
-    for v in dict.fromkeys((*_ends(graph), *parts)):
+    wholes = {part.whole for part, _ in split.values()}
+    for v in dict.fromkeys((*_ends(graph), *split)):
         if v in graph.annotations:
             for d, dim in enumerate(graph.annotations[v].spec.dims):
-                for axis in _names(dim) if (v, d) not in split else ():
+                for axis in _names(dim) if (v, d) not in wholes else ():
                     found[axis].append((v, d))
     return found
 
@@ -131,12 +136,12 @@ def _grouped(classes: DimClasses, dims: Iterable[ArrayDim]) -> Groups:
     return groups
 
 
-def _batch_classes(flow: DataFlow, classes: DimClasses, claimed: set[int], parts: Sequence[ArrayDim] = ()) -> set[int]:
+def _batch_classes(flow: DataFlow, classes: DimClasses, claimed: set[int], examples: Sequence[ArrayDim]) -> set[int]:
     """Returns those of the claimed classes that hold dims of the batch, of an argument or of microbatches."""
     graph = flow.graph
     updated = _updated(graph, classes)
     dims = ((v, d) for v in graph.inputs for d in range(len(graph.shapes[v])))
-    arguments = _grouped(classes, itertools.chain(dims, parts))
+    arguments = _grouped(classes, itertools.chain(dims, examples))
     evidence = {c: [at for at in arguments.get(c, ()) if at[0] not in updated] for c in claimed}
     found = set()
     for c, dims in evidence.items():
