@@ -39,15 +39,23 @@ Sizes = dict[str, int]
 
 
 @functools.cache
-def program(number: int) -> tuple[Graph, Sizes]:
-    found = completed(numbered("laws", number)).assignment
+def program(number: int) -> tuple[Graph, Sizes] | None:
+    """None for a program that plain JAX rejects, as a gradient through a callback that is recomputed."""
+    try:
+        found = completed(numbered("laws", number)).assignment
+    except NotImplementedError:
+        return None
     return found.graph, dict(found.sizes)
 
 
 def programs(numbers: range) -> Iterator[tuple[Graph, Sizes, random.Random]]:
     """Yields each program with its own annotations, then with random ones."""
-    for number in numbers:
-        graph, sizes = program(number)
+    found = {number: program(number) for number in numbers}
+    assert sum(one is None for one in found.values()) <= len(numbers) // 10
+    for number, one in found.items():
+        if one is None:
+            continue
+        graph, sizes = one
         rng = random.Random(number)
         yield graph, sizes, rng
         for count in (1, 2, 3):
