@@ -156,6 +156,11 @@ def local_shape(axes: Sequence[Sequence[Axis]], shape: Sequence[int], sizes: Map
     return tuple(-(-n // num_parts(own, sizes)) if own else n for n, own in zip(shape, axes, strict=True))
 
 
+def local_bytes(axes: Sequence[Sequence[Axis]], shape: Sequence[int], itemsize: int, sizes: Mapping[str, int]) -> int:
+    """The bytes of one shard; arguments as for `local_shape`, and the bytes of an element."""
+    return itemsize * math.prod(local_shape(axes, shape, sizes))
+
+
 def from_partition_spec(
     spec: P, shape: tuple[int, ...], sizes: Mapping[str, int], *, asked: str, priority: int = 0
 ) -> Spec:

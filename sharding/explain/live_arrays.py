@@ -133,11 +133,8 @@ class LiveArrays:
         if v is None:
             return ()
         step = x.reshard
-        spec, sizes = (
-            self.assignment.specs[v] if step is None or step.spec is None else step.spec,
-            self.assignment.sizes,
-        )
-        shards = spec.num_shards(sizes)
+        spec = self.assignment.specs[v] if step is None or step.spec is None else step.spec
+        shards = spec.num_shards(self.assignment.sizes)
         if math.prod(self.graph.shapes[v]) > x.num_elements * max(1, shards // 2) or shards == 1:
             return tuple(dict.fromkeys(axis_name(a).partition(":")[0] for axes in spec.axes for a in axes))
         return ()

@@ -22,8 +22,7 @@ from ..rewrite.executed_assignment import executed
 from ..rewrite.invariant_reshards import enters_loop
 from ..rewrite.op_strategy import OpStrategies, OpStrategy
 from ..rewrite.reshard import Step, chain
-from ..rewrite.reshard_moves import local_bytes
-from ..spec import Axis, Spec, num_parts
+from ..spec import Axis, Spec, local_bytes, num_parts
 from ..xla.collective_lowering import is_gathered_by_all_reduce
 from .callback_results import broadcast_results
 from .collective_dtypes import CollectiveDtypes
@@ -40,8 +39,10 @@ from .sum_reassociation import LOOKED_THROUGH, Reassociation, computation, reass
 from .sums_behind_loops import Reduction
 from .unknown_ops import unknown_ops
 
-_SUMMING = {name: f"{name} contracts" for name in ("conv_general_dilated", "dot_general")} | {
-    "edge": "a loop adds up partial sums over"
+_SUMMING = {
+    "conv_general_dilated": "conv_general_dilated contracts",
+    "dot_general": "dot_general contracts",
+    "edge": "a loop adds up partial sums over",
 }
 """Primitive -> what it does along a dim, for causes."""
 

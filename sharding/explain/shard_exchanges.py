@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from ..graph import Graph, Op
 from ..rewrite import halo_exchange
 from ..rewrite.halo_exchange import Halo
-from ..rewrite.reshard_moves import local_bytes
 from ..rewrite.rotation import rotation_parts, rotations
-from ..spec import Axis, Spec, axis_name, num_parts
+from ..spec import Axis, Spec, axis_name, local_bytes, num_parts
 from .collective_ledger import Collective
 
 

@@ -79,18 +79,7 @@ class Arguments:
         values, statics = layout.split(args, kwargs)
         leaves, tree = jax.tree.flatten(values)
         refs = {i: leaf for i, leaf in enumerate(leaves) if compat.is_ref(leaf)}
-        for i, ref in refs.items():
-            try:
-                leaves[i] = ref[...]
-            except ValueError as error:  # JAX's names neither the argument nor a remedy
-                names = [
-                    n
-                    for label, a in zip(layout.labels, values, strict=True)
-                    for n in paths.of_tree(a, signature.name(label))
-                ]
-                asked = f"{signature.function}({names[i]})"
-                raise ref_elsewhere(asked, "a mutable array (jax.new_ref) on other devices than the mesh") from error
-        return Arguments(
+        found = Arguments(
             signature=signature,
             labels=layout.labels,
             num_positional=layout.num_positional,
@@ -104,6 +93,13 @@ class Arguments:
             num_args=len(args),
             keywords=tuple(kwargs),
         )
+        for i, ref in refs.items():
+            try:
+                leaves[i] = ref[...]
+            except ValueError as error:  # JAX's names neither the argument nor a remedy
+                asked = f"{signature.function}({found.leaf_names[i]})"
+                raise ref_elsewhere(asked, "a mutable array (jax.new_ref) on other devices than the mesh") from error
+        return found
 
     @property
     def names(self) -> list[str]:

@@ -141,8 +141,7 @@ class Executable:
         """JAX's error for `jax_debug_nans` and `jax_debug_infs`, with the op that made the value, and its line."""
         if any(_is_deleted(x) for x in leaves):
             return error
-        names = list(self.completion.assignment.graph.names)[: len(leaves)]
-        found = nonfinite.of_program(self.traced.jaxpr, leaves, names)
+        found = nonfinite.of_program(self.traced.jaxpr, leaves, self.leaf_names)
         return FloatingPointError(f"{self.function}: {found[-1]}") if found else error
 
     def result(self, results: list[Any], args: Sequence[Any]) -> Any:
@@ -166,13 +165,17 @@ class Executable:
     @cached_property
     def placed_arguments(self) -> PlacedArguments:
         """The arguments that were moved to the shardings that the program takes."""
-        graph = self.completion.assignment.graph
-        names = [graph.first_names[v] for v in graph.inputs]
-        inner, unread = compat.open_jaxpr(self.traced.jaxpr), list[int]()
+        unread: list[int] = []
         if not self.of_jax.get("keep_unused") and isinstance(self.mesh, Mesh) and not self.mesh.is_multi_process:
-            read = {v for atoms in (*(e.invars for e in inner.eqns), inner.outvars) for v in atoms if _is_variable(v)}
-            unread = [leaf for leaf, v in enumerate(inner.invars) if v not in read]
-        return PlacedArguments(self.function, names, self.donated_leaves, unread)
+            used = compat.inputs_used(self.traced.jaxpr, [True] * len(self.traced.out_avals))
+            unread = [leaf for leaf, is_used in enumerate(used) if not is_used]
+        return PlacedArguments(self.function, self.leaf_names, self.donated_leaves, unread)
+
+    @property
+    def leaf_names(self) -> list[str]:
+        """The path of each leaf of the arguments."""
+        graph = self.completion.assignment.graph
+        return [graph.first_names[v] for v in graph.inputs]
 
     @cached_property
     def donated_leaves(self) -> tuple[int, ...]:
@@ -294,7 +297,7 @@ class Executable:
             return run(*leaves)
 
         checked.__name__ = checked.__qualname__ = self.function
-        names = list(self.completion.assignment.graph.names)
+        names = self.leaf_names
         vars(checked)["__signature__"] = signature_of([names[leaf] for leaf in order])
         return jax.jit(
             checked,
@@ -340,10 +343,6 @@ def is_in_memory(x: Any, kind: str | None) -> bool:
     if not (compat.is_committed(x) or _is_abstract(x)) or x.sharding is None:
         return True
     return x.sharding.memory_kind in ((kind,) if kind else (None, "device"))
-
-
-def _is_variable(atom: Any) -> bool:
-    return not compat.is_literal(atom)
 
 
 def needs_transfer(x: Any, required: Sharding | None) -> bool:

@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from .. import compat
 from ..annotations import annotate
-from ..mesh import with_auto_axes
+from ..mesh import abstract, with_auto_axes
 from ..spec import Dim, Spec, from_partition_spec
 
 
@@ -83,8 +83,7 @@ def _auto_sharding(sharding: NamedSharding) -> NamedSharding:
 
 
 def _auto_mesh(mesh: Any) -> AbstractMesh:
-    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    return mesh.abstract_mesh.update_axis_types({n: AxisType.Auto for n, kind in kinds if kind is AxisType.Explicit})
+    return abstract(with_auto_axes(mesh))
 
 
 def _equation(eqn: Any, operands: list[Any], results: list[Any]) -> Any:
@@ -112,13 +111,13 @@ def _parameter(key: str, value: Any) -> Any:
 
 def _annotated(eqn: Any, var: Any, sharding: NamedSharding, eqns: list[Any]) -> Any:
     """Appends the annotation of a variable by its type, and returns the result."""
-    sizes = dict(sharding.mesh.shape)
-    spec = from_partition_spec(sharding.spec, var.aval.shape, sizes, asked="explicit_axes")
-    if any(kind is AxisType.Auto for kind in sharding.mesh.axis_types):
-        spec = Spec(dims=tuple(Dim(axes=dim.axes, open=True) for dim in spec.dims))
-    mesh, result = _auto_mesh(sharding.mesh), jex.Var(_variable(var).aval)
+    mesh = _auto_mesh(sharding.mesh)
     if mesh.manual_axes or not var.aval.shape:
         return var
+    spec = from_partition_spec(sharding.spec, var.aval.shape, dict(mesh.shape), asked="explicit_axes")
+    if AxisType.Auto in sharding.mesh.axis_types:
+        spec = Spec(dims=tuple(Dim(axes=dim.axes, open=True) for dim in spec.dims))
+    result = jex.Var(var.aval)
     params = annotate.completed(spec, mesh, asked=spec)
     with jax.sharding.use_abstract_mesh(mesh):
         eqns.append(jex.new_jaxpr_eqn([var], [result], annotate.annotate_p, params, set(), eqn.source_info))

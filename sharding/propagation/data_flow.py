@@ -90,10 +90,6 @@ class DataFlow:
                             heapq.heappush(waiting, j)
                 yield i, op, op.rule, at, results
 
-    def readers(self, v: int) -> Iterator[Op]:
-        """The ops that read a value, in program order."""
-        return (self.graph.ops[i] for i in self._users[v]) if v in self._users else iter(())
-
     @cached_property
     def contractions(self) -> frozenset[int]:
         """Indices of the ops that contract operands with each other."""

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from ..graph import Annotation, Graph, Op
 from ..rules import Kind, Rule
 from ..spec import Axis, Dim, Spec, num_parts
-from .data_flow import DataFlow
 from .dim_classes import ArrayDim
 
 _SLICES = frozenset({"slice", "dynamic_slice", "scan xs"})
@@ -28,32 +27,31 @@ _SLICES = frozenset({"slice", "dynamic_slice", "scan xs"})
 class Microbatch:
     """A dim that holds the examples of one microbatch."""
 
-    value: int
-    dim: int
+    at: ArrayDim
     whole: ArrayDim
     """The annotated dim that it is a part of."""
 
     def annotation(self, graph: Graph, sizes: Mapping[str, int]) -> Annotation | None:
         """The annotation of the whole as that of this dim, over as many of its axes as divide it; None if over none."""
-        v, d = self.whole
-        given, shape = graph.annotations[v], graph.shapes[self.value]
+        (value, dim), (v, d) = self.at, self.whole
+        given, shape = graph.annotations[v], graph.shapes[value]
         axes: tuple[Axis, ...] = given.spec.dims[d].axes
-        while axes and shape[self.dim] % num_parts(axes, sizes):
+        while axes and shape[dim] % num_parts(axes, sizes):
             axes = axes[:-1]
         if not axes:
             return None
         dims = [Dim(open=True)] * len(shape)
-        dims[self.dim] = dataclasses.replace(given.spec.dims[d], axes=axes)
+        dims[dim] = dataclasses.replace(given.spec.dims[d], axes=axes)
         return Annotation(spec=Spec(dims=tuple(dims)), origin=f"{given.origin}, of each microbatch")
 
 
-def parts(flow: DataFlow) -> Iterator[tuple[ArrayDim, ArrayDim]]:
+def parts(graph: Graph) -> Iterator[tuple[ArrayDim, ArrayDim]]:
     """Yields the dims that hold parts of other dims, each with that dim; of any program, whatever is annotated."""
-    for op in flow.graph.ops:
+    for op in graph.ops:
         if op.name not in ("dynamic_slice", "reshape") or op.rule is None or op.is_unknown:
             continue
-        for d in range(len(flow.graph.shapes[op.operands[0]])):
-            part = _part(flow, op, op.rule, (op.operands[0], d))
+        for d in range(len(graph.shapes[op.operands[0]])):
+            part = _part(graph, op, op.rule, (op.operands[0], d))
             if part is not None:
                 yield part, (op.operands[0], d)
 
@@ -63,7 +61,7 @@ def microbatches(found: Iterable[tuple[ArrayDim, ArrayDim]], graph: Graph) -> It
     for part, of in found:
         whole = _annotated(graph, of) if part[0] not in graph.annotations else None
         if whole is not None:
-            yield Microbatch(*part, whole)
+            yield Microbatch(part, whole)
 
 
 def _annotated(graph: Graph, start: ArrayDim) -> ArrayDim | None:
@@ -85,30 +83,30 @@ def _annotated(graph: Graph, start: ArrayDim) -> ArrayDim | None:
     return None
 
 
-def _part(flow: DataFlow, op: Op, rule: Rule, at: ArrayDim) -> ArrayDim | None:
+def _part(graph: Graph, op: Op, rule: Rule, at: ArrayDim) -> ArrayDim | None:
     """The dim of an op's result that holds the examples of one microbatch, if the op takes apart or splits a dim."""
     factors, (result,) = _operand_factors(op, rule, at), op.results
     places = {own[0]: d for d, own in enumerate(rule.results[0]) if len(own) == 1}
     if op.name == "dynamic_slice":
         d = places.get(factors[0]) if rule.kinds[factors[0]] is Kind.REPLICATE else None
-        return (result, d) if d is not None and flow.graph.shapes[result][d] > 1 else None
+        return (result, d) if d is not None and graph.shapes[result][d] > 1 else None
     if len(factors) < 2 or not {*factors[:2]} <= {*places}:
         return None
     number, examples = (places[f] for f in factors[:2])
-    return (result, examples) if _is_taken_apart(flow, (result, number)) else None
+    return (result, examples) if _is_taken_apart(graph, (result, number)) else None
 
 
-def _is_taken_apart(flow: DataFlow, start: ArrayDim) -> bool:
+def _is_taken_apart(graph: Graph, start: ArrayDim) -> bool:
     """Whether all that reads a dim takes one index or slice of it at a time."""
     waiting, seen, is_read = [start], {start}, False
     while waiting:
         at = waiting.pop()
-        if at[0] in flow.graph.outputs:
+        if at[0] in graph.outputs:
             return False
-        for op in flow.readers(at[0]):
+        for op in graph.users[at[0]]:
             if op.rule is None or op.is_unknown:
                 return False
-            if op.name in _SLICES and _takes_part(flow.graph, op, op.rule, at):
+            if op.name in _SLICES and _takes_part(graph, op, op.rule, at):
                 is_read = True
                 continue
             results = list(_kept(op, op.rule, at))

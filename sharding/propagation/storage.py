@@ -46,7 +46,7 @@ class Storage:
     @cached_property
     def parts(self) -> list[tuple[ArrayDim, ArrayDim]]:
         """The dims that hold parts of others."""
-        return list(parts(self.flow))
+        return list(parts(self.flow.graph))
 
     def deferred(self, graph: Graph) -> Graph:
         """Returns the program with the storage specs of its arguments and results at a lower priority than the batch's.
@@ -58,8 +58,7 @@ class Storage:
         Args:
             graph: the program, with any annotations.
         """
-        split = self._microbatches(graph)
-        graph = graph.with_annotations({v: annotation for v, (_, annotation) in split.items()}) if split else graph
+        graph, split = self._with_microbatches(graph)
         stored = self._stored_dims(graph, split)
         changed: dict[int, Annotation] = {}
         for v in {v for v, _ in stored}:
@@ -71,17 +70,18 @@ class Storage:
             changed[v] = dataclasses.replace(annotation, spec=dataclasses.replace(annotation.spec, dims=dims))
         return graph.with_annotations(changed) if changed else graph
 
-    def _microbatches(self, graph: Graph) -> dict[int, tuple[Microbatch, Annotation]]:
-        """Value -> what it holds of a batch, and its annotation."""
-        found = {part.value: part for part in microbatches(self.parts, graph)}
+    def _with_microbatches(self, graph: Graph) -> tuple[Graph, Sequence[Microbatch]]:
+        """The program with its microbatches annotated, and these."""
+        found = list({one.at[0]: one for one in microbatches(self.parts, graph)}.values())
         if not found:
-            return {}
-        classes = {v: self.classes.of((v, part.dim)) for v, part in found.items()}
-        batch = _batch_classes(self.flow, self.classes, {*classes.values()}, [(v, p.dim) for v, p in found.items()])
-        annotations = {v: part.annotation(graph, self.sizes) for v, part in found.items() if classes[v] in batch}
-        return {v: (found[v], annotation) for v, annotation in annotations.items() if annotation is not None}
+            return graph, ()
+        classes = self.classes
+        batch = _batch_classes(self.flow, classes, {classes.of(one.at) for one in found}, [one.at for one in found])
+        annotations = {one: one.annotation(graph, self.sizes) for one in found if classes.of(one.at) in batch}
+        given = {one: annotation for one, annotation in annotations.items() if annotation is not None}
+        return graph.with_annotations({one.at[0]: annotation for one, annotation in given.items()}), [*given]
 
-    def _stored_dims(self, graph: Graph, split: Mapping[int, tuple[Microbatch, Annotation]]) -> set[ArrayDim]:
+    def _stored_dims(self, graph: Graph, split: Sequence[Microbatch]) -> set[ArrayDim]:
         """Returns the dims of arguments and results, and of gradients of these, that claim an axis of the batch."""
         claims = _claims(graph, split)
         if all(len(dims) < 2 for dims in claims.values()):
@@ -90,12 +90,12 @@ class Storage:
         by_axis = {axis: _grouped(classes, dims) for axis, dims in claims.items()}
         contested = {axis: groups for axis, groups in by_axis.items() if len(groups) > 1}
         claimed = {c for groups in contested.values() for c in groups}
-        batch = _batch_classes(flow, classes, claimed, [(v, part.dim) for v, (part, _) in split.items()])
+        batch = _batch_classes(flow, classes, claimed, [one.at for one in split])
         contested = {axis: groups for axis, groups in contested.items() if not batch.isdisjoint(groups)}
         others = {c: dims for groups in contested.values() for c, dims in groups.items() if c not in batch}
         kept = batch | {c for c, dims in others.items() if any(map(flow.is_batched, dims))}
         stored = {at for groups in contested.values() for c, dims in groups.items() if c not in kept for at in dims}
-        forms, ends = {classes.form(v) for v, _ in stored}, {*_ends(graph), *split}
+        forms, ends = {classes.form(v) for v, _ in stored}, {*_ends(graph), *(one.at[0] for one in split)}
         gradients = [v for v in graph.annotations if v not in ends and classes.form(v) in forms]
         return stored | {
             (v, d)
@@ -114,14 +114,14 @@ def _names(dim: Dim) -> list[str]:
     return [axis if isinstance(axis, str) else axis[0] for axis in dim.axes]
 
 
-def _claims(graph: Graph, split: Mapping[int, tuple[Microbatch, Annotation]]) -> Mapping[str, list[ArrayDim]]:
+def _claims(graph: Graph, split: Sequence[Microbatch]) -> Mapping[str, list[ArrayDim]]:
     """Mesh axis -> the dims of arguments, results and microbatches that annotations shard over it.
 
     Of a batch that is split into microbatches, these have the claims.
     """
     found: defaultdict[str, list[ArrayDim]] = defaultdict(list)
-    wholes = {part.whole for part, _ in split.values()}
-    for v in dict.fromkeys((*_ends(graph), *split)):
+    wholes = {one.whole for one in split}
+    for v in dict.fromkeys((*_ends(graph), *(one.at[0] for one in split))):
         if v in graph.annotations:
             for d, dim in enumerate(graph.annotations[v].spec.dims):
                 for axis in _names(dim) if (v, d) not in wholes else ():

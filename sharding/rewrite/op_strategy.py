@@ -22,7 +22,7 @@ from ..propagation.factor_propagation import project
 from ..propagation.interned_shardings import ValueSharding
 from ..propagation.propagation_graph import OpForm
 from ..rules import ON_SHARDS, Kind, Rule
-from ..spec import Dim, Spec, byte_cost, num_parts, occupied
+from ..spec import Dim, Spec, byte_cost, local_bytes, num_parts, occupied
 from .op_kind import (
     LONG_RANGE,
     PADDED_FIRST,
@@ -33,7 +33,6 @@ from .op_kind import (
     op_kinds,
 )
 from .reshard import Step, chain, chain_cost
-from .reshard_moves import local_bytes
 from .sliding_windows import WINDOWS
 
 OperandSteps = Callable[[Op], Iterable[tuple[int, Sequence[Step]]]]

@@ -26,8 +26,8 @@ from typing import Literal
 
 from ..cost import Kind, wire_bytes
 from ..propagation.axis_atoms import AtomTable
-from ..spec import Axis, Dim, MeshSizes, Spec, axis_size, byte_cost, cuts, local_shape, num_parts
-from .reshard_moves import DimAxes, Move, as_run, bytes_after, is_gathered, local_bytes, moves, with_dim
+from ..spec import Axis, Dim, MeshSizes, Spec, axis_size, byte_cost, cuts, local_bytes, local_shape, num_parts
+from .reshard_moves import DimAxes, Move, as_run, bytes_after, is_gathered, moves, with_dim
 
 STEP_BYTES = 2**8
 """Minimum cost of a step, so that of chains with equal bytes sent the shorter is chosen."""
@@ -84,13 +84,11 @@ def chain(
     The cost is the bytes that a device sends, weighed by the links of the axes, plus `STEP_BYTES` per step (A* over
     the specs on the way; every device must at least be sent what its last shard holds and its first one does not).
     """
-    pieces = cuts(itertools.chain.from_iterable((*have.axes, *want.axes)), sizes)
-    start, goal = _refined(have.axes, pieces, sizes), _refined(want.axes, pieces, sizes)
+    start, goal = _ends(have, want, sizes)
     if start == goal:
         return ()
-    costs = tuple(sizes.byte_costs.items()) if isinstance(sizes, MeshSizes) else ()
-    named = tuple(sizes.items())
-    steps = _chain(start, goal, shape, itemsize, named, costs, permutes)[0]
+    links = _links(sizes)
+    steps = _chain(start, goal, shape, itemsize, *links, permutes)[0]
     if not permutes:
         is_even = _is_even((start, *(step.spec.axes for step in steps)), shape, sizes)
         return steps if is_even else _gather_then_slice(start, goal, shape, itemsize, sizes)
@@ -98,7 +96,7 @@ def chain(
     if not pieces or sum(step.num_bytes for step in steps if step.kind != "slice") <= steps[-1].num_bytes:
         return steps
     start, goal = _refined(start, pieces, sizes), _refined(goal, pieces, sizes)
-    return min(steps, _chain(start, goal, shape, itemsize, named, costs, permutes)[0], key=chain_cost)
+    return min(steps, _chain(start, goal, shape, itemsize, *links, permutes)[0], key=chain_cost)
 
 
 def _is_even(specs: Sequence[DimAxes], shape: tuple[int, ...], sizes: Mapping[str, int]) -> bool:
@@ -157,13 +155,22 @@ def _shorter_parts(start: DimAxes, goal: DimAxes, sizes: Mapping[str, int]) -> t
 
 def is_cut_short(have: Spec, want: Spec, shape: tuple[int, ...], itemsize: int, sizes: Mapping[str, int]) -> bool:
     """Whether `chain` left out chains, of which there are too many."""
-    if have.axes == want.axes:
+    start, goal = _ends(have, want, sizes)
+    if start == goal:
         return False
-    pieces = cuts(itertools.chain.from_iterable((*have.axes, *want.axes)), sizes)
-    start, goal = _refined(have.axes, pieces, sizes), _refined(want.axes, pieces, sizes)
-    costs = tuple(sizes.byte_costs.items()) if isinstance(sizes, MeshSizes) else ()
-    is_complete = _chain(start, goal, shape, itemsize, tuple(sizes.items()), costs, True)[1]
+    is_complete = _chain(start, goal, shape, itemsize, *_links(sizes), True)[1]
     return not is_complete or _shorter_parts(start, goal, sizes)[1] > MAX_PIECES
+
+
+def _ends(have: Spec, want: Spec, sizes: Mapping[str, int]) -> tuple[DimAxes, DimAxes]:
+    """The axes of two specs, divided into sub-axes that are equal or disjoint."""
+    pieces = cuts(itertools.chain.from_iterable((*have.axes, *want.axes)), sizes)
+    return _refined(have.axes, pieces, sizes), _refined(want.axes, pieces, sizes)
+
+
+def _links(sizes: Mapping[str, int]) -> tuple[tuple[tuple[str, int], ...], tuple[tuple[str, float], ...]]:
+    """The sizes of the mesh axes and the costs of their links, hashable."""
+    return tuple(sizes.items()), tuple(sizes.byte_costs.items()) if isinstance(sizes, MeshSizes) else ()
 
 
 @lru_cache(maxsize=4096)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
 from ..cost import Kind
-from ..spec import Axis, axis_size, local_shape, num_parts
+from ..spec import Axis, axis_size, local_bytes, local_shape, num_parts
 
 DimAxes = tuple[tuple[Axis, ...], ...]
 """The axes of each dim, major to minor."""
@@ -116,8 +116,3 @@ def bytes_after(before: DimAxes, move: Move, shape: tuple[int, ...], itemsize: i
         grows = [old * num_parts(axes, sizes) if len(b) > len(a) else new for old, new, b, a in pairs]
         return itemsize * math.prod(grows)
     return local_bytes(after, shape, itemsize, sizes)
-
-
-def local_bytes(axes: DimAxes, shape: tuple[int, ...], itemsize: int, sizes: Mapping[str, int]) -> int:
-    """Returns the bytes of an array's shard on one device."""
-    return itemsize * math.prod(local_shape(axes, shape, sizes))

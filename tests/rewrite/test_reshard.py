@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 import sharding
 from sharding import cost
 from sharding.rewrite import reshard, reshard_moves
-from sharding.spec import Dim, Spec, to_partition_spec
+from sharding.spec import Dim, Spec, local_bytes, to_partition_spec
 
 MESHES = [{"a": 2, "b": 2}, {"a": 3, "b": 2}]
 
@@ -107,7 +107,7 @@ def cheapest(before, after, shape, sizes):
         was = dict(costs)
         for at in nodes:
             for kind, axes, then in reshard_moves.moves(at, after, sizes):
-                num_bytes = reshard_moves.local_bytes(then, shape, 4, sizes)
+                num_bytes = local_bytes(then, shape, 4, sizes)
                 n = math.prod(sizes[a] for a in axes)
                 own = 0 if kind == "slice" else cost.wire_bytes(kind, num_bytes, n) + reshard.STEP_BYTES
                 costs[then] = min(costs[then], costs[at] + own)
