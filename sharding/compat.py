@@ -31,7 +31,6 @@ from jax._src.source_info_util import SourceInfo as SourceInfo
 from jax._src.state import discharge as discharge
 from jax._src.state.types import AbstractRef as _AbstractRef
 from jax.core import Tracer as Tracer
-from jax.experimental.layout import Layout, with_layout_constraint
 from jax.interpreters import ad as ad
 from jax.interpreters import batching as batching
 from jax.interpreters import mlir as mlir
@@ -178,22 +177,6 @@ def with_constants(primitive: str, params: dict[str, Any], number: int) -> dict[
 def is_recomputed(eqn: Any) -> bool:
     """Whether an equation recomputes values for the backward pass, behind a barrier, so that XLA merges none."""
     return bool(eqn.params.get("differentiated")) and any(np.atleast_1d(eqn.params.get("prevent_cse", False)))
-
-
-_row_major_on_cpu_p = jex.Primitive("row_major_on_cpu")
-_row_major_on_cpu_p.def_impl(lambda x: x)
-_row_major_on_cpu_p.def_abstract_eval(lambda x: x)
-mlir.register_lowering(_row_major_on_cpu_p, lambda _, x: [x])
-mlir.register_lowering(
-    _row_major_on_cpu_p,
-    mlir.lower_fun(lambda x: with_layout_constraint(x, Layout(tuple(range(x.ndim)))), multiple_results=False),
-    platform="cpu",
-)
-
-
-def layout_constraint(like: Any, operand: Any, result: Any) -> Any:
-    """An equation that constrains an array to the row-major layout, on CPUs."""
-    return new_eqn(like, [operand], [result], _row_major_on_cpu_p, {})
 
 
 def manual_axes(params: dict[str, Any]) -> frozenset[str]:

@@ -17,6 +17,7 @@ from ..propagation import Assignment
 from ..spec import Spec, divisible, indivisible
 from .reshard import Step, chain
 from .reshard_moves import DimAxes
+from .row_major import row_major
 from .sub_axes import refine
 
 MOVES_SHARDS = ("all-to-all", "collective-permute")
@@ -160,9 +161,9 @@ class ConstraintEmitter:
         self.replaced.update((old, names[new]) for old, new in pairs if not compat.is_drop(old))
 
     def with_layout(self, var: Any, eqn: Any) -> Any:
-        """Emits a constraint of a variable to the default layout and returns its result."""
+        """Emits a constraint of a variable to the row-major layout and returns its result."""
         new = jex.Var(var.aval)
-        self.eqns.append(compat.layout_constraint(eqn, var, new))
+        self.eqns.append(row_major(eqn, var, new))
         return new
 
     def clamp(self, index: Any, largest: int, eqn: Any) -> Any:
