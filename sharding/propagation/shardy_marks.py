@@ -61,7 +61,7 @@ class MarkedProgram:
         self.marks: list[Mark] = []
 
     @property
-    def avals(self) -> list[jax.ShapeDtypeStruct]:
+    def avals(self) -> list[Any]:
         """Abstract arguments of `run`."""
         others = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.tracers]
         return [*map(_abstract, self.jaxpr.invars), *others]
@@ -185,8 +185,10 @@ class MarkedProgram:
         return run
 
 
-def _abstract(var: Any) -> jax.ShapeDtypeStruct:
+def _abstract(var: Any) -> Any:
     aval = var.aval
+    if compat.is_on_host(aval):  # which a `ShapeDtypeStruct` only says with a sharding
+        return aval
     manual = getattr(aval, "manual_axis_type", None)  # the axes of a shard_map that it varies over
     inside = {"manual_axis_type": manual, "sharding": aval.sharding} if manual is not None and manual.varying else {}
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False), **inside)

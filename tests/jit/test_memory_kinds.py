@@ -103,6 +103,25 @@ def test_a_device_put_inside_is_met(mesh, engine):
     np.testing.assert_array_equal(step(X), X)
 
 
+@pytest.mark.parametrize("engine", ["sharding", "shardy"])
+@pytest.mark.parametrize("around", ["jit", "cond"])
+def test_a_loop_carries_an_array_of_the_host(mesh, engine, around):
+    def loop(x):
+        def body(carry, row):
+            total, last = carry
+            total = total + row + jax.device_put(last, DEVICE)
+            return (total, jax.device_put(jnp.sin(total), HOST)), jax.device_put(total, HOST)
+
+        return jax.lax.scan(body, (x[0], jax.device_put(x[1], HOST)), x)
+
+    def f(x):
+        return loop(x) if around == "jit" else jax.lax.cond(x[0, 0] < 1, loop, lambda x: loop(-x), x)
+
+    found, expected = sharding.jit(f, in_shardings=P(None, "data"), engine=engine)(X), jax.jit(f)(X)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), found, expected)
+    assert kinds(found) == kinds(expected)
+
+
 def test_an_array_of_the_host_under_explicit_axes():
     with jax.set_mesh(jax.make_mesh((8,), ("data",))) as _:
         x = jax.device_put(X, on_host(jax.sharding.get_mesh(), P("data")))
