@@ -8,7 +8,7 @@ stacked arrays, and the results of branches.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -216,7 +216,7 @@ def _written(spec: Spec) -> P:
     return _trimmed(to_partition_spec(spec))
 
 
-def _trimmed(entries: Sequence[Any]) -> P:
+def _trimmed(entries: Iterable[Any]) -> P:
     entries = [*entries]
     while entries and entries[-1] is None:
         entries.pop()

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+from jax.experimental.layout import Format
 from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
@@ -17,6 +18,7 @@ from ..errors import ShardingError, raise_together
 from ..graph import Annotation, Graph
 from ..spec import Spec, from_partition_spec, indivisible_error, to_partition_spec
 from .arguments import Arguments
+from .array_layouts import without_layout
 from .cache_key import explicit_sharding
 
 
@@ -80,7 +82,7 @@ def _mismatch(error: ValueError) -> str:
 
 
 def _is_spec(x: Any) -> bool:
-    return x is None or isinstance(x, (P, Sharding, Prioritized))
+    return x is None or isinstance(x, (P, Sharding, Prioritized, Format))
 
 
 def _outline(tree: Any) -> str:
@@ -140,10 +142,12 @@ def memory_kinds(
 
 def memory_kind(entry: Any) -> str | None:
     """The kind of memory that a sharding names; None if it names none."""
+    entry = without_layout(entry)
     return entry.memory_kind if isinstance(entry, Sharding) else None
 
 
 def _resolve(entry: Any, aval: Any, asked: str, sizes: Mapping[str, int], mesh: Any, what: str) -> Annotation | None:
+    entry = without_layout(entry)
     if entry is None:
         return None
     priority = 0

@@ -26,6 +26,7 @@ from ..rewrite.reshard_placement import placed
 from ..spec import MeshSizes, sizes_text
 from . import argument_shardings, tracing
 from .arguments import Arguments
+from .array_layouts import layouts
 from .donation import outputs_reusing_donated
 from .executable import Executable
 from .explicit_mode import ExplicitMode
@@ -99,6 +100,7 @@ def executable(f: Callable[..., Any], options: Options, call: Arguments, mesh: M
     requested = argument_shardings.leaf_annotations(specs, avals, names, mesh, what="in_shardings", function=function)
     kinds = argument_shardings.memory_kinds(specs, call.leaves, names, function)
     in_annotations = argument_shardings.with_committed_shardings(call.leaves, requested, names, mesh, function)
+    in_layouts = layouts(specs)
     auto = with_auto_axes(mesh)  # as it is traced
     in_memory = tracing.in_memory(avals, [NamedSharding(auto, P(), memory_kind=kind) for kind in kinds])
     as_written = tracing.trace(f, call, in_memory, ExplicitMode(in_annotations, mesh))
@@ -160,6 +162,7 @@ def executable(f: Callable[..., Any], options: Options, call: Arguments, mesh: M
         donated=donated,
         kept=unchanged(call, updated),
         constrained=options.engine != "xla",
+        layouts=(in_layouts, layouts(specs)),
         of_jax=options.of_jax,
         on_rewritten=saved.update if saved is not None else None,
     )

@@ -24,9 +24,10 @@ from ..spec import limited_to
 from . import nonfinite, static_attributes, tracing
 from .argument_shardings import committed_sharding
 from .arguments import Arguments
+from .array_layouts import Layouts, constrained_inside, with_layouts
 from .cache_key import leaf_key
 from .mutations import write_back
-from .placed_arguments import PlacedArguments
+from .placed_arguments import PlacedArguments, is_abstract, is_in_memory, needs_transfer
 from .signature import signature_of
 from .tracing import Traced
 
@@ -54,6 +55,8 @@ class Executable:
     """The leaves of donated arguments that are not."""
     shardings: dict[tuple[P, int, str | None], NamedSharding] = field(default_factory=dict)
     """(spec, ndim, kind of memory) -> the one NamedSharding object used for it."""
+    layouts: tuple[Layouts, Layouts] = ((), ())
+    """Those asked for of arguments and results."""
     of_jax: Mapping[str, Any] = field(default_factory=dict)
     """Options of `jax.jit`."""
     on_rewritten: Callable[[], None] | None = None
@@ -78,7 +81,7 @@ class Executable:
         Transferring them here, not inside `jax.jit`, lets it see identical calls: it would otherwise compile once for
         arrays from outside and once more for its own results.
         """
-        pairs = zip(leaves, self.in_shardings, strict=True)
+        pairs = zip(leaves, self.in_formats, strict=True)
         return tuple(i for i, (x, required) in enumerate(pairs) if needs_transfer(x, required))
 
     def run(self, call: Arguments, misplaced: tuple[int, ...]) -> Any:
@@ -111,7 +114,7 @@ class Executable:
         if not misplaced:
             return {}
         before = [leaves[i] for i in misplaced]
-        self.placed_arguments.move(leaves, misplaced, self.in_shardings)
+        self.placed_arguments.move(leaves, misplaced, self.in_formats)
         return {i: x for i, x in zip(misplaced, before, strict=True) if i in self.donated_leaves}
 
     def run_again(self, leaves: list[Any], misplaced: tuple[int, ...], args: Sequence[Any]) -> Any:
@@ -196,7 +199,7 @@ class Executable:
     def refuse_abstract(self, leaves: Sequence[Any]) -> None:
         """Raises for described devices, and for abstract arrays."""
         names = list(self.completion.assignment.graph.names)
-        found = [f"{n} is a ShapeDtypeStruct" for n, x in zip(names, leaves, strict=False) if _is_abstract(x)][:8]
+        found = [f"{n} is a ShapeDtypeStruct" for n, x in zip(names, leaves, strict=False) if is_abstract(x)][:8]
         required = "concrete arrays"
         if isinstance(self.mesh, AbstractMesh):
             found, required = ["a mesh over described devices"], "real devices"
@@ -208,6 +211,11 @@ class Executable:
     def in_shardings(self) -> tuple[NamedSharding | None, ...]:
         """The sharding of each argument leaf; None where XLA chooses."""
         return self._shardings(self.completion.assignment.graph.inputs, self.memory_kinds)
+
+    @cached_property
+    def in_formats(self) -> tuple[Any, ...]:
+        """The same, as a `Format` where a layout is asked for."""
+        return with_layouts(self.in_shardings, self.layouts[0])
 
     @cached_property
     def out_shardings(self) -> tuple[NamedSharding | None, ...]:
@@ -302,15 +310,15 @@ class Executable:
         return jax.jit(
             checked,
             donate_argnums=tuple(places[leaf] for leaf in self.donated_leaves),
-            in_shardings=tuple(self.in_shardings[leaf] for leaf in order),
-            out_shardings=list(self.out_shardings),
+            in_shardings=tuple(self.in_formats[leaf] for leaf in order),
+            out_shardings=list(with_layouts(self.out_shardings, self.layouts[1])),
             **self.of_jax,
         )
 
     @cached_property
     def nested_jit(self) -> Callable[..., list[Any]]:
         """`jax.jit` of the program for calls inside another trace."""
-        return jax.jit(self.flat(inside=True), **self.of_jax)
+        return jax.jit(constrained_inside(self.flat(inside=True), *self.layouts), **self.of_jax)
 
     def stage(self, call: Arguments) -> Any:
         """The program that a call runs as a `jax.stages.Traced` of the arguments that are not static.
@@ -336,25 +344,6 @@ class Executable:
         tree = self.traced.out_tree
         pairs = list(zip(self.traced.out_avals, self.out_shardings, strict=True))[: tree.num_leaves]
         return jax.tree.unflatten(tree, [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s) for a, s in pairs])
-
-
-def is_in_memory(x: Any, kind: str | None) -> bool:
-    """Whether an argument is in a kind of memory, where None is the device's, or not placed yet."""
-    if not (compat.is_committed(x) or _is_abstract(x)) or x.sharding is None:
-        return True
-    return x.sharding.memory_kind in ((kind,) if kind else (None, "device"))
-
-
-def needs_transfer(x: Any, required: Sharding | None) -> bool:
-    """Whether an array or number does not have the required sharding."""
-    if required is None or _is_abstract(x) or isinstance(x, compat.Tracer):
-        return False
-    if not (compat.is_committed(x) and x.sharding.is_equivalent_to(required, x.ndim)):
-        return getattr(x, "dtype", None) != jax.dtypes.float0  # which has no buffer
-    # Explicit axes are part of an array's type.
-    if not (isinstance(x.sharding, NamedSharding) and isinstance(required, NamedSharding)):
-        return False
-    return x.sharding.mesh.axis_types != required.mesh.axis_types
 
 
 def _with_trees(traced: Any, in_tree: Any, out_tree: Any) -> Any:
@@ -383,7 +372,3 @@ def _delete(moved: Mapping[int, Any], leaves: Sequence[Any]) -> None:
 
 def _is_deleted(x: Any) -> bool:
     return isinstance(x, jax.Array) and x.is_deleted()
-
-
-def _is_abstract(x: Any) -> bool:
-    return isinstance(x, jax.ShapeDtypeStruct)

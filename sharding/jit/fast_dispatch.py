@@ -20,7 +20,8 @@ from ..mesh import current
 from .arguments import Arguments, Layout
 from .cache_key import LeafKey, context_key, leaf_key
 from .current_mesh import AnyMesh
-from .executable import ArgumentMismatch, Executable, needs_transfer
+from .executable import ArgumentMismatch, Executable
+from .placed_arguments import needs_transfer
 from .signature import Signature
 
 MAX_CALLS, MAX_SHAPES = 8, 16
@@ -90,7 +91,7 @@ class _FastPath:
         executable = self.executable
         misplaced = self.misplaced
         if misplaced:
-            required = executable.in_shardings
+            required = executable.in_formats
             misplaced = tuple([i for i in misplaced if needs_transfer(leaves[i], required[i])])
             # One that is committed elsewhere may contradict a spec, which is an error.
             if any(compat.is_committed(leaves[i]) and leaf_key(leaves[i]) != self.leaf_keys[i] for i in misplaced):

@@ -50,8 +50,9 @@ def jit(
     Args:
         f: a function of pytrees of arrays; without it, `jit` returns a decorator with these options.
         in_shardings: per non-static argument a PartitionSpec, a pytree prefix of them, or None for all dims open;
-            `sharding.prioritized` specs wait for others.
-            Keyword-only arguments are open.
+            `sharding.prioritized` specs wait for others. A NamedSharding also names a kind of memory, and a
+            `jax.experimental.layout.Format` a layout, to which arguments are transferred. Keyword-only arguments are
+            open.
         out_shardings: likewise for the result.
         static_argnums: arguments treated as compile-time constants.
         static_argnames: the same by name.
@@ -73,7 +74,8 @@ def jit(
         plan: annotations found by `sharding.plan`, added to those of the program; calls are under `plan.mesh()`.
         keep_unused: as for `jax.jit`: whether arguments that the program does not use are kept.
         inline: as for `jax.jit`: whether a call inside another traced function is inlined into it.
-        compiler_options: as for `jax.jit`: options of XLA.
+        compiler_options: as for `jax.jit`: options of XLA. Collectives overlap with compute without any: XLA:GPU and
+            XLA:TPU start them asynchronously by default.
 
     Returns:
         A function with `.complete`, `.trace`, `.lower` and `.eval_shape`, which also accept ShapeDtypeStructs, and

@@ -9,11 +9,12 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Sharding
+from jax.sharding import NamedSharding
 
 from .. import compat
 from ..display.units import bytes_text
 from ..errors import warn
+from .array_layouts import has_layout, is_transferred_by_jax, without_layout
 
 WARNED_BYTES = 2**20
 """A NumPy array from this size on that is transferred in one call after another is worth a warning."""
@@ -41,8 +42,8 @@ class PlacedArguments:
         """Leaf -> the NumPy array of the last call."""
         self._warned: set[int] = set()
 
-    def move(self, leaves: list[Any], where: Sequence[int], shardings: Sequence[Sharding | None]) -> None:
-        """Replaces the leaves at some positions by arrays with the given shardings."""
+    def move(self, leaves: list[Any], where: Sequence[int], shardings: Sequence[Any]) -> None:
+        """Replaces the leaves at some positions by arrays with the given shardings, or Formats."""
         waiting = []
         for i in where:
             source, moved = self._moved.get(i, (None, None))
@@ -78,3 +79,30 @@ class PlacedArguments:
             "devices on every call. Transfer it once: jax.device_put(x, sharding) with its spec in .in_shardings of "
             "the completion"
         )
+
+
+def is_in_memory(x: Any, kind: str | None) -> bool:
+    """Whether an argument is in a kind of memory, where None is the device's, or not placed yet."""
+    if not (compat.is_committed(x) or is_abstract(x)) or x.sharding is None:
+        return True
+    return x.sharding.memory_kind in ((kind,) if kind else (None, "device"))
+
+
+def needs_transfer(x: Any, required: Any) -> bool:
+    """Whether an array or number does not have the required sharding, or the layout of a Format."""
+    if required is None or is_abstract(x) or isinstance(x, compat.Tracer) or is_transferred_by_jax(x, required):
+        return False
+    required, given = without_layout(required), required
+    if not (compat.is_committed(x) and x.sharding.is_equivalent_to(required, x.ndim)):
+        return getattr(x, "dtype", None) != jax.dtypes.float0  # which has no buffer
+    if not has_layout(x, given):
+        return True
+    # Explicit axes are part of an array's type.
+    if not (isinstance(x.sharding, NamedSharding) and isinstance(required, NamedSharding)):
+        return False
+    return x.sharding.mesh.axis_types != required.mesh.axis_types
+
+
+def is_abstract(x: Any) -> bool:
+    """Whether an argument only has a shape, for completing and lowering."""
+    return isinstance(x, jax.ShapeDtypeStruct)

@@ -5,6 +5,7 @@ import warnings
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.layout import Format, Layout
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -117,6 +118,14 @@ def in_shardings_named(jit):
     rows, columns = NamedSharding(mesh, P("data")), NamedSharding(mesh, P(None, "tensor"))
     y = jit(lambda x: {"y": x * 2}, in_shardings=rows, out_shardings={"y": columns})(X)
     return y, y["y"].sharding.is_equivalent_to(columns, 2)
+
+
+def in_shardings_format(jit):
+    """`in_shardings` and `out_shardings` as Formats, which name a layout"""
+    mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    columns = Format(Layout((1, 0)), NamedSharding(mesh, P("data")))
+    y = jit(lambda x: {"y": x @ x.T}, in_shardings=columns, out_shardings={"y": columns})(X)
+    return y, y["y"].format.layout.major_to_minor
 
 
 def in_shardings_of_arrays(jit):

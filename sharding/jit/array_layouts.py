@@ -1,0 +1,62 @@
+"""Layouts of arguments and results in memory: a `Format` in `in_shardings` or `out_shardings`, as for `jax.jit`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.experimental.layout import Format, Layout, with_layout_constraint
+from jax.sharding import Sharding
+
+Layouts = Sequence[Any]
+"""Per leaf a `Layout`, `Layout.AUTO` (the compiler chooses), or None (that of the array, or the default)."""
+
+
+def layouts(entries: Sequence[Any]) -> Layouts:
+    """What entries of `in_shardings` or `out_shardings` say of layouts; empty if they say nothing."""
+    found = [entry.layout if isinstance(entry, Format) else None for entry in entries]
+    return found if any(one is not None for one in found) else ()
+
+
+def without_layout(entry: Any) -> Any:
+    """An entry of `in_shardings` or `out_shardings` without its layout."""
+    return entry.sharding if isinstance(entry, Format) else entry
+
+
+def with_layouts(shardings: Sequence[Sharding | None], asked: Layouts) -> tuple[Any, ...]:
+    """Shardings, as Formats where a layout is asked for."""
+    if not asked:
+        return tuple(shardings)
+    pairs = zip(shardings, asked, strict=True)
+    return tuple(sharding if layout is None else Format(layout, sharding) for sharding, layout in pairs)
+
+
+def is_transferred_by_jax(x: Any, required: Any) -> bool:
+    """Whether an array that is not placed goes to a layout that only the compiled program knows."""
+    return isinstance(required, Format) and not isinstance(required.layout, Layout) and not isinstance(x, jax.Array)
+
+
+def has_layout(x: Any, required: Any) -> bool:
+    """Whether a placed array has the layout of a Format; any other sharding asks for none."""
+    if not isinstance(required, Format) or not isinstance(required.layout, Layout):
+        return True
+    return x.format.layout.major_to_minor == required.layout.major_to_minor
+
+
+def constrained_inside(run: Callable[..., list[Any]], of_arguments: Layouts, of_results: Layouts) -> Any:
+    """A function of flat arrays inside another trace, whose arguments and results are constrained to layouts."""
+    if not of_arguments and not of_results:
+        return run
+
+    @functools.wraps(run)
+    def constrained(*leaves: Any) -> list[Any]:
+        return _constrained(run(*_constrained(leaves, of_arguments)), of_results)
+
+    return constrained
+
+
+def _constrained(values: Sequence[Any], asked: Layouts) -> list[Any]:
+    pairs = zip(values, asked, strict=True) if asked else ((x, None) for x in values)
+    return [with_layout_constraint(x, layout) if isinstance(layout, Layout) else x for x, layout in pairs]
