@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Sequence
 from functools import cached_property
@@ -72,7 +71,8 @@ class Completion:
         self.assignment = assignment
         self.name = name
         self._in_trees, self._out_tree = tuple(in_trees), out_tree
-        self._donated = tuple(donated)
+        self.donated_leaves = tuple(donated)
+        """Indices of the donated arrays, of all arrays in the arguments."""
         self._platform: Platform = platform
         self._devices = devices
 
@@ -210,7 +210,7 @@ class Completion:
             name=self.name,
             in_trees=self._in_trees,
             out_tree=self._out_tree,
-            donated=self._donated,
+            donated=self.donated_leaves,
             platform=self._platform,
             devices=self._devices,
         )
@@ -344,12 +344,6 @@ class Completion:
         """
         platform = platform or self._platform
         return memory(self.assignment, name=self.name, donated=self.donated_leaves, platform=platform)
-
-    @property
-    def donated_leaves(self) -> list[int]:
-        """Indices of the donated arrays, of all arrays in the arguments."""
-        ends = [0, *itertools.accumulate(tree.num_leaves for tree in self._in_trees)]
-        return [leaf for i in self._donated for leaf in range(ends[i], ends[i + 1])]
 
     @cached_property
     def _replicated_dims(self) -> ReplicatedDims:

@@ -118,7 +118,7 @@ def executable(f: Callable[..., Any], options: Options, call: Arguments, mesh: M
     out_annotations = argument_shardings.leaf_annotations(
         specs, traced.out_avals, out_names, mesh, what="out_shardings", function=function
     )
-    donated = call.donated
+    donated, kept = call.donated, unchanged(call, updated)
     built = graph.build(
         traced.jaxpr,
         sizes=dict(mesh.shape),
@@ -147,7 +147,7 @@ def executable(f: Callable[..., Any], options: Options, call: Arguments, mesh: M
         name=function,
         in_trees=call.tree.children(),
         out_tree=traced.out_tree,
-        donated=donated,
+        donated=[leaf for i in donated for leaf in tracing.leaf_ranges(call.tree)[i] if leaf not in kept],
         platform=platform(mesh),
         devices=on.devices if (on := known_topology(mesh)) is not None else None,
     )
@@ -158,9 +158,6 @@ def executable(f: Callable[..., Any], options: Options, call: Arguments, mesh: M
         mesh=mesh,
         traced=as_written if options.engine == "xla" else traced,
         completion=completion,
-        in_tree=call.tree,
-        donated=donated,
-        kept=unchanged(call, updated),
         constrained=options.engine != "xla",
         layouts=(in_layouts, layouts(specs)),
         of_jax=options.of_jax,

@@ -46,13 +46,8 @@ class Executable:
     mesh: Mesh | AbstractMesh
     traced: Traced
     completion: Completion
-    in_tree: Any
-    donated: tuple[int, ...]
-    """Indices of the donated arguments."""
     constrained: bool
     """Whether every value is constrained, or only the annotated ones."""
-    kept: frozenset[int] = frozenset()
-    """The leaves of donated arguments that are not."""
     shardings: dict[tuple[P, int, str | None], NamedSharding] = field(default_factory=dict)
     """(spec, ndim, kind of memory) -> the one NamedSharding object used for it."""
     layouts: tuple[Layouts, Layouts] = ((), ())
@@ -180,11 +175,10 @@ class Executable:
         graph = self.completion.assignment.graph
         return [graph.first_names[v] for v in graph.inputs]
 
-    @cached_property
+    @property
     def donated_leaves(self) -> tuple[int, ...]:
         """Indices of the donated leaves."""
-        leaf_ranges = tracing.leaf_ranges(self.in_tree)
-        return tuple(leaf for i in self.donated for leaf in leaf_ranges[i] if leaf not in self.kept)
+        return self.completion.donated_leaves
 
     def _refuse_deleted(self, leaves: Sequence[Any]) -> None:
         names = list(self.completion.assignment.graph.names)

@@ -1,4 +1,4 @@
-"""`Layers`: components of paths that number equal layers, such as `blocks/0`, `layer_0`, `Dense_3` and `h_1`."""
+"""`Layers`: components of paths that number equal layers, such as `blocks/0`, `layer_0`, `Dense_3` and `h1_up`."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from functools import cached_property
 from typing import Any
 
 _INDEX = re.compile(r"(?<=[/#])\d+(?=[/ ,]|$)")
-_NUMBERED = re.compile(r"(.*?)\d+", re.DOTALL)
+_NUMBERED = re.compile(r"(.+?)\d+(|_\D*)", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Layers:
     """The numbered components of a program's names that stand for equal layers.
 
-    A key that is only an index is one. A name that ends in digits is one if it has siblings of the same name up to the
-    digits with the same structure below: the same paths, with arrays of the same shapes. So `layer_0` and `layer_1` are
-    layers, while the matrices `w1` and `w2` are not.
+    A key that is only an index is one. A name that ends in digits, or in digits and a word (`h0_up`), is one if it has
+    siblings of the same name but for the digits with the same structure below: the same paths, with arrays of the same
+    shapes. So `layer_0` and `layer_1` are layers, while the matrices `w1` and `w2` are not.
     """
 
     stars: Mapping[str, str] = field(default_factory=dict)
@@ -67,15 +67,16 @@ class Layers:
 
 def _stars(tree: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
     alike: defaultdict[tuple[str, Any], list[str]] = defaultdict(list)
+    """The name with a star and the structure below -> names."""
     for name, below in tree.items():
         if isinstance(below, dict):
             numbered = _NUMBERED.fullmatch(name)
-            if numbered is not None and numbered[1]:
-                alike[numbered[1], _structure(below)].append(name)
+            if numbered is not None:
+                alike[f"{numbered[1]}*{numbered[2]}", _structure(below)].append(name)
             yield from _stars(below)
-    for (stem, _), names in alike.items():
+    for (star, _), names in alike.items():
         if len(names) > 1:
-            yield from ((name, f"{stem}*") for name in names)
+            yield from ((name, star) for name in names)
 
 
 def _structure(tree: Mapping[str, Any]) -> Any:

@@ -407,3 +407,6 @@ def test_a_donated_variable_without_a_new_value_stays(made_on, mesh):
         np.testing.assert_allclose(run(model, X), expected.sum(), rtol=1e-5)
     np.testing.assert_array_equal(model.frozen[...], np.ones((8, 8)))
     np.testing.assert_allclose(model.w[...], expected, rtol=1e-5)
+    completion, compiled = run.complete(model, X), run.lower(model, X).compile()
+    assert [list(completion.assignment.graph.names)[leaf] for leaf in completion.donated_leaves] == ["model/w"]
+    assert compiled.memory_analysis().alias_size_in_bytes == X.nbytes

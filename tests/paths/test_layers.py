@@ -22,6 +22,13 @@ def test_numbered_names_with_equal_structure_are_layers():
         assert found.pattern(text) == f"operand 1 of p/{stem}*/mlp/w dim 0 at m.py:1"
 
 
+def test_a_word_may_follow_the_number():
+    found = layers("gpt/h0_up/w", "gpt/h1_up/w", odd=["gpt/h0_down/w", "gpt/h1_down/w"])
+    assert found.stars == {f"h{n}_{word}": f"h*_{word}" for n in range(2) for word in ("up", "down")}
+    assert merged_name(["gpt/h0_up/w", "gpt/h1_up/w"]) == "gpt/h*_up/w (x2)"
+    assert not layers("p/conv1_3/w", "p/conv1_norm/w").stars and not layers("p/0_up/w", "p/1_up/w").stars
+
+
 def test_siblings_of_other_shapes_or_paths_are_not():
     found = layers("p/Dense_0/w", "p/Dense_1/w", odd=["p/Dense_2/w"])
     assert found.stars == {"Dense_0": "Dense_*", "Dense_1": "Dense_*"}
