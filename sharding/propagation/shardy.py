@@ -22,7 +22,7 @@ from jax.sharding import AbstractMesh
 from .. import compat
 from ..errors import ShardingError
 from ..graph import Annotation, Graph, Op, value_annotations
-from ..spec import Axis, Dim, MeshSizes, Spec
+from ..spec import Axis, Dim, MeshSizes, Spec, axis_size
 from . import conflict_detection, shardy_results
 from .assignment import Assignment, Reason
 from .axis_atoms import AtomTable
@@ -69,7 +69,7 @@ def shardings(graph: Graph, program: Any, mesh: AbstractMesh, platform: str = "c
 def _run_shardy(graph: Graph, program: Any, mesh: AbstractMesh, platform: str) -> _ShardyResult:
     passes, marks = _marked(graph, program, mesh, platform)
     module = passes.run(records=False)
-    return _ShardyResult(graph, marks, shardy_results.read(module), module, passes)
+    return _ShardyResult(graph, dict(mesh.shape), marks, shardy_results.read(module), module, passes)
 
 
 def _assignment(
@@ -229,6 +229,8 @@ class _ShardyResult:
     """The shardings that Shardy inferred, and the source of each axis as far as recorded."""
 
     graph: Graph
+    sizes: Mapping[str, int]
+    """Of the mesh axes."""
     marks: Sequence[Mark]
     silent: PropagationRecord
     """Without edges."""
@@ -241,13 +243,26 @@ class _ShardyResult:
         """The record with the edges, and the module that owns its MLIR values.
 
         Only for a reason that someone asks for: as it records, Shardy may read past the end of a list of axes and
-        abort the process (`createSourceMap` in `source_sharding.cc` of JAX 0.10.2 to 0.12), mostly where parts of an
-        axis shard an array. No edges are recorded there.
+        end the process (`SourceShardingHandler` in `source_sharding.cc` of JAX 0.10.2 to 0.12): where parts of an axis
+        shard an array, and where axes of a merged dim do not divide the dims that it is made of. No edges are recorded
+        there.
         """
-        if _PART_OF_AXIS.search(self.module.operation.get_asm(large_elements_limit=16)):
+        if self.has_overflow or _PART_OF_AXIS.search(self.module.operation.get_asm(large_elements_limit=16)):
             return self.silent, self.module
         module = self.passes.run(records=True)
         return shardy_results.read(module), module
+
+    @property
+    def has_overflow(self) -> bool:
+        """Whether an axis shards a dim of several factors, as of a reshape, without dividing the factor it falls on."""
+        return any(
+            len(factors) > 1 and not _is_divided([op.rule.sizes[f] for f in factors], axes, self.sizes)
+            for op in self.graph.ops
+            if op.rule is not None
+            for v, dims in zip((*op.operands, *op.results), (*op.rule.operands, *op.rule.results), strict=True)
+            if v in self.shardings
+            for factors, axes in zip(dims, self.shardings[v], strict=True)
+        )
 
     @property
     def record(self) -> PropagationRecord:
@@ -345,6 +360,18 @@ class _ShardyResult:
             if i in far or any(far & self.ops_of[v] for v in between):
                 return op
         return None
+
+
+def _is_divided(factors: Sequence[int], axes: Sequence[Axis], sizes: Mapping[str, int]) -> bool:
+    """Whether axes divide the factors of a dim, major ones first."""
+    waiting = [*factors]
+    for size in (axis_size(axis, sizes) for axis in axes):
+        while len(waiting) > 1 and waiting[0] == 1:
+            waiting.pop(0)
+        if waiting[0] % size:
+            return False
+        waiting[0] //= size
+    return True
 
 
 def _has_axis(axes: Sequence[Axis], name: str) -> bool:

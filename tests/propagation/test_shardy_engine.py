@@ -195,6 +195,24 @@ def test_origins_are_recorded_only_for_a_reason(monkeypatch):
         assert "Shardy" not in str(c.why("y", dim=0)) and runs == [False, True]
 
 
+@pytest.mark.parametrize("is_divided", [True, False])
+def test_no_origins_are_recorded_where_axes_do_not_divide_a_merged_dim(monkeypatch, is_divided):
+    """Recording, Shardy may end the process there: it reads past the end of a list of axes."""
+    runs, run = [], shardy._Passes.run
+    monkeypatch.setattr(
+        shardy._Passes, "run", lambda self, *, records: runs.append(records) or run(self, records=records)
+    )
+    options = {"in_shardings": P("c", ("b", "a"), U), "engine": "shardy"}
+    if not is_divided:
+        options["out_shardings"] = P(None, ("c", "b"))
+    with sharding.mesh(a=2, b=2, c=2, devices=8):
+        shape = jax.ShapeDtypeStruct((2 if is_divided else 6, 4, 3), jnp.float32)
+        c = sharding.jit(lambda x: (x + 1).reshape(1, -1), **options).complete(shape)
+    assert c.out_shardings == (P(None, ("c", "b", "a")) if is_divided else P(None, ("c", "b")))
+    assert [*c.assignment.reasons.values()]
+    assert runs == ([False, True] if is_divided else [False])
+
+
 def test_under_grad_with_closed_over_tracers():
     params, x = arrays()
 
