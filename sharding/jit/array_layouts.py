@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,9 +14,18 @@ Layouts = Sequence[Any]
 """Per leaf a `Layout`, `Layout.AUTO` (the compiler chooses), or None (that of the array, or the default)."""
 
 
-def layouts(entries: Sequence[Any]) -> Layouts:
-    """What entries of `in_shardings` or `out_shardings` say of layouts; empty if they say nothing."""
+def layouts(entries: Sequence[Any], ties: Mapping[int, int] | None = None, of_arguments: Layouts = ()) -> Layouts:
+    """What entries of `in_shardings` or `out_shardings` say of layouts; empty if they say nothing.
+
+    Args:
+        entries: one per leaf.
+        ties: result -> argument pairs, such as the state of a training loop: the result has the argument's layout.
+        of_arguments: the layouts of the arguments.
+    """
     found = [entry.layout if isinstance(entry, Format) else None for entry in entries]
+    for result, leaf in (ties or {}).items():
+        if of_arguments and found[result] is None and isinstance(of_arguments[leaf], Layout):
+            found[result] = of_arguments[leaf]
     return found if any(one is not None for one in found) else ()
 
 

@@ -119,6 +119,9 @@ def executable(f: Callable[..., Any], options: Options, call: Arguments, mesh: M
         specs, traced.out_avals, out_names, mesh, what="out_shardings", function=function
     )
     donated, kept = call.donated, unchanged(call, updated)
+    is_annotated = [annotation is not None for annotation in out_annotations]
+    ties = outputs_reusing_donated(traced, avals, call.tree, donated, is_annotated)
+    ties |= {traced.out_tree.num_leaves + k: leaf for k, leaf in enumerate(updated)}
     built = graph.build(
         traced.jaxpr,
         sizes=dict(mesh.shape),
@@ -129,10 +132,7 @@ def executable(f: Callable[..., Any], options: Options, call: Arguments, mesh: M
         shared=call.ties,
         in_memory_kinds=kinds,
         out_memory_kinds=[*map(argument_shardings.memory_kind, specs)],
-        ties=outputs_reusing_donated(
-            traced, avals, call.tree, donated, [annotation is not None for annotation in out_annotations]
-        )
-        | {traced.out_tree.num_leaves + k: leaf for k, leaf in enumerate(updated)},
+        ties=ties,
     )
     if options.plan is not None:
         built.annotations.update(_planned(options.plan, built, mesh, function))
@@ -159,7 +159,7 @@ def executable(f: Callable[..., Any], options: Options, call: Arguments, mesh: M
         traced=as_written if options.engine == "xla" else traced,
         completion=completion,
         constrained=options.engine != "xla",
-        layouts=(in_layouts, layouts(specs)),
+        layouts=(in_layouts, layouts(specs, ties, in_layouts)),
         of_jax=options.of_jax,
         on_rewritten=saved.update if saved is not None else None,
     )

@@ -68,6 +68,7 @@ def test_a_training_loop_keeps_its_layout_and_compiles_once(mesh):
     for _ in range(3):
         alone = alone - 0.1 * (X @ alone)
         w, _ = step(w, X)
+        assert order(w) == (1, 0)  # as the next call takes it
     np.testing.assert_allclose(w, alone, rtol=1e-5)
     assert step._cache_size() == 1
 
