@@ -99,7 +99,10 @@ def _before_transpose(x: Instruction) -> tuple[Instruction, Sequence[int]]:
     """What transposes of the program read, and which of its dims is which of the result's; `x` itself if only dims of
     size 1 move."""
     source, places = x, [*range(len(x.shape))]
-    while source.name == "transpose" and (eqn := source.eqn) is not None and eqn.primitive.name == "transpose":
+    while source.name == "transpose" and source.operands:  # not of a constant expression
+        eqn = source.eqn
+        if eqn is None or eqn.primitive.name != "transpose":
+            break
         source, places = source.operands[0], [eqn.params["permutation"][d] for d in places]
     is_moved = places == sorted(places) or not source.is_in_order(places)
     return (source, places) if is_moved else (x, range(len(x.shape)))

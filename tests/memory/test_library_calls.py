@@ -137,6 +137,15 @@ def test_a_matrix_is_read_transposed_and_other_dims_are_moved():
     assert moved_bytes("kla,klb->ab", (1, 1, 32), (1, 1, 32)) == 0  # only dims of size 1 move
 
 
+def test_a_transposed_constant_is_no_transposed_array():
+    def rows(x):
+        return jnp.einsum("ijk,kij->i", jnp.transpose(jax.lax.broadcasted_iota(x.dtype, (4, 2, 4), 2), (0, 2, 1)), x)
+
+    assert temporary_bytes(rows, peak_memory.floats(2, 4, 4)) == temporary_bytes(
+        lambda x: jnp.einsum("ijk,kij->i", jnp.zeros((4, 4, 2)), x), peak_memory.floats(2, 4, 4)
+    )
+
+
 TURNED = {
     "for one product": lambda x, w: jnp.exp(x).T @ w,
     "for two": lambda x, w: ((y := jnp.exp(x).T) @ w, y @ y.T),
