@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any
 
 _INDEX = re.compile(r"(?<=[/#])\d+(?=[/ ,]|$)")
-_NUMBERED = re.compile(r"(.+?)\d+(|_\D*)", re.DOTALL)
+_NUMBERED = re.compile(r"(.*?)\d+(|_\D*)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def _stars(tree: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
     for name, below in tree.items():
         if isinstance(below, dict):
             numbered = _NUMBERED.fullmatch(name)
-            if numbered is not None:
+            if numbered is not None and numbered[1]:
                 alike[f"{numbered[1]}*{numbered[2]}", _structure(below)].append(name)
             yield from _stars(below)
     for (star, _), names in alike.items():

@@ -26,6 +26,7 @@ def test_a_word_may_follow_the_number():
     found = layers("gpt/h0_up/w", "gpt/h1_up/w", odd=["gpt/h0_down/w", "gpt/h1_down/w"])
     assert found.stars == {f"h{n}_{word}": f"h*_{word}" for n in range(2) for word in ("up", "down")}
     assert merged_name(["gpt/h0_up/w", "gpt/h1_up/w"]) == "gpt/h*_up/w (x2)"
+    assert not layers(*(f"layers/{n}/w" for n in range(12))).stars, "indices need none"
     assert not layers("p/conv1_3/w", "p/conv1_norm/w").stars and not layers("p/0_up/w", "p/1_up/w").stars
 
 
