@@ -213,10 +213,15 @@ def to_partition_spec(spec: Spec, *, keep_open: bool = False) -> P:
     It cannot express sub-axes: a dim keeps only the axes before its first sub-axis. With `keep_open`, open dims without
     axes and dims with sub-axes become `P.UNCONSTRAINED`, which leaves them to XLA.
     """
-    entries = [_entry(d, keep_open) for d in spec.dims]
-    while entries and entries[-1] is None:
-        entries.pop()
-    return P(*entries)
+    return trimmed(_entry(d, keep_open) for d in spec.dims)
+
+
+def trimmed(entries: Iterable[Any]) -> P:
+    """A PartitionSpec of these entries, without the empty ones at the end."""
+    kept = [*entries]
+    while kept and kept[-1] is None:
+        kept.pop()
+    return P(*kept)
 
 
 def limited_to(spec: P, axes: Iterable[str]) -> P:

@@ -8,7 +8,7 @@ stacked arrays, and the results of branches.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from ..display.text_table import ruled
 from ..graph import Atom, Graph, Scope
 from ..propagation import Assignment
 from ..rewrite.op_strategy import OpStrategies
-from ..spec import Spec, to_partition_spec
+from ..spec import to_partition_spec, trimmed
 
 TAKES_OUT_SHARDING = {
     "broadcast_in_dim": "jnp.broadcast_to(..., out_sharding=)",
@@ -155,10 +155,10 @@ class _Search:
         """Other specs of the operands of an op that refuses theirs: those it runs with, fewer sharded dims, none."""
         op = self.assignment.graph.makers.get(made)
         if op is not None and op.rule is not None and len(op.operands) == len(have):
-            have = [_written(spec) for spec in self.strategies.of(op).operand_specs]
+            have = [to_partition_spec(spec) for spec in self.strategies.of(op).operand_specs]
             yield have
         for d in range(max(map(len, have))):
-            yield [_trimmed((*spec[:d], None, *spec[d + 1 :])) for spec in have]
+            yield [trimmed((*spec[:d], None, *spec[d + 1 :])) for spec in have]
         yield [P()] * len(have)
 
     def of_loop_or_branch(self, scope: Scope, i: int, eqn: Any, bodies: Sequence[Scope]) -> Iterator[Named]:
@@ -171,19 +171,19 @@ class _Search:
             if target is not None:
                 want = self.spec(target)
                 if stack is not None:  # along which JAX shards nothing
-                    want = _trimmed((None, *want[1:]))
+                    want = trimmed((None, *want[1:]))
                 if want != self.spec(_read(scope, atom)):
                     yield Named(eqn, "entry", k, want)
         for body in bodies:
             for k, stack in enumerate(body.stacked_inputs):
                 row = body.env[body.jaxpr.invars[k]]
-                if stack is not None and row is not None and self.spec(row) != _trimmed(self.spec(stack)[1:]):
+                if stack is not None and row is not None and self.spec(row) != trimmed(self.spec(stack)[1:]):
                     yield Named(eqn, "slice", k, self.spec(row))
             for k, (atom, target) in enumerate(zip(body.jaxpr.outvars, body.exits, strict=False)):
                 stack = body.stacked_outputs[k] if body.stacked_outputs else None
                 if target is None and stack is None:
                     continue
-                want = self.spec(target) if stack is None else _trimmed(self.spec(stack)[1:])
+                want = self.spec(target) if stack is None else trimmed(self.spec(stack)[1:])
                 if want != self.spec(_read(body, atom)):
                     yield Named(eqn, "exit", k, want)
         yield from self.of_stacked_results(scope, eqn, bodies)
@@ -193,12 +193,12 @@ class _Search:
             for k, (stack, var) in enumerate(zip(body.stacked_outputs, eqn.outvars, strict=False)):
                 result = None if compat.is_drop(var) else scope.env[var]
                 if stack is not None and result is not None:
-                    made = _trimmed((None, *self.spec(stack)[1:]))
+                    made = trimmed((None, *self.spec(stack)[1:]))
                     if self.spec(result) != made:
                         yield Named(eqn, "result", k, self.spec(result))
 
     def spec(self, value: Atom) -> P:
-        return P() if value is None else _written(self.assignment.boundary_spec(value))
+        return P() if value is None else to_partition_spec(self.assignment.boundary_spec(value))
 
 
 def bound(eqn: Any, operands: Sequence[Any], out_sharding: NamedSharding | None = None) -> Any:
@@ -210,17 +210,6 @@ def bound(eqn: Any, operands: Sequence[Any], out_sharding: NamedSharding | None 
 
 def _read(scope: Scope, atom: Any) -> Atom:
     return None if compat.is_literal(atom) else scope.env.get(atom)
-
-
-def _written(spec: Spec) -> P:
-    return _trimmed(to_partition_spec(spec))
-
-
-def _trimmed(entries: Iterable[Any]) -> P:
-    entries = [*entries]
-    while entries and entries[-1] is None:
-        entries.pop()
-    return P(*entries)
 
 
 class _Types:
@@ -255,4 +244,4 @@ class _Types:
         except Exception:  # of several types: ambiguous, or operands that are sharded differently
             return None
         shardings = [x.sharding for x in jax.tree.leaves(found)]  # None of a callback
-        return tuple(None if one is None else _trimmed(one.spec) for one in shardings)
+        return tuple(None if one is None else trimmed(one.spec) for one in shardings)

@@ -6,7 +6,6 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
 from jax.experimental.layout import Format, Layout, with_layout_constraint
 from jax.sharding import Sharding
 
@@ -40,18 +39,6 @@ def with_layouts(shardings: Sequence[Sharding | None], asked: Layouts) -> tuple[
         return tuple(shardings)
     pairs = zip(shardings, asked, strict=True)
     return tuple(sharding if layout is None else Format(layout, sharding) for sharding, layout in pairs)
-
-
-def is_transferred_by_jax(x: Any, required: Any) -> bool:
-    """Whether an array that is not placed goes to a layout that only the compiled program knows."""
-    return isinstance(required, Format) and not isinstance(required.layout, Layout) and not isinstance(x, jax.Array)
-
-
-def has_layout(x: Any, required: Any) -> bool:
-    """Whether a placed array has the layout of a Format; any other sharding asks for none."""
-    if not isinstance(required, Format) or not isinstance(required.layout, Layout):
-        return True
-    return x.format.layout.major_to_minor == required.layout.major_to_minor
 
 
 def constrained_inside(run: Callable[..., list[Any]], of_arguments: Layouts, of_results: Layouts) -> Any:

@@ -118,7 +118,7 @@ def executable(f: Callable[..., Any], options: Options, call: Arguments, mesh: M
     out_annotations = argument_shardings.leaf_annotations(
         specs, traced.out_avals, out_names, mesh, what="out_shardings", function=function
     )
-    donated, kept = call.donated, unchanged(call, updated)
+    donated, kept, leaves = call.donated, unchanged(call, updated), tracing.leaf_ranges(call.tree)
     is_annotated = [annotation is not None for annotation in out_annotations]
     ties = outputs_reusing_donated(traced, avals, call.tree, donated, is_annotated)
     ties |= {traced.out_tree.num_leaves + k: leaf for k, leaf in enumerate(updated)}
@@ -147,7 +147,7 @@ def executable(f: Callable[..., Any], options: Options, call: Arguments, mesh: M
         name=function,
         in_trees=call.tree.children(),
         out_tree=traced.out_tree,
-        donated=[leaf for i in donated for leaf in tracing.leaf_ranges(call.tree)[i] if leaf not in kept],
+        donated=[leaf for i in donated for leaf in leaves[i] if leaf not in kept],
         platform=platform(mesh),
         devices=on.devices if (on := known_topology(mesh)) is not None else None,
     )

@@ -9,12 +9,12 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental.layout import Format, Layout
 from jax.sharding import NamedSharding
 
 from .. import compat
 from ..display.units import bytes_text
 from ..errors import warn
-from .array_layouts import has_layout, is_transferred_by_jax, without_layout
 
 WARNED_BYTES = 2**20
 """A NumPy array from this size on that is transferred in one call after another is worth a warning."""
@@ -90,17 +90,22 @@ def is_in_memory(x: Any, kind: str | None) -> bool:
 
 def needs_transfer(x: Any, required: Any) -> bool:
     """Whether an array or number does not have the required sharding, or the layout of a Format."""
-    if required is None or is_abstract(x) or isinstance(x, compat.Tracer) or is_transferred_by_jax(x, required):
+    if required is None or is_abstract(x) or isinstance(x, compat.Tracer):
         return False
-    required, given = without_layout(required), required
+    if isinstance(required, Format):
+        if not isinstance(required.layout, Layout):  # only the compiled program knows it: `jax.jit` transfers
+            return isinstance(x, jax.Array) and needs_transfer(x, required.sharding)
+        return needs_transfer(x, required.sharding) or _has_other_layout(x, required.layout)
     if not (compat.is_committed(x) and x.sharding.is_equivalent_to(required, x.ndim)):
         return getattr(x, "dtype", None) != jax.dtypes.float0  # which has no buffer
-    if not has_layout(x, given):
-        return True
     # Explicit axes are part of an array's type.
     if not (isinstance(x.sharding, NamedSharding) and isinstance(required, NamedSharding)):
         return False
     return x.sharding.mesh.axis_types != required.mesh.axis_types
+
+
+def _has_other_layout(x: Any, layout: Layout) -> bool:
+    return compat.is_committed(x) and x.format.layout.major_to_minor != layout.major_to_minor
 
 
 def is_abstract(x: Any) -> bool:

@@ -99,13 +99,17 @@ def _before_transpose(x: Instruction) -> tuple[Instruction, Sequence[int]]:
     """What transposes of the program read, and which of its dims is which of the result's; `x` itself if only dims of
     size 1 move."""
     source, places = x, [*range(len(x.shape))]
-    while source.name == "transpose" and source.operands:  # not of a constant expression
-        eqn = source.eqn
-        if eqn is None or eqn.primitive.name != "transpose":
-            break
-        source, places = source.operands[0], [eqn.params["permutation"][d] for d in places]
+    while source.operands and (permutation := _permutation(source)) is not None:  # a constant has no operands
+        source, places = source.operands[0], [permutation[d] for d in places]
     is_moved = places == sorted(places) or not source.is_in_order(places)
     return (source, places) if is_moved else (x, range(len(x.shape)))
+
+
+def _permutation(x: Instruction) -> Sequence[int] | None:
+    """How the program transposes; None if it does not."""
+    if x.name != "transpose" or x.eqn is None or x.eqn.primitive.name != "transpose":
+        return None
+    return x.eqn.params["permutation"]
 
 
 def is_computed_in_f32(eqn: Any, traits: CompilerTraits) -> bool:

@@ -64,7 +64,7 @@ class MarkedProgram:
     def avals(self) -> list[Any]:
         """Abstract arguments of `run`."""
         others = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.tracers]
-        return [*map(_abstract, self.jaxpr.invars), *others]
+        return [*(v.aval for v in self.jaxpr.invars), *others]
 
     @property
     def in_shardings(self) -> tuple[NamedSharding | None, ...]:
@@ -170,7 +170,7 @@ class MarkedProgram:
             child = scope.children.get((i, key, pos))
             if child is None:
                 continue
-            new = jax.make_jaxpr(self.inside(child, jaxpr, known))(*map(_abstract, child.jaxpr.invars))
+            new = jax.make_jaxpr(self.inside(child, jaxpr, known))(*(v.aval for v in child.jaxpr.invars))
             params = compat.with_jaxpr(params, key, pos, new)
         return params
 
@@ -183,12 +183,3 @@ class MarkedProgram:
             return self.body(child, getattr(jaxpr, "consts", ()), args)
 
         return run
-
-
-def _abstract(var: Any) -> Any:
-    aval = var.aval
-    if compat.is_on_host(aval):  # which a `ShapeDtypeStruct` only says with a sharding
-        return aval
-    manual = getattr(aval, "manual_axis_type", None)  # the axes of a shard_map that it varies over
-    inside = {"manual_axis_type": manual, "sharding": aval.sharding} if manual is not None and manual.varying else {}
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False), **inside)
