@@ -28,7 +28,10 @@ REGROUPING = frozenset({"reshape"})
 """Ops that keep every element: factors that only their operands or only their results have are replicated while they
 run."""
 
-SPECIAL = LONG_RANGE | PER_ITERATION | ON_SHARDS | REGROUPING | {REDUCE_SCATTERED}
+ON_EQUAL_SHARDS = ON_SHARDS | {"custom_partitioning"}
+"""Ops that run a function on each device, which takes equal shards along whole axes."""
+
+SPECIAL = LONG_RANGE | PER_ITERATION | ON_EQUAL_SHARDS | REGROUPING | {REDUCE_SCATTERED}
 """Ops whose strategy depends on more than their rule."""
 
 

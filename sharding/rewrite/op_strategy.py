@@ -25,6 +25,7 @@ from ..rules import ON_SHARDS, Kind, Rule
 from ..spec import Dim, Spec, byte_cost, local_bytes, num_parts, occupied
 from .op_kind import (
     LONG_RANGE,
+    ON_EQUAL_SHARDS,
     PADDED_FIRST,
     PER_ITERATION,
     REDUCE_SCATTERED,
@@ -203,7 +204,7 @@ class _StrategySearch:
         for f in range(len(rule.sizes)):
             seen = dict.fromkeys(one.factors[f] for one in projected.values() if f in one.factors)
             long_range = rule.kinds[f] is Kind.PERMUTE and (self.op.name in LONG_RANGE or not self.kind.permutes)
-            if self.op.name in ON_SHARDS:
+            if self.op.name in ON_EQUAL_SHARDS:
                 seen = dict.fromkeys(atoms for atoms in seen if self.is_shardable(rule.sizes[f], atoms))
             if long_range or rule.kinds[f] is Kind.REPLICATE or f in rule.blocked or f in dropped:
                 displaced.update(dict.fromkeys(itertools.chain.from_iterable(seen)))
@@ -219,7 +220,7 @@ class _StrategySearch:
         return options
 
     def is_shardable(self, size: int, atoms: Atoms) -> bool:
-        """Whether a `shard_map` can run on shards of a dim, which must be equal."""
+        """Whether a function can run on shards of a dim, which must be equal."""
         table = self.strategies.table
         is_whole = all(isinstance(axis, str) for axis in table.axes_of(atoms))
         return is_whole and size % math.prod(table.sizes[a] for a in atoms) == 0
@@ -302,7 +303,8 @@ class _StrategySearch:
                 old != new and any(rule.kinds[f] in HALO_KINDS for f in factors_of)
                 for old, new, factors_of in zip(spec.axes, self.specs[i].axes, self.form.arrays[i], strict=True)
             )
-            return (*steps, *after), bool(after) and (no_halo or shifts or not (slices_only and not sums))
+            takes_slices = slices_only and not sums and self.op.name not in ON_EQUAL_SHARDS
+            return (*steps, *after), bool(after) and (no_halo or shifts or not takes_slices)
         last, num_bytes = after[-1], self.shard_bytes(i, spec)
         rest = tuple(a for a in summed if a not in sliced)
         if not rest:

@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
+from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, AxisType
 
 import sharding
@@ -79,3 +81,33 @@ def test_gradients_and_batching_of_such_a_program():
     plain = lambda x: jnp.sum(heads(x) ** 2)  # noqa: E731
     np.testing.assert_allclose(gradient, jax.grad(plain)(x), rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(batched, [plain(x), plain(2 * x)], rtol=1e-5)
+
+
+@custom_partitioning
+def mapped(x):
+    return jnp.cos(x)
+
+
+mapped.def_partition(
+    infer_sharding_from_operands=lambda mesh, operands, result: operands[0].sharding,
+    partition=lambda mesh, operands, result: (mesh, jnp.cos, operands[0].sharding, (operands[0].sharding,)),
+    sharding_rule="... -> ...",
+)
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x: mapped(x.reshape(2, 4, 3)),
+        lambda x: mapped(x.reshape(8, 3)[:6]),  # of unequal shards
+        lambda x: sharding.annotate(mapped(sharding.annotate(x, P())), P("tensor")),
+        lambda x: lax.scan(lambda c, _: (mapped(c), None), x.reshape(2, 4, 3), length=2)[0],
+    ],
+    ids=["operand", "unequal", "result", "carry"],
+)
+def test_a_custom_partitioning_takes_equal_shards_along_whole_axes(f):
+    x = np.arange(24, dtype=np.float32).reshape(8, 3)
+    with sharding.mesh(SIZES):
+        step = sharding.jit(f, in_shardings=P("tensor"))
+        assert step.complete(x).verify(step.lower(x).compile()).agrees
+        np.testing.assert_allclose(step(x), jax.jit(f)(x), rtol=1e-6)
