@@ -231,6 +231,14 @@ def line_of(info: Any) -> str:
     return f"{os.path.basename(frame.file_name)}:{frame.start_line} ({frame.function_name})" if frame else ""
 
 
+def source_file(info: Any) -> tuple[str, int]:
+    """The path of the user's file and the number of the line; ("", -1) if JAX has none."""
+    if hasattr(info, "file"):
+        return info.file
+    frame = _source.user_frame(info.traceback)
+    return (frame.file_name, frame.start_line) if frame else ("", -1)
+
+
 def name_stack(eqn: Any) -> str:
     """The name stack of an equation, such as `transpose(jvp(loss))/attention`."""
     return str(eqn.source_info.name_stack)

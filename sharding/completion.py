@@ -146,8 +146,8 @@ class Completion:
         Args:
             name: a path such as `state/params/blocks/0/mlp/w1`, the end of one, a glob such as `*/w1`, or a name given
                 to `annotate`. An unnamed value is found by the module that computes it, `decoder/layer_0/mlp` in the
-                name stack, or by its line, `model.py:123`: what is computed there and read elsewhere. With an op, as in
-                `decoder/layer_0/mlp/dot_general`, any value computed there.
+                name stack or with parameters below that path, or by its line, `model.py:123`: what is computed there
+                and read elsewhere. With an op, as in `decoder/layer_0/mlp/dot_general`, any value computed there.
 
         Raises:
             ShardingError: no such value, or several that are sharded differently, with the unique name of each.

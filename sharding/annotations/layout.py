@@ -47,7 +47,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A table of rules; called with parameters it gives their specs."""
+    """A table of rules: an entry of `in_shardings` or `out_shardings`; called with parameters it gives their specs."""
 
     rules: tuple[Rule, ...]
     strict: bool = False
@@ -115,7 +115,8 @@ def layout(rules: Mapping[str, P | None] | Iterable[Rule], *, strict: bool = Fal
     A pattern matches from the start of any key to the end of a path: `q_proj/kernel`, or with `*` for any characters,
     `layers_*/attention/*/kernel`. Keys that are only an index may be left out. The first rule that matches a parameter
     gives its spec; later ones only the dims that it leaves unconstrained. What no rule matches is inferred by
-    propagation; a last rule `"*": P()` replicates it instead.
+    propagation; a last rule `"*": P()` replicates it instead. In `in_shardings` and `out_shardings` of `sharding.jit`
+    a layout stands for the specs of the arrays in its place, such as a model and the moments of its optimizer.
 
     Args:
         rules: pattern -> spec, or `Rule`s. Each pattern must match.

@@ -45,6 +45,7 @@ class _SavedSource(NamedTuple):
     """What is kept of an equation's source information in a pickled program."""
 
     line: str
+    file: tuple[str, int]
     name_stack: Any
     traceback: None = None
 
@@ -54,7 +55,7 @@ class _Pickler(pickle.Pickler):
         if isinstance(obj, jex.Primitive):
             return _primitive, (obj.name, _places().get(id(obj)))
         if isinstance(obj, compat.SourceInfo):
-            return _SavedSource, (compat.line_of(obj), obj.name_stack)
+            return _SavedSource, (compat.line_of(obj), compat.source_file(obj), obj.name_stack)
         if isinstance(obj, Mesh):
             return _same, (obj.abstract_mesh,)
         if isinstance(obj, Graph):  # without what it has computed: that refers to equations by their ids

@@ -1,4 +1,4 @@
-"""Where unnamed values are computed: the module, as the name stack has it, and the source line."""
+"""Where unnamed values are computed: the module, by the name stack or by its parameters, and the source line."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import difflib
 import os
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, TypeVar
 
 from .. import compat
 from ..paths import Glob
-from .graph import Graph, Op, Site, line
+from .graph import Graph, Op, Site
+from .modules import ParameterModules, enclosing
 
 _Of = TypeVar("_Of")
 _TRANSFORMED = re.compile(r"\w+\(|\)")
@@ -56,7 +57,8 @@ class Place:
 
     scope: str
     phase: Phase
-    file: str
+    path: str
+    """Of the source file; empty if it is unknown."""
     number: int
     """Of the line; -1 if it is unknown."""
     op: str
@@ -77,8 +79,9 @@ class Places:
             key = tuple(map(id, op.site))
             if key not in cached:
                 name, phase = scope(op.site)
-                file, _, number = line(op.site).partition(" ")[0].rpartition(":")
-                cached[key] = name, phase, file, int(number) if number.isdigit() else -1
+                lines = [compat.source_file(eqn.source_info) for eqn in op.site]
+                path, number = next((one for one in lines if one[0]), ("", -1))
+                cached[key] = name, phase, path, number
             own = op_name(op)
             if own:
                 found.update((v, Place(*cached[key], own)) for v in op.results if v not in inputs)
@@ -86,11 +89,25 @@ class Places:
 
     @cached_property
     def _on_lines(self) -> Mapping[tuple[str, int], list[int]]:
-        """File and line -> the values computed there, in program order."""
+        """Name of a file and line -> the values computed there, in program order."""
         found: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
         for v, place in self._places.items():
-            found[place.file, place.number].append(v)
+            found[os.path.basename(place.path), place.number].append(v)
         return found
+
+    @cached_property
+    def _files(self) -> Mapping[str, str]:
+        """Path of a source file -> the shortest end of it that no other has."""
+        paths = list(dict.fromkeys(place.path for place in self._places.values()))
+        found = {}
+        for path in paths:
+            ends = _ends(path)
+            found[path] = next((end for end in ends if not any(end in _ends(p) for p in paths if p != path)), path)
+        return found
+
+    @cached_property
+    def _modules(self) -> ParameterModules:
+        return ParameterModules(self.graph, [v for v, place in self._places.items() if place.phase != "forward"])
 
     @cached_property
     def scopes(self) -> tuple[str, ...]:
@@ -105,12 +122,13 @@ class Places:
         `model.py:123/backward`.
 
         Args:
-            name: a module of the name stack, or the end of one, as `decoder/layer_0/mlp`; a line, as `model.py:123`; or
-                one of the two and an op there, as `model.py:123/dot_general`, with `#1` for the second such op.
+            name: a module, or the end of one, as `decoder/layer_0/mlp`: of the name stack, or else the path of
+                parameters that ops read; a line, as `model.py:123` or `nn/model.py:123`; or one of the two and an op
+                there, as `model.py:123/dot_general`, with `#1` for the second such op.
         """
-        here, is_here = self._at(name)
+        here, results = self._at(name)
         if here:
-            return self._named(name, here, self._results(here, is_here))
+            return self._named(name, here, results)
         place, _, last = name.rpartition("/")
         numbered = _NUMBERED.fullmatch(last)
         if not place or numbered is None:
@@ -128,7 +146,7 @@ class Places:
         if place is None or place.number < 0:
             return ""
         phase = f"/{place.phase}" if place.phase in _HIDDEN else ""
-        return f"{place.file}:{place.number}{phase}/{place.op}"
+        return f"{self._files[place.path]}:{place.number}{phase}/{place.op}"
 
     def without_kept(self, found: Mapping[str, _Of]) -> dict[str, _Of]:
         """What is given by name, without what other programs recompute and this one keeps."""
@@ -138,39 +156,44 @@ class Places:
         """The modules with a similar name; for a line without ops, the nearest lines of its file that have some."""
         found = _LINE.fullmatch(name)
         if found is None:
-            return difflib.get_close_matches(name, self.scopes, n=3, cutoff=0.6)
+            return difflib.get_close_matches(name, [*self.scopes, *self._modules.own], n=3, cutoff=0.6)
         file, number = os.path.basename(found["file"]), int(found["number"])
-        lines = {place.number for place in self._places.values() if place.file == file}
+        lines = {one for own, one in self._on_lines if own == file}
         return [f"{file}:{one}" for one in sorted(lines, key=lambda one: abs(one - number))[:3]]
 
-    def _at(self, name: str) -> tuple[list[int], Callable[[Place], bool]]:
-        """The values computed at a place, those of the forward pass if there are any, and whether others are there."""
-        here, test = self._all_at(name)
+    def _at(self, name: str) -> tuple[list[int], list[int]]:
+        """The values computed at a place, of the forward pass if there are any, and which of them are its results."""
+        all_here = self._all_at(name)
+        here = [v for v in all_here if self._places[v].phase == "forward"] or all_here
         place, _, phase = name.rpartition("/")
         if not here and phase in _HIDDEN:
-            here, test = self._all_at(place)
-            return [v for v in here if self._places[v].phase == phase], test
-        forward = [v for v in here if self._places[v].phase == "forward"]
-        return forward or here, test
+            all_here = self._all_at(place)
+            here = [v for v in all_here if self._places[v].phase == phase]
+        if here:
+            return here, self._results(here, all_here)
+        instances = [[v for v in values if v in self._places] for values in self._modules.instances(name)]
+        results = (v for values in instances for v in self._modules.results(values))
+        inside = {v for values in instances for v in values}
+        return [v for v in self._places if v in inside], [*dict.fromkeys(results)]
 
-    def _all_at(self, name: str) -> tuple[list[int], Callable[[Place], bool]]:
-        """The values computed at the line or in the module of that name, and whether others are."""
+    def _all_at(self, name: str) -> list[int]:
+        """The values computed at the line, or in the module of the name stack, of that name."""
         found = _LINE.fullmatch(name)
         if found is not None:
-            file, number = os.path.basename(found["file"]), int(found["number"])
-            here = self._on_lines.get((file, number), [])
-            return here, lambda place: place.file == file and place.number == number
+            here = self._on_lines.get((os.path.basename(found["file"]), int(found["number"])), [])
+            exact = [v for v in here if found["file"] in _ends(self._places[v].path)]
+            return exact or here
         glob = Glob(name)
-        inside = {one for one in self.scopes if any(map(glob.matches, _enclosing(one)))}
-        return [v for v, place in self._places.items() if place.scope in inside], lambda place: place.scope in inside
+        inside = {one for one in self.scopes if any(map(glob.matches, enclosing(one)))}
+        return [v for v, place in self._places.items() if place.scope in inside]
 
-    def _results(self, values: Sequence[int], is_here: Callable[[Place], bool]) -> list[int]:
+    def _results(self, values: Sequence[int], all_here: Collection[int]) -> list[int]:
         """The values that are read elsewhere than where they are computed, or returned; all if none is."""
-        outputs = set(self.graph.outputs)
+        outputs, inside = set(self.graph.outputs), set(all_here)
 
         def leaves(v: int) -> bool:
             readers = (w for op in self.graph.users.get(v, ()) for w in op.results)
-            return v in outputs or any(w not in self._places or not is_here(self._places[w]) for w in readers)
+            return v in outputs or any(w not in inside for w in readers)
 
         return [v for v in values if leaves(v)] or list(values)
 
@@ -187,6 +210,7 @@ class Places:
         return found
 
 
-def _enclosing(name: str) -> list[str]:
-    parts = name.split("/")
-    return ["/".join(parts[: k + 1]) for k in range(len(parts))]
+def _ends(path: str) -> list[str]:
+    """The ends of a path that start at a folder or at the file, shortest first."""
+    parts = path.split(os.sep)
+    return ["/".join(parts[k:]) for k in reversed(range(len(parts)))]

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from .. import compat
 from ..annotations import axis_rules
+from ..annotations.layout import Layout
 from ..annotations.prioritized import Prioritized
 from ..errors import ShardingError, raise_together
 from ..graph import Annotation, Graph
@@ -42,11 +43,13 @@ def broadcast_specs(specs: Any, trees: Sequence[Any], what: str, function: str) 
     """A spec, or None, for every leaf: `specs` is a pytree prefix, as for `jax.jit`.
 
     Args:
-        specs: one spec for all, or a tuple with one prefix per tree.
+        specs: one spec for all, or a tuple with one prefix per tree. A `Layout` gives the specs of all below it.
         trees: the pytrees; their leaves may be anything.
         what: `in_shardings` or `out_shardings`, for errors.
         function: the function's name, for errors.
     """
+    if isinstance(specs, Layout):
+        return jax.tree.leaves(specs(trees), is_leaf=_is_spec)
     if _is_spec(specs):
         return [specs for tree in trees for _ in jax.tree.leaves(tree)]
     if what == "in_shardings" and (not isinstance(specs, (tuple, list)) or len(specs) != len(trees)):
@@ -60,7 +63,10 @@ def broadcast_specs(specs: Any, trees: Sequence[Any], what: str, function: str) 
     out: list[Any] = []
     for i, (entry, tree) in enumerate(zip(prefix, trees, strict=True)):
         try:
-            marked = jax.tree.map(lambda s: ... if s is None else s, entry, is_leaf=_is_spec)  # JAX: None is no leaf
+            resolved = jax.tree.map(
+                lambda s, own: s(own) if isinstance(s, Layout) else s, entry, tree, is_leaf=_is_spec
+            )
+            marked = jax.tree.map(lambda s: ... if s is None else s, resolved, is_leaf=_is_spec)  # JAX: None is no leaf
             full = jax.tree.broadcast(marked, tree)
         except ValueError as e:
             subject = "argument" if what == "in_shardings" else "result"

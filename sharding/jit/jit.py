@@ -50,7 +50,8 @@ def jit(
     Args:
         f: a function of pytrees of arrays; without it, `jit` returns a decorator with these options.
         in_shardings: per non-static argument a PartitionSpec, a pytree prefix of them, or None for all dims open;
-            `sharding.prioritized` specs wait for others. A NamedSharding also names a kind of memory, and a
+            `sharding.layout` gives the specs of a model by their paths; `sharding.prioritized` specs wait for others.
+            A NamedSharding also names a kind of memory, and a
             `jax.experimental.layout.Format` a layout, to which arguments are transferred. Keyword-only arguments are
             open.
         out_shardings: likewise for the result.

@@ -84,13 +84,34 @@ def test_models_of_every_library(make):
         specs = layout(jax.eval_shape(lambda: params))
         found = jax.tree.leaves(specs, is_leaf=lambda s: isinstance(s, P))
         assert sorted(map(str, found)) == sorted(map(str, (up, down)))
-        step = sharding.jit(apply, in_shardings=(specs, P("data")))
+        step = sharding.jit(apply, in_shardings=(layout, P("data")))
         c = step.complete(params, x)
+        assert not sharding.compare(c, sharding.jit(apply, in_shardings=(specs, P("data"))).complete(params, x))
         assert c.spec(f"up/{name}") == (P("tensor") if name == "weight" else P(None, "tensor"))
         assert {kind: n for kind, (n, _) in c.communication().by_kind().items()} == {"all-reduce": 1}
         np.testing.assert_allclose(step(params, x), apply(params, x), rtol=1e-5, atol=1e-6)
     assert len(layout.unmatched(params)) == 2
     assert all(path.endswith(("bias", "/b")) for path in layout.unmatched(params))
+
+
+def test_a_layout_of_arguments_and_results():
+    """One for all arguments, or in a pytree prefix; its patterns match in what is below it."""
+    layout = sharding.layout({"up": P(None, "tensor"), "down": P("tensor")})
+    params = {"up": floats(8, 32), "down": floats(32, 8), "bias": floats(8)}
+    optimizer = {"mu": params, "count": jax.ShapeDtypeStruct((), jnp.int32)}
+
+    def step(params, optimizer):
+        return jax.tree.map(lambda x: x + 1, params), optimizer
+
+    with sharding.mesh(devices=8, tensor=8):
+        for given in (layout, (layout, None), (None, {"mu": layout, "count": None})):
+            c = sharding.jit(step, in_shardings=given, out_shardings=(layout, None)).complete(params, optimizer)
+            assert c.spec("out/0/up") == P(None, "tensor")
+            assert c.spec("params/up") == P(None, "tensor")
+            assert c.spec("optimizer/mu/down") == (P() if given == (layout, None) else P("tensor"))
+            assert c.spec("params/bias") == P()
+        with pytest.raises(ShardingError, match="layout rule 'up'"):
+            sharding.jit(step, in_shardings=(None, {"mu": None, "count": layout})).complete(params, optimizer)
 
 
 def test_the_specs_are_plain_jax_with_a_last_rule_for_the_rest():

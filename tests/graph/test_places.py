@@ -1,5 +1,6 @@
 """Unnamed values are found by the module and by the line that computes them."""
 
+import pickle
 from inspect import currentframe
 
 import jax
@@ -185,3 +186,77 @@ def test_values_in_loops():
     with sharding.mesh(devices=8, data=8):
         c = sharding.jit(looped, in_shardings=P("data")).complete(X)
     assert c.spec(f"test_places.py:{LINES['body']}") == c.spec("inner/sin") == P("data")
+
+
+def block(p, x):
+    """A block as frameworks without name scopes trace it: its parameters have paths, its ops have no module."""
+    hidden = jax.nn.silu(x @ p["mlp"]["up"]["kernel"].astype(x.dtype) + p["mlp"]["up"]["bias"][None])
+    return x + p["norm"]["scale"][None] * (hidden @ p["mlp"]["down"]["kernel"])
+
+
+def unscoped_step(model, mu, x):
+    def loss(model):
+        y = x
+        for p in model["blocks"]:
+            y = block(p, y)
+        return jnp.mean((y @ model["head"]["kernel"]) ** 2)
+
+    grads = jax.grad(loss)(model)
+    mu = jax.tree.map(lambda m, g: 0.9 * m + g, mu, grads)
+    return jax.tree.map(lambda p, m: 0.99 * p - m, model, mu), mu
+
+
+@pytest.fixture(scope="module")
+def unscoped():
+    mlp = {"up": {"kernel": floats(8, 32), "bias": floats(32)}, "down": {"kernel": floats(32, 8)}}
+    one = {"mlp": mlp, "norm": {"scale": floats(8)}}
+    model = {"blocks": [one, one], "head": {"kernel": floats(8, 4)}}
+    with sharding.mesh(devices=8, data=2, tensor=4):
+        step = sharding.jit(
+            unscoped_step, in_shardings=(sharding.layout({"*/up/kernel": P(None, "tensor")}), None, P("data"))
+        )
+        return step.complete(model, model, X)
+
+
+@pytest.mark.parametrize(
+    "name, ops, shape",
+    [
+        ("blocks/0/mlp/up", ["add"], (16, 32)),
+        ("model/blocks/*/mlp/up", ["add#0", "add#1"], (16, 32)),
+        ("mlp/down", ["dot_general#0", "dot_general#1"], (16, 8)),
+        ("blocks/1/mlp", ["dot_general#1"], (16, 8)),
+        ("blocks/0", ["mul#1"], (16, 8)),
+        ("blocks/0/norm/mul", [""], (16, 8)),
+        ("head", ["dot_general"], (16, 4)),
+    ],
+)
+def test_a_module_without_scopes_is_what_reads_its_parameters(unscoped, name, ops, shape):
+    found = unscoped._places.find(name)
+    assert [one.removeprefix(name).removeprefix("/") for one in found] == ops
+    assert {unscoped.assignment.graph.shapes[v] for v in found.values()} == {shape}
+
+
+def test_a_module_without_scopes_in_why_and_after_saving(unscoped, tmp_path):
+    assert "in_shardings" in str(unscoped.why("blocks/0/mlp/up", dim=1))
+    again = pickle.loads(pickle.dumps(unscoped))
+    assert again.spec("blocks/0/mlp/up") == unscoped.spec("blocks/0/mlp/up") == P("data", "tensor")
+    assert again._places.find(f"graph/test_places.py:{block.__code__.co_firstlineno + 2}")
+
+
+def test_an_unknown_module_lists_the_nearest(unscoped):
+    with pytest.raises(ShardingError, match="model/head"):
+        unscoped.spec("model/haed")
+
+
+def test_files_of_one_name_are_told_apart():
+    functions = {}
+    for folder, op in (("attention", "sin"), ("experts", "cos")):
+        code = compile(f"def f(x):\n    return jnp.{op}(x)", f"/models/{folder}/model.py", "exec")
+        exec(code, {"jnp": jnp}, functions.setdefault(folder, {}))
+    with sharding.mesh(devices=8, data=8):
+        f = sharding.jit(lambda x: functions["experts"]["f"](functions["attention"]["f"](x)))
+        c = f.complete(floats(16, 8))
+    assert [*c._places.find("model.py:2")] == ["model.py:2/cos"]
+    assert [*c._places.find("attention/model.py:2")] == ["attention/model.py:2/sin"]
+    (sin,) = c._places.find("models/attention/model.py:2").values()
+    assert c._places.of(sin) == "attention/model.py:2/sin"
