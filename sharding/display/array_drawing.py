@@ -1,7 +1,7 @@
 """Sharded arrays drawn as rectangles that mesh axes cut: as SVG for notebooks, and in characters for terminals.
 
-The rows and columns of a rectangle are the dims that are sharded, or the longest ones. The sheets of a third sharded
-dim lie behind each other. Axes of one device cut nothing and are not drawn.
+The rows and columns of a rectangle are the last dims that are sharded, or the longest ones. The sheets of more sharded
+dims lie behind each other. Axes of one device cut nothing and are not drawn.
 """
 
 from __future__ import annotations
@@ -37,13 +37,18 @@ class ArrayPicture:
         local = list(local_shape(self.spec.axes, self.shape, sizes))
         return self.name, f"{self.dtype}{list(self.shape)} {self.spec}", f"per device {local}"
 
-    def dims(self) -> tuple[int | None, int | None, int | None]:
-        """The dims drawn as sheets, rows and columns."""
-        sharded = [d for d, axes in enumerate(self.spec.axes) if axes][:3]
+    def dims(self) -> tuple[tuple[int, ...], int | None, int | None]:
+        """The dims drawn as sheets, as rows and as columns."""
+        sharded = [d for d, axes in enumerate(self.spec.axes) if axes]
         longest = sorted(range(len(self.shape)), key=lambda d: -self.shape[d])
         chosen = sorted([*sharded, *(d for d in longest if d not in sharded)][: max(2, len(sharded))])
-        sheets, rows, columns = [None] * (3 - len(chosen)) + chosen
-        return sheets, rows, columns
+        rows, columns = [None, None, *chosen][-2:]
+        return tuple(chosen[:-2]), rows, columns
+
+    @property
+    def sheet_axes(self) -> tuple[Axis, ...]:
+        """The axes over which the dims drawn as sheets are sharded."""
+        return tuple(axis for dim in self.dims()[0] for axis in self.spec.axes[dim])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,8 +128,7 @@ def _side(array: ArrayPicture, dim: int | None) -> float:
 
 
 def _num_sheets(array: ArrayPicture, sizes: Mapping[str, int]) -> int:
-    sheets = array.dims()[0]
-    return 1 if sheets is None else min(MAX_SHEETS, num_parts(array.spec.axes[sheets], sizes))
+    return min(MAX_SHEETS, num_parts(array.sheet_axes, sizes))
 
 
 def _panel(
@@ -132,12 +136,12 @@ def _panel(
 ) -> Iterator[str]:
     for k, line in enumerate(array.caption(sizes)):
         yield _text(x, y + LINE * (k + 0.6), line, is_bold=k == 0)
-    sheets, rows, columns = array.dims()
+    _, rows, columns = array.dims()
     width, height, num = _side(array, columns), _side(array, rows), _num_sheets(array, sizes)
     top = y + LINE * 3 + 4
-    edge = "#555555" if sheets is None or num == 1 else _color(array.spec.axes[sheets][0], numbers)
+    edges = {round(at * num): _color(axis, numbers) for at, axis, _ in _cuts(array.sheet_axes, sizes, MAX_SHEETS)}
     for k in reversed(range(1, num)):
-        yield _rectangle(x + k * SHEET, top + k * SHEET, width, height, edge)
+        yield _rectangle(x + k * SHEET, top + k * SHEET, width, height, edges[k])
     yield _rectangle(x, top, width, height, "#555555")
     for dim, length in ((rows, height), (columns, width)):
         for at, axis, thickness in _cuts(array.spec.axes[dim] if dim is not None else (), sizes):
@@ -149,11 +153,11 @@ def _panel(
             yield f'<line {line} stroke="{_color(axis, numbers)}" stroke-width="{thickness:g}"/>'
 
 
-def _cuts(axes: Sequence[Axis], sizes: Mapping[str, int]) -> Iterator[tuple[float, Axis, float]]:
-    """(position from 0 to 1, axis, thickness) of each line through a dim; those of major axes are thick, on top."""
+def _cuts(axes: Sequence[Axis], sizes: Mapping[str, int], most: int = MAX_LINES) -> Iterator[tuple[float, Axis, float]]:
+    """(position from 0 to 1, axis, thickness) of each line through a dim; those of major axes are thick, and last."""
     for k in reversed(range(len(axes))):
         parts = num_parts(axes[: k + 1], sizes)
-        shown = min(parts, MAX_LINES)
+        shown = min(parts, most)
         for i in range(1, shown):
             if parts > shown or i % axis_size(axes[k], sizes):
                 yield i / shown, axes[k], max(1.0, 2.5 - k * 0.75)
@@ -187,8 +191,9 @@ def _characters(array: ArrayPicture, sizes: Mapping[str, int]) -> Iterator[str]:
     for k in range(num_rows):
         yield f"{margin if k else beside} |" + "|".join([" " * cell] * num_columns) + "|"
         yield f"{margin} {rule}"
-    if sheets is not None:
-        yield f"{margin} one of {num_parts(array.spec.axes[sheets], sizes)} sheets, {_dim_text(array, sheets, sizes)}"
+    if sheets:
+        texts = ", ".join(_dim_text(array, dim, sizes) for dim in sheets)
+        yield f"{margin} one of {num_parts(array.sheet_axes, sizes)} sheets, {texts}"
 
 
 def _num_cells(array: ArrayPicture, dim: int | None, sizes: Mapping[str, int]) -> int:

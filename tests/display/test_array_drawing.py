@@ -78,17 +78,26 @@ def test_three_sharded_dims_have_sheets():
     assert "one of 2 sheets, dim 0: 48 over data=2" in str(drawing(P("data", "tensor", "seq")))
 
 
+def test_all_further_sharded_dims_are_sheets():
+    picture = drawing(P("data", "one", "seq", "tensor", "expert"), shape=(2, 4, 3, 48, 64))
+    root = ET.fromstring(picture.svg)
+    edges = [rect.get("stroke") for rect in root.iter("{http://www.w3.org/2000/svg}rect")]
+    assert [edges.count(COLORS[axis]) for axis in ("data", "seq")] == [1, 2]  # 4 of 6 sheets, in the middle by data
+    assert "one of 6 sheets, dim 0: 2 over data=2, dim 2: 3 over seq=3" in str(picture)
+
+
 def test_the_drawn_dims_are_the_sharded_or_the_longest_ones():
     def dims(shape, spec):
         return ArrayPicture(
             name="", dtype="", shape=shape, spec=from_partition_spec(spec, shape, SIZES, asked="")
         ).dims()
 
-    assert dims((), P()) == (None, None, None)
-    assert dims((4,), P()) == (None, None, 0)
-    assert dims((8, 2, 16), P()) == (None, 0, 2)
-    assert dims((8, 2, 16), P(None, "data")) == (None, 1, 2)
-    assert dims((8, 2, 16, 4), P("tensor", "data", None, "seq")) == (0, 1, 3)
+    assert dims((), P()) == ((), None, None)
+    assert dims((4,), P()) == ((), None, 0)
+    assert dims((8, 2, 16), P()) == ((), 0, 2)
+    assert dims((8, 2, 16), P(None, "data")) == ((), 1, 2)
+    assert dims((8, 2, 16, 4), P("tensor", "data", None, "seq")) == ((0,), 1, 3)
+    assert dims((8, 2, 64, 6), P("tensor", "data", "expert", "seq")) == ((0, 1), 2, 3)
 
 
 def test_characters():
