@@ -77,7 +77,7 @@ class JobMemory(Tabular):
     """Devices of one process."""
     phases: tuple[Phase, ...]
     """In the order of a run."""
-    notes: tuple[str, ...]
+    uncounted: tuple[str, ...]
     """What is not counted."""
     chip: str | None = None
     """The chip to fit, if it is known."""
@@ -119,6 +119,20 @@ class JobMemory(Tabular):
         limits += [] if self.budget_bytes is None else [phase.peak_bytes <= self.budget_bytes]
         return all(limits) if limits else None
 
+    def notes(self) -> list[str]:
+        """Whether the highest phase fits, what the columns mean, and what is not counted."""
+        highest, found = self.highest, []
+        if self.chip is not None:
+            found.append(f"{highest.name}: {highest.fits(self.chip)}")
+        if self.budget_bytes is not None:
+            verb = "fits" if highest.peak_bytes <= self.budget_bytes else "does not fit"
+            found.append(f"{highest.name}: {verb} the budget of {bytes_text(self.budget_bytes)} per device")
+        devices = f"{self.num_local_devices} device{'s' * (self.num_local_devices > 1)} per process"
+        found.append(f"held: state, batches and arguments; host: at most, with {devices}, beside the devices' memory")
+        if self.platform == "cpu":
+            found.append("CPU devices have their memory in the host's: add that of all devices of a process")
+        return [*found, *(f"not counted: {one}" for one in self.uncounted)]
+
     def __str__(self) -> str:
         return "\n".join(_lines(self))
 
@@ -142,7 +156,7 @@ def job_memory(
         platform=platform(mesh),
         num_local_devices=_num_local_devices(mesh),
         phases=tuple(_phases(jitted, batch_size)),
-        notes=tuple(_notes(jitted)),
+        uncounted=tuple(_uncounted(jitted)),
         chip=chip,
         budget_bytes=budget_bytes,
     )
@@ -193,7 +207,7 @@ def _checksums(state: Shapes) -> MemoryReport:
     return max(reports, key=lambda report: report.result_bytes + report.temporary_bytes)
 
 
-def _notes(jitted: JittedWorkload) -> Iterator[str]:
+def _uncounted(jitted: JittedWorkload) -> Iterator[str]:
     yield "the data on the host, beside one batch"
     yield "the search for the origin of a non-finite loss, which runs op by op and keeps every value"
     step = jitted.workload.mpmd_step
@@ -206,16 +220,7 @@ def _lines(job: JobMemory) -> Iterator[str]:
     highest = job.highest
     yield f"{table.title}: highest in the phase {highest.name}, {bytes_text(highest.peak_bytes)} per device"
     yield from table.lines()
-    if job.chip is not None:
-        yield f"{highest.name}: {highest.fits(job.chip)}"
-    if job.budget_bytes is not None:
-        verb = "fits" if highest.peak_bytes <= job.budget_bytes else "does not fit"
-        yield f"{highest.name}: {verb} the budget of {bytes_text(job.budget_bytes)} per device"
-    devices = f"{job.num_local_devices} device{'s' * (job.num_local_devices > 1)} per process"
-    yield f"held: state, batches and arguments; host: at most, with {devices}, beside the devices' memory"
-    if job.platform == "cpu":
-        yield "CPU devices have their memory in the host's: add that of all devices of a process"
-    yield from (f"not counted: {note}" for note in job.notes)
+    yield from job.notes()
 
 
 def _num_local_devices(mesh: Any) -> int:

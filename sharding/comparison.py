@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from .completion import Completion
-from .display import Column, Table, Tabular
+from .display import Column, Row, Table, Tabular
 from .display.text_table import ruled
 from .errors import ShardingError
 from .explain import Lock, value_list
@@ -17,6 +17,14 @@ from .spec import Spec
 _ROWS = 20
 _HEAD = ("value", "first", "bytes", "reason", "second", "bytes", "reason")
 _NUMBERS = [k for k, head in enumerate(_HEAD) if head == "bytes"]
+COLUMNS = (
+    Column("value", "code"),
+    *(
+        c
+        for side in ("first", "second")
+        for c in (Column(side, "code"), Column(f"bytes, {side}", "bytes"), Column(f"reason, {side}"))
+    ),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,15 +74,20 @@ class Comparison(Tabular):
         """Whether all values are sharded identically."""
         return not self.differences
 
-    def rows(self) -> list[tuple[str, ...]]:
+    def rows(self) -> list[Row]:
         """(name, then spec, bytes and reason in both) of every difference; identical layers share a row."""
         rows = [(d.name, *_cells(d.first), *_cells(d.second)) for d in self]
         layers = self.first.assignment.graph.layers
         return [(name, *rows[members[0]][1:]) for name, members in layers.merged(rows)]
 
+    def notes(self) -> list[str]:
+        """The bytes of all values that differ."""
+        first, second = (sum(getattr(d, side).num_bytes for d in self) for side in ("first", "second"))
+        return [] if self.same else [f"bytes of these values per device: {first:,} and {second:,}"]
+
     def tables(self) -> list[Table]:
         """One table, of the rows."""
-        return [Table(self._headline(), tuple(map(Column, _HEAD)), self.rows())]
+        return [Table(self._headline(), COLUMNS, self.rows())]
 
     def _headline(self) -> str:
         if self.same:
@@ -85,19 +98,15 @@ class Comparison(Tabular):
         if self.same:
             return self._headline()
         rows = self.rows()
-        table = [_HEAD, *rows[:_ROWS]]
+        table = [_HEAD, *(tuple(f"{x:,}" if isinstance(x, int) else x for x in row) for row in rows[:_ROWS])]
         more = [f"... and {len(rows) - _ROWS} more rows"] if len(rows) > _ROWS else []
-        return "\n".join([self._headline(), *ruled(table, right=_NUMBERS), *more, self._total()])
+        return "\n".join([self._headline(), *ruled(table, right=_NUMBERS), *more, *self.notes()])
 
     __repr__ = __str__
 
     def _title(self) -> str:
         meshes = dict.fromkeys(_mesh(c) for c in (self.first, self.second))
         return f"{self.first.name} on mesh {' and '.join(meshes)}"
-
-    def _total(self) -> str:
-        first, second = (sum(getattr(d, side).num_bytes for d in self) for side in ("first", "second"))
-        return f"bytes of these values per device: {first:,} and {second:,}"
 
 
 def check_lock(completion: Completion, path: str | os.PathLike[str]) -> None:
@@ -215,8 +224,8 @@ def _name(completion: Completion, value: int) -> str:
     return label if value in graph.first_names or not source else f"{label} at {source}"
 
 
-def _cells(side: Side) -> tuple[str, str, str]:
-    return str(side.spec), f"{side.num_bytes:,}", side.reason
+def _cells(side: Side) -> tuple[str, int, str]:
+    return str(side.spec), side.num_bytes, side.reason
 
 
 def _mesh(completion: Completion) -> str:

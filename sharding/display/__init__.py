@@ -11,6 +11,6 @@ Example:
 """
 
 from .array_drawing import ArrayPicture, Drawing
-from .table import Column, Table, Tabular
+from .table import Column, Row, Table, Tabular
 
-__all__ = ["ArrayPicture", "Column", "Drawing", "Table", "Tabular"]
+__all__ = ["ArrayPicture", "Column", "Drawing", "Row", "Table", "Tabular"]

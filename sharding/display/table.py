@@ -19,6 +19,7 @@ MAX_ROWS = 20
 """Rows of a table in a notebook."""
 _CELL = "padding:2px 12px 2px 0;vertical-align:top;border-bottom:1px solid #8883"
 _NUMBER = "text-align:right;white-space:nowrap"
+_NOTE = "font-size:12px;margin:2px 0;overflow-wrap:break-word"
 _TEXT = "text-align:left;overflow-wrap:break-word"
 
 
@@ -96,6 +97,10 @@ class Tabular:
         """Its tables: the one of its rows, then those of sums, which a notebook shows before it."""
         raise NotImplementedError
 
+    def notes(self) -> list[str]:
+        """Lines below the tables: what these leave out, and doubts."""
+        return []
+
     def rows(self) -> list[Row]:
         """The rows as plain tuples; numbers are in bytes and seconds."""
         return list(self.tables()[0].rows)
@@ -110,7 +115,8 @@ class Tabular:
 
     def _repr_html_(self) -> str:
         first, *others = self.tables()
-        return "".join(table.html() for table in (*others, first))
+        notes = [f'<div style="{_NOTE}">{escape(note)}</div>' for note in self.notes()]
+        return "".join([*(table.html() for table in (*others, first)), *notes])
 
 
 def _style(column: Column) -> str:

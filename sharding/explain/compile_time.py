@@ -57,7 +57,7 @@ class RepeatedLayers:
         return f"{self.count} equal layers at {self.source}: {fix}, and 1/{self.count} of their ops are compiled"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class CompileTime:
     """A rough estimate of a program's compile time; prints with a hint where one helps."""
 
@@ -81,6 +81,8 @@ class CompileTime:
     def __str__(self) -> str:
         line = f"compiles in {self.rough} on {self.platform} (about {seconds_text(self.seconds)}, {self.num_ops} ops)"
         return "\n".join([line, *([str(self.layers)] if self.layers else [])])
+
+    __repr__ = __str__
 
 
 def compile_time(graph: Graph, platform: Platform) -> CompileTime:

@@ -43,7 +43,7 @@ class EqualConflicts(NamedTuple):
 
 
 class Conflicts(tuple[Conflict, ...], Tabular):
-    """All conflicts in program order; prints those that differ only in the layer as one line, most bytes first."""
+    """All conflicts in program order; prints those of equal layers once, most bytes first, each with its cure."""
 
     layers: Layers
 
@@ -78,6 +78,7 @@ class Conflicts(tuple[Conflict, ...], Tabular):
         return [Table(f"{len(self)} conflicts" if len(self) != 1 else "1 conflict", COLUMNS, rows)]
 
     def __str__(self) -> str:
-        return "\n".join(one.text + (f" (x{one.num})" if one.num > 1 else "") for one in self.grouped())
+        found = ((one, f" (x{one.num})" if one.num > 1 else "") for one in self.grouped())
+        return "\n".join(f"{one.text}{times}\n  cure: {one.cure}" for one, times in found)
 
     __repr__ = __str__

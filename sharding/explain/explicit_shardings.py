@@ -17,6 +17,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from .. import compat
+from ..display import Column, Table, Tabular
 from ..display.text_table import ruled
 from ..graph import Atom, Graph, Scope
 from ..propagation import Assignment
@@ -63,16 +64,23 @@ class ExplicitSharding:
     """Where to write it: `jnp.einsum(..., out_sharding=)`, or `jax.sharding.reshard`."""
 
 
-class ExplicitShardings(tuple[ExplicitSharding, ...]):
+NOTHING_TO_WRITE = "With Explicit axes JAX derives every sharding of this program."
+COLUMNS = (Column("line", "code"), Column("op"), Column("spec", "code"), Column("write", "code"))
+
+
+class ExplicitShardings(tuple[ExplicitSharding, ...], Tabular):
     """The shardings to write, in program order; prints as a table."""
 
     __slots__ = ()
 
-    def __str__(self) -> str:
-        if not self:
-            return "With Explicit axes JAX derives every sharding of this program."
+    def tables(self) -> list[Table]:
+        """One table."""
         rows = [(one.source or "(unknown line)", one.op, str(one.spec), one.write) for one in self]
-        return "\n".join(ruled([("line", "op", "spec", "write"), *rows]))
+        return [Table("" if rows else NOTHING_TO_WRITE, COLUMNS, rows)]
+
+    def __str__(self) -> str:
+        (table,) = self.tables()
+        return "\n".join(ruled([tuple(column.name for column in COLUMNS), *table.rows])) if self else table.title
 
     __repr__ = __str__
 

@@ -198,6 +198,21 @@ class MemoryReport(Tabular):
         peak = f"{bytes_text(self.peak_bytes)} per device ({self.peak_bytes:,} bytes)"
         return f"{self.name} on mesh {sizes_text(dict(self.mesh))}: peak memory {peak}"
 
+    def notes(self) -> list[str]:
+        """The error of predicted peaks, the memory elsewhere, and what could not be moved to the host."""
+        error, (low, high) = self.peak_error, self.range_bytes
+        found = [
+            f"predicted for XLA:{self.platform.upper()}; of other people's programs half were within "
+            f"{error.median:.0%}, nine of ten within {error.large:.0%}"
+        ]
+        if max(1 - error.low, error.high - 1) > WIDE:
+            found.append(f"compiled, nine of ten such programs take {bytes_text(low)} to {bytes_text(high)}")
+        if self.collective_buffer_bytes:
+            found.append(f"outside XLA's memory: {bytes_text(self.collective_buffer_bytes)} for NCCL's buffers")
+        if self.host.total_bytes:
+            found.append(f"in the host's memory: {_host_text(self.host)} per device")
+        return [*found, *(f"not offloaded: {line}" for line in self.unmoved)]
+
     def __str__(self) -> str:
         return "\n".join(_lines(self))
 
@@ -253,18 +268,7 @@ def _summed(rows: list) -> dict:
 def _lines(report: MemoryReport) -> Iterator[str]:
     arrays, categories, axes = report.tables()
     yield report._title()
-    error, (low, high) = report.peak_error, report.range_bytes
-    yield (
-        f"predicted for XLA:{report.platform.upper()}; of other people's programs half were within {error.median:.0%}, "
-        f"nine of ten within {error.large:.0%}"
-    )
-    if max(1 - error.low, error.high - 1) > WIDE:
-        yield f"compiled, nine of ten such programs take {bytes_text(low)} to {bytes_text(high)}"
-    if report.collective_buffer_bytes:
-        yield f"outside XLA's memory: {bytes_text(report.collective_buffer_bytes)} for NCCL's buffers"
-    if report.host.total_bytes:
-        yield f"in the host's memory: {_host_text(report.host)} per device"
-    yield from (f"not offloaded: {line}" for line in report.unmoved)
+    yield from report.notes()
     yield from categories.lines()
     for table in (axes, Table("", ARRAY_COLUMNS, arrays.rows[:MAX_ARRAYS])):
         yield from ("", *table.lines())

@@ -200,16 +200,18 @@ class Estimate(Tabular):
         sums = (self.compute_seconds, self.communication_seconds, self.exposed_seconds)
         return list(zip(("compute", "communication", "idle"), sums, strict=True))
 
-    def __str__(self) -> str:
-        lines = [
-            self._title(),
-            *(f"{name:<15}{seconds_text(seconds)}" for name, seconds in self._totals()),
+    def notes(self) -> list[str]:
+        """What bounds the step, whether axes share links, and which loops count as one iteration."""
+        return [
             f"MFU            {self.mfu:.1%}",
             f"bound by       {self.bound_text}",
             *([] if self.folds else [f"the mesh does not fold onto the torus of {self.chip}: its axes share links"]),
             *(f"one iteration of the loop of unknown length at {source or 'an unknown line'}" for source in self.loops),
-            "",
         ]
+
+    def __str__(self) -> str:
+        totals = [f"{name:<15}{seconds_text(seconds)}" for name, seconds in self._totals()]
+        lines = [self._title(), *totals, *self.notes(), ""]
         most = list(self.by_source.items())[:10]
         return "\n".join([*lines, *(f"{seconds_text(seconds):>10}  {source or 'unknown'}" for source, seconds in most)])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..display import Column, Table, Tabular
 from ..display.units import bytes_text
 from ..propagation import Assignment
 from ..rewrite.op_strategy import OpStrategies
@@ -42,8 +43,25 @@ class UnknownOp:
         return f"{self.op}{at}: {what} {', '.join(self.gathered)}, {times}{bytes_text(self.num_bytes)} per device"
 
 
-class UnknownOps(tuple[UnknownOp, ...]):
+COLUMNS = (
+    Column("op"),
+    Column("line", "code"),
+    Column("gathers", "code"),
+    Column("runs", "number"),
+    Column("bytes", "bytes"),
+    Column("instead"),
+)
+
+
+class UnknownOps(tuple[UnknownOp, ...], Tabular):
     """Ops without a rule in program order; prints one per line, equal ones once."""
+
+    __slots__ = ()
+
+    def tables(self) -> list[Table]:
+        """One table; bytes are per device and run."""
+        rows = [(one.op, one.source, ", ".join(one.gathered), one.count, one.num_bytes, one.fix) for one in self]
+        return [Table(f"{len(rows)} ops without a rule", COLUMNS, rows)]
 
     def __str__(self) -> str:
         lines = [str(one) for one in self]

@@ -41,14 +41,14 @@ class Conflict:
 
     @property
     def cure(self) -> str:
-        """The annotations that can be changed so that both sides agree."""
+        """The annotations that can be changed so that both sides agree, or so that the other side wins."""
         if self.kept.value == self.lost.value and self.kept.dim == self.lost.dim:
             return f"remove one of two annotations: {self.kept.origin}, or {self.lost.origin}"
         shared = [a for a in self.lost.axes if a in self.kept.axes]
         if shared:
             axes = ", ".join(map(axis_name, shared))
             sides = (f"dim {c.dim} of {c.name} ({c.origin})" for c in (self.kept, self.lost))
-            return f"keep {axes} on one of " + " and ".join(sides)
+            return f"keep {axes} on one of " + " and ".join(sides) + self._priority()
         if not self.kept.axes and self.kept.origin == NO_ANNOTATION:
             axes = ", ".join(map(axis_name, self.lost.axes))
             return f"annotate {self.kept.name} with ({axes}) on dim {self.kept.dim}"
@@ -58,8 +58,12 @@ class Conflict:
         one, other = self.kept, self.lost
         return (
             f"shard dim {other.dim} of {other.name} over {kept} too ({other.origin}), "
-            f"or dim {one.dim} of {one.name} over {lost} ({one.origin})"
+            f"or dim {one.dim} of {one.name} over {lost} ({one.origin}){self._priority()}"
         )
+
+    def _priority(self) -> str:
+        """How one of two annotations can wait for the other."""
+        return "" if NO_ANNOTATION in (self.kept.origin, self.lost.origin) else ", or let one of them wait (priority 1)"
 
     def __str__(self) -> str:
         where = f"{self.op} at {self.source}" if self.source else self.op

@@ -129,12 +129,14 @@ class Fitted(Tabular):
 
     def __str__(self) -> str:
         values, others = self.tables()
-        return "\n".join([str(values), *self._doubts(), "", str(others)])
+        return "\n".join([str(values), *self.notes(), "", str(others)])
 
-    def _doubts(self) -> Iterator[str]:
-        if self.compiled_bytes is None:
-            low, high = map(bytes_text, self.range_bytes)
-            yield f"compiled, nine of ten such programs take {low} to {high}"
+    def notes(self) -> list[str]:
+        """How far compiled programs are from the prediction, where this one was not compiled."""
+        if self.compiled_bytes is not None:
+            return []
+        low, high = map(bytes_text, self.range_bytes)
+        return [f"compiled, nine of ten such programs take {low} to {high}"]
 
     __repr__ = __str__
 

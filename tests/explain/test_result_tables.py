@@ -1,5 +1,7 @@
 """Results as rows and tables: plain tuples that add up, equal layers in one row, conflicts with their cures."""
 
+from html import escape
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -73,6 +75,46 @@ def test_notebooks_show_every_row_and_no_axis_of_one_device(results):
     assert "one" not in [row[0] for row in results["memory"].tables()[2].rows]
 
 
+def test_notebooks_show_what_is_printed_below_tables(results):
+    assert any("other people's programs" in note for note in results["memory"].notes())
+    assert any("bound by" in note for note in results["estimate"].notes())
+    for result in results.values():
+        assert all(escape(note) in result._repr_html_() and note in str(result) for note in result.notes())
+
+
+def test_the_cure_of_each_conflict_is_printed(results):
+    conflicts = results["conflicts"]
+    assert all(
+        f"cure: {one.cure}" in str(conflicts).splitlines()[2 * k + 1] for k, one in enumerate(conflicts.grouped())
+    )
+
+
+def test_unknown_ops_and_explicit_shardings_are_tables():
+    def hashed(x):
+        return jax.pure_callback(lambda x: x, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+    with sharding.mesh(devices=8, a=8):
+        c = sharding.jit(lambda x, w: hashed(x) @ w, in_shardings=(P("a"), P(None, "a"))).complete(
+            X, SHAPES["layer_0"]["up"]
+        )
+    ((op, line, gathers, runs, size, fix),) = c.unknown.rows()
+    assert (op, runs, size) == ("pure_callback", 1, 4 * 4096 * 64)
+    assert "test_result_tables.py" in line and gathers == "x [a, -]" and fix
+    assert gathers in c.unknown._repr_html_()
+    written = c.explicit()
+    assert [row[:3] for row in written.rows()] == [(one.source, one.op, str(one.spec)) for one in written]
+    assert all(row[3] in written._repr_html_() for row in written.rows())
+
+
+def test_differences_are_a_table_of_numbers():
+    with sharding.mesh(devices=8, a=8):
+        one, other = (sharding.jit(jnp.sin, in_shardings=spec).complete(X) for spec in (P("a"), P(None, "a")))
+    found = sharding.compare(one, other)
+    names = [column.name for column in found.tables()[0].columns]
+    assert len(set(names)) == len(names) and all(type(row[2]) is type(row[5]) is int for row in found.rows())
+    assert all(note in found._repr_html_() and note in str(found) for note in found.notes())
+
+
 def test_verification_is_a_table():
     with sharding.mesh(data=8):
         made = step()
@@ -90,11 +132,12 @@ def test_cures():
         (both,) = product.complete(X, SHAPES["layer_0"]["up"]).conflicts
         assert both.cure == (
             f"keep a on one of dim {both.kept.dim} of {both.kept.name} (in_shardings) "
-            f"and dim {both.lost.dim} of {both.lost.name} (in_shardings)"
+            f"and dim {both.lost.dim} of {both.lost.name} (in_shardings), or let one of them wait (priority 1)"
         )
         added = sharding.jit(lambda x, y: x + y, in_shardings=(P("a"), P("b")))
         assert {one.cure for one in added.complete(X, X).conflicts} == {
-            "shard dim 0 of y over (a) too (in_shardings), or dim 0 of x over (b) (in_shardings)",
+            "shard dim 0 of y over (a) too (in_shardings), or dim 0 of x over (b) (in_shardings), "
+            "or let one of them wait (priority 1)",
             "annotate float32[4096, 64] with (b) on dim 0",
         }
         closed = sharding.jit(lambda x, y: sharding.annotate(x + y, P(None, None)), in_shardings=(P("a"), P("a")))

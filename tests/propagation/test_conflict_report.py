@@ -22,6 +22,7 @@ def test_a_conflict_as_text():
     assert str(conflict(claim(), claim(), source="")).startswith("add: kept x")
 
 
+WAITS = ", or let one of them wait (priority 1)"
 Y = {"name": "y", "value": 2, "origin": "annotation of y"}
 
 
@@ -32,24 +33,24 @@ Y = {"name": "y", "value": 2, "origin": "annotation of y"}
         (
             claim(axes=("a", "b")),
             claim(**Y, dim=1, axes=("c", "b")),
-            "keep b on one of dim 0 of x (annotation of x) and dim 1 of y (annotation of y)",
+            "keep b on one of dim 0 of x (annotation of x) and dim 1 of y (annotation of y)" + WAITS,
         ),
         (
             claim(dim=1),
             claim(axes=("a",), origin="another"),  # another dim of the same value
-            "keep a on one of dim 1 of x (annotation of x) and dim 0 of x (another)",
+            "keep a on one of dim 1 of x (annotation of x) and dim 0 of x (another)" + WAITS,
         ),
         (claim(axes=(), origin=NO_ANNOTATION), claim(**Y, axes=("a", "b")), "annotate x with (a, b) on dim 0"),
         (claim(axes=()), claim(**Y), "leave dim 0 of x open with P.UNCONSTRAINED (annotation of x)"),
         (
             claim(axes=("a", ("b", 2, 2)), dim=1),
             claim(**Y, axes=("c",)),
-            "shard dim 0 of y over (a, b:(2)2) too (annotation of y), or dim 1 of x over (c) (annotation of x)",
+            "shard dim 0 of y over (a, b:(2)2) too (annotation of y), or dim 1 of x over (c) (annotation of x)" + WAITS,
         ),
         (
             claim(),
             claim(**Y, axes=()),
-            "shard dim 0 of y over (a) too (annotation of y), or dim 0 of x over (nothing) (annotation of x)",
+            "shard dim 0 of y over (a) too (annotation of y), or dim 0 of x over (nothing) (annotation of x)" + WAITS,
         ),
     ],
 )
