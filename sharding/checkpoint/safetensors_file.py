@@ -3,6 +3,7 @@
 Tensors are named by their paths. The file is independent of the mesh: each device reads only its shard.
 """
 
+import json
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -66,60 +67,70 @@ def read_tensors(file: File, like: Tree | None = None) -> Tree:
     Raises:
         ShardingError: not a safetensors file; or names, shapes or dtypes differ, with every difference listed.
     """
-    safetensors = _package()
-    try:
-        opened = safetensors.safe_open(os.fspath(file), framework="numpy")
-    except Exception as error:
-        raise ShardingError(
-            f"read {os.fspath(file)!r}", found=first_line(error), required="a complete safetensors file"
-        ) from None
-    with opened as tensors:
-        found = {name: _shape_and_dtype(tensors.get_slice(name)) for name in tensors.keys()}
-        if like is None:
-            return {name: jax.numpy.asarray(_reader(tensors, name)(())) for name in found}
-        targets = named_leaves(like)
-        _check_same(file, found, targets)
-        arrays = [
-            jax.make_array_from_callback(leaf.shape, leaf.sharding, _reader(tensors, name))
-            for name, leaf in targets.items()
-        ]
+    found = _mapped(file)
+    unknown = [f"{name}: {array}" for name, array in found.items() if isinstance(array, str)]
+    if unknown:
+        raise ShardingError(f"read {os.fspath(file)!r}", found=unknown, required=f"tensors of {', '.join(_DTYPES)}")
+    tensors = {name: array for name, array in found.items() if not isinstance(array, str)}
+    if like is None:
+        return {name: jax.numpy.asarray(np.array(tensor)) for name, tensor in tensors.items()}
+    targets = named_leaves(like)
+    _check_same(file, tensors, targets)
+    arrays = [
+        jax.make_array_from_callback(leaf.shape, leaf.sharding, _reader(tensors[name]))
+        for name, leaf in targets.items()
+    ]
     return jax.tree.unflatten(jax.tree.structure(like), arrays)
 
 
 _DTYPES = {
     "BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16", "U32": "uint32", "I32": "int32",
     "U64": "uint64", "I64": "int64", "F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64",
-    "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "C64": "complex64",
+    "C64": "complex64", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz", "F8_E8M0": "float8_e8m0fnu",
 }  # fmt: skip
 """The format's dtypes by JAX name."""
 
-ShapeAndDtype = tuple[tuple[int, ...], str]
+
+def _mapped(file: File) -> dict[str, np.ndarray | str]:
+    """Name -> array that is read from the file where it is used; its type where JAX has no such type.
+
+    The package checks the file, but reads no type that NumPy itself lacks, such as float8.
+    """
+    try:
+        _package().safe_open(os.fspath(file), framework="numpy")
+    except Exception as error:
+        if isinstance(error, ShardingError):
+            raise
+        raise ShardingError(
+            f"read {os.fspath(file)!r}", found=first_line(error), required="a complete safetensors file"
+        ) from None
+    data = np.memmap(file, np.uint8, mode="r")
+    start = 8 + int.from_bytes(data[:8].tobytes(), "little")
+    header = json.loads(data[8:start].tobytes())
+    header.pop("__metadata__", None)
+    found: dict[str, np.ndarray | str] = {}
+    for name, one in header.items():
+        first, last = (start + offset for offset in one["data_offsets"])
+        kind = _DTYPES.get(one["dtype"])
+        found[name] = data[first:last].view(jax.numpy.dtype(kind)).reshape(one["shape"]) if kind else one["dtype"]
+    return found
 
 
-def _shape_and_dtype(tensor: Any) -> ShapeAndDtype:
-    kind = str(tensor.get_dtype())
-    return tuple(tensor.get_shape()), _DTYPES.get(kind, kind)
+def _reader(tensor: np.ndarray) -> Callable[[Any], np.ndarray]:
+    """A function from an index to a copy of that slice of a tensor."""
+    return lambda index: np.array(tensor[index])
 
 
-def _reader(tensors: Any, name: str) -> Callable[[Any], np.ndarray]:
-    """A function from an index to that slice of a tensor."""
-
-    def read(index: Any) -> np.ndarray:
-        # A scalar has no slices.
-        return np.asarray(tensors.get_slice(name)[index] if index else tensors.get_tensor(name))
-
-    return read
-
-
-def _check_same(file: File, found: Mapping[str, ShapeAndDtype], targets: Mapping[str, Any]) -> None:
+def _check_same(file: File, found: Mapping[str, np.ndarray], targets: Mapping[str, Any]) -> None:
     """Raises one error for all tensors that are missing, unexpected, or of another shape or dtype."""
     differences = [f"{name}: not in the file" for name in targets if name not in found]
     differences += [f"{name}: only in the file" for name in found if name not in targets]
     for name, leaf in targets.items():
-        target = (tuple(leaf.shape), str(leaf.dtype))
-        if found.get(name, target) != target:
-            shape, dtype = found[name]
-            differences.append(f"{name}: in the file {dtype}{list(shape)}, requested {target[1]}{list(target[0])}")
+        have = found.get(name, leaf)
+        if (have.shape, have.dtype) != (tuple(leaf.shape), leaf.dtype):
+            asked = f"{leaf.dtype}{list(leaf.shape)}"
+            differences.append(f"{name}: in the file {have.dtype}{list(have.shape)}, requested {asked}")
     if differences:
         raise ShardingError(
             f"read {os.fspath(file)!r}",

@@ -117,3 +117,37 @@ def test_random_keys_are_rejected(tmp_path):
     with pytest.raises(ShardingError, match="k: random keys"):
         checkpoint.write_tensors({"k": jax.random.key(0)}, tmp_path / "x")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    "bool int8 uint32 float16 bfloat16 float32 complex64 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz "
+    "float8_e8m0fnu".split(),
+)
+def test_every_type_of_the_format_is_read_back(dtype, tmp_path):
+    values = np.arange(24).reshape(8, 3).astype(jnp.dtype(dtype))
+    tree = {"x": jnp.asarray(values), "none": jnp.zeros((0, 3), dtype), "scalar": jnp.ones((), dtype)}
+    checkpoint.write_tensors(tree, tmp_path / "x.safetensors")
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    like = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(
+            x.shape, x.dtype, sharding=NamedSharding(mesh, P("data") if x.shape == (8, 3) else P())
+        ),
+        tree,
+    )
+    for found in (
+        checkpoint.read_tensors(tmp_path / "x.safetensors"),
+        checkpoint.read_tensors(tmp_path / "x.safetensors", like),
+    ):
+        assert {name: (x.shape, x.dtype) for name, x in found.items()} == {
+            name: (x.shape, x.dtype) for name, x in tree.items()
+        }
+        assert np.asarray(found["x"]).tobytes() == values.tobytes()
+        assert np.asarray(found["scalar"]).tobytes() == np.ones((), jnp.dtype(dtype)).tobytes()
+
+
+def test_a_type_that_jax_lacks(tmp_path):
+    header = b'{"x":{"dtype":"F6_E2M3","shape":[4],"data_offsets":[0,3]}}'
+    (tmp_path / "x.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(3))
+    with pytest.raises(ShardingError, match="x: F6_E2M3"):
+        checkpoint.read_tensors(tmp_path / "x.safetensors")
