@@ -91,7 +91,7 @@ class Completion:
     def in_shardings(self) -> tuple[Any, ...]:
         """PartitionSpecs of the arguments: one pytree per argument, with its structure.
 
-        An argument in the host's memory has a `NamedSharding`, which names its kind of memory.
+        An argument in the host's memory has a `NamedSharding`, which names its kind of memory, on the current mesh.
         """
         return boundary_shardings.of_arguments(self.assignment, self._in_trees)
 

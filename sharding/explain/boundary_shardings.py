@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from ..mesh import current
 from ..propagation import Assignment
 from ..spec import to_partition_spec
 
@@ -33,7 +34,14 @@ def of_result(assignment: Assignment, tree: Any) -> Any:
 
 
 def _in_memory(assignment: Assignment, value: int, kind: str | None) -> P | NamedSharding:
-    """The spec of an argument or result; in the host's memory a `NamedSharding`, which names its kind of memory."""
-    spec, sizes = to_partition_spec(assignment.boundary_spec(value)), assignment.sizes
-    mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))
-    return spec if kind is None else NamedSharding(mesh, spec, memory_kind=kind)
+    """The spec of an argument or result; in the host's memory a `NamedSharding`, which names its kind of memory.
+
+    It is on the current mesh where this has the program's axes: that of a completion which was saved is described.
+    """
+    spec, sizes = to_partition_spec(assignment.boundary_spec(value)), dict(assignment.sizes)
+    if kind is None:
+        return spec
+    mesh = current()
+    if mesh is None or dict(mesh.shape) != sizes:
+        mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+    return NamedSharding(mesh, spec, memory_kind=kind)

@@ -50,6 +50,7 @@ def test_kinds_of_arguments_and_results_are_those_of_jax_jit(mesh):
     lowered = step.lower(x).as_text()
     assert 'mhlo.memory_kind = "pinned_host"' in lowered.split("->")[0]
     assert step.complete(x).in_shardings[0].memory_kind == "pinned_host"
+    assert jax.device_put(X, step.complete(x).in_shardings[0]).sharding == x.sharding
     assert [getattr(s, "memory_kind", None) for s in step.complete(x).out_shardings] == [None, *["pinned_host"] * 2]
     assert "[data, -] in pinned_host" in str(step.complete(x))
     assert [s.sharding.memory_kind for s in step.eval_shape(x)][1:] == ["pinned_host"] * 2
