@@ -60,11 +60,14 @@ class Layout:
                 states. Leaves that are no arrays, such as functions, get None.
 
         Raises:
-            ShardingError: patterns that match nothing; specs with more entries than an array has dims; with a mesh in
-                context, unknown axes and dims that their axes do not divide; under `strict`, parameters that nothing
-                matches. All failures of one kind together.
+            ShardingError: patterns that match nothing, or only what earlier rules decide; specs with more entries than
+                an array has dims; with a mesh in context, unknown axes and dims that their axes do not divide; under
+                `strict`, parameters that nothing matches. All failures of one kind together.
         """
         named, tree = self._checked(params)
+        raise_together(
+            "sharding.layout", list(self._shadowed({p: np.ndim(leaf) for p, leaf in named if _is_array(leaf)}))
+        )
         specs = {path: self._spec(path, leaf) for path, leaf in named if _is_array(leaf)}
         raise_together("sharding.layout", list(_misfits(specs, dict(named))))
         return jax.tree.unflatten(tree, [specs.get(path) for path, _ in named])
@@ -100,6 +103,22 @@ class Layout:
             )
         return named, tree
 
+    def _shadowed(self, ndims: Mapping[str, int]) -> Iterable[ShardingError]:
+        """The errors of rules that earlier ones leave no parameter to; the last one, for all the rest, may be such."""
+        for k, rule in enumerate(self.rules):
+            if rule.spec is None or rule.optional or rule.pattern == "*":
+                continue
+            matched = paths.Glob(rule.pattern).among(ndims)
+            earlier = [[one for one in self._matching(path) if one in self.rules[:k]] for path in matched]
+            if all(_is_shadowed(rule, before, ndims[path]) for before, path in zip(earlier, matched, strict=True)):
+                first = earlier[0][0].pattern
+                yield ShardingError(
+                    f"layout rule {rule.pattern!r}",
+                    found=f"{first!r} comes before it and gives the specs of all that it matches, such as {matched[0]}",
+                    required="a rule that is the first to match some parameter",
+                    fix=f"the rule {rule.pattern!r} before {first!r}",
+                )
+
     def _matching(self, path: str) -> list[Rule]:
         return [rule for rule in self.rules if paths.Glob(rule.pattern).matches(path)]
 
@@ -119,7 +138,7 @@ def layout(rules: Mapping[str, P | None] | Iterable[Rule], *, strict: bool = Fal
     a layout stands for the specs of the arrays in its place, such as a model and the moments of its optimizer.
 
     Args:
-        rules: pattern -> spec, or `Rule`s. Each pattern must match.
+        rules: pattern -> spec, or `Rule`s. Each must match some parameter that earlier ones do not decide.
         strict: whether a parameter that no pattern matches is an error.
 
     Raises:
@@ -161,6 +180,14 @@ def _named(params: Any) -> tuple[list[tuple[str, Any]], Any]:
 
 def _is_array(leaf: Any) -> bool:
     return hasattr(leaf, "shape") or isinstance(leaf, numbers.Number)
+
+
+def _is_shadowed(rule: Rule, earlier: Iterable[Rule], ndim: int) -> bool:
+    """Whether earlier rules give each dim of an array that the rule would, at least one of them otherwise."""
+    before = [one.entries(ndim) for one in earlier]
+    dims = [d for d, entry in enumerate(rule.entries(ndim)) if entry is not U]
+    given = [[entries[d] for entries in before if entries[d] is not U] for d in dims]
+    return all(given) and any(found[0] != rule.entries(ndim)[d] for d, found in zip(dims, given, strict=True))
 
 
 def _faults(rule: Rule, ndims: Mapping[str, int]) -> Iterable[ShardingError]:

@@ -143,6 +143,25 @@ def test_the_first_rule_wins_and_later_ones_fill_what_it_leaves_open():
     assert found == {"a": P("data", "tensor"), "b": P("data", "other")}
 
 
+def test_a_rule_behind_one_that_decides_all_it_matches_is_an_error():
+    params = {"q": {"kernel": floats(8, 8)}, "o": {"kernel": floats(8, 8)}, "scale": floats(8)}
+    column, row = P(None, "tensor"), P("tensor", None)
+    with pytest.raises(
+        ShardingError, match=r"(?s)layout rule 'o/kernel'.*'kernel' comes before.*'o/kernel' before 'kernel'"
+    ):
+        sharding.layout({"kernel": column, "o/kernel": row})(params)
+    assert sharding.layout({"o/kernel": row, "kernel": column})(params)["o"]["kernel"] == row
+    # Nothing is lost: equal specs, dims left open by the first rule, a last rule for the rest, one that may be unused.
+    open_rows = P(None, P.UNCONSTRAINED)
+    for rules in (
+        {"kernel": column, "o/kernel": column},
+        {"kernel": open_rows, "o/kernel": column},
+        {"kernel": column, "scale": P(), "*": P()},
+        [Rule("kernel", column), Rule("o/kernel", row, optional=True)],
+    ):
+        assert sharding.layout(rules)(params)["o"]["kernel"] == column
+
+
 def test_leaves_that_are_no_arrays_are_left_alone():
     model = equinox.nn.MLP(8, 8, 32, 2, key=jax.random.key(0))
     layout = sharding.layout({"weight": P("tensor"), "bias": P()}, strict=True)
