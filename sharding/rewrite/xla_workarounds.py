@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from .. import compat
 from ..spec import CLOSED, Axis, Spec, num_parts
 from .halo_exchange import is_gathered
 from .local_convolution import is_depthwise, is_grouped, local_convolution
@@ -67,17 +68,19 @@ def specs(
 def starts(name: str, shapes: Sequence[Shape], found: Sequence[Spec | None]) -> list[tuple[int, int]]:
     """Returns (operand, largest value) of every start index to clamp before a dynamic slice or update.
 
-    Along a sharded dim XLA does not clamp a start index beyond the end: it updates nothing, or gives zeros.
+    Along a sharded dim XLA does not clamp a start index beyond the end: it updates nothing, or gives zeros. Before JAX
+    0.12 it also takes the shards of a replicated slice from other rows, even through elementwise ops.
     """
     if name not in FIRST_START_INDEX:
         return []
     first = FIRST_START_INDEX[name]
     full, part = shapes[0], shapes[1] if first == 2 else shapes[-1]
+    is_merged = name == "dynamic_slice" and not compat.CLAMPS_MERGED_SLICES
     arrays = [s for s, shape in zip(found, shapes, strict=True) if s is not None and len(shape) == len(full)]
     return [
         (first + d, n - m)
         for d, (n, m) in enumerate(zip(full, part, strict=True))
-        if n != m and any(s.dims[d].axes for s in arrays)
+        if n != m and (is_merged or any(s.dims[d].axes for s in arrays))
     ]
 
 
