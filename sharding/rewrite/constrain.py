@@ -367,7 +367,7 @@ class _Body(ConstraintEmitter):
             elif self.is_constant_elsewhere(var, strategy.operand_specs[k]):
                 operands[k] = self.emit(self.read(self.constants[var]), strategy.operand_specs[k], eqn)
         shapes = [v.aval.shape for v in (*eqn.invars, *eqn.outvars)]
-        for i, largest in xla_workarounds.starts(eqn.primitive.name, shapes, planned):
+        for i, largest in xla_workarounds.starts(eqn.primitive.name, eqn.params, shapes, planned):
             operands[i] = self.clamp(operands[i], largest, eqn)
         return operands
 

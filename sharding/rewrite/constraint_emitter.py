@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.extend.core as jex
+import numpy as np
 from jax.sharding import AbstractMesh, AxisType
 
 from .. import compat
@@ -166,10 +167,10 @@ class ConstraintEmitter:
         self.eqns.append(row_major(eqn, var, new))
         return new
 
-    def clamp(self, index: Any, largest: int, eqn: Any) -> Any:
-        """Emits the clamp of a start index to 0 and `largest`, and returns its result."""
+    def clamp(self, index: Any, largest: Any, eqn: Any) -> Any:
+        """Emits the clamp of a start index, or of an array of them, to 0 and `largest`, and returns its result."""
         new = jex.Var(index.aval)
-        ends = [compat.new_literal(n, index.aval) for n in (0, largest)]
+        ends = [compat.new_literal(n, index.aval) for n in (np.zeros_like(largest), largest)]
         self.eqns.append(compat.new_eqn(eqn, [ends[0], index, ends[1]], [new], jax.lax.clamp_p, {}))
         return new
 

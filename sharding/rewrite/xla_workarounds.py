@@ -8,9 +8,13 @@ op correctly: `tests/rewrite/test_xla_workarounds.py` has the programs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
+from jax.lax import GatherScatterMode
 
 from .. import compat
 from ..spec import CLOSED, Axis, Spec, num_parts
@@ -65,12 +69,17 @@ def specs(
     return [_replicate(s, [d for t, d in replicated if t == i], shapes[i]) for i, s in enumerate(found)]
 
 
-def starts(name: str, shapes: Sequence[Shape], found: Sequence[Spec | None]) -> list[tuple[int, int]]:
+def starts(
+    name: str, params: Mapping[str, Any], shapes: Sequence[Shape], found: Sequence[Spec | None]
+) -> list[tuple[int, Any]]:
     """Returns (operand, largest value) of every start index to clamp before a dynamic slice or update.
 
     Along a sharded dim XLA does not clamp a start index beyond the end: it updates nothing, or gives zeros. Before JAX
-    0.12 it also takes the shards of a replicated slice from other rows, even through elementwise ops.
+    0.12 it also takes the shards of a replicated slice from other rows, even through elementwise ops, and of a gather
+    of one slice, which it runs as a dynamic slice.
     """
+    if name == "gather" and not compat.CLAMPS_MERGED_SLICES:
+        return _starts_of_one_slice(params, shapes)
     if name not in FIRST_START_INDEX:
         return []
     first = FIRST_START_INDEX[name]
@@ -82,6 +91,14 @@ def starts(name: str, shapes: Sequence[Shape], found: Sequence[Spec | None]) -> 
         for d, (n, m) in enumerate(zip(full, part, strict=True))
         if n != m and (is_merged or any(s.dims[d].axes for s in arrays))
     ]
+
+
+def _starts_of_one_slice(params: Mapping[str, Any], shapes: Sequence[Shape]) -> list[tuple[int, Any]]:
+    """The same for a gather, whose indices are one array, if it has one index."""
+    if params["mode"] is not GatherScatterMode.CLIP or math.prod(shapes[1][:-1]) != 1:
+        return []
+    largest = [shapes[0][d] - params["slice_sizes"][d] for d in params["dimension_numbers"].start_index_map]
+    return [(1, np.broadcast_to(np.asarray(largest, np.int64), shapes[1]))]
 
 
 FIRST_START_INDEX = {"dynamic_slice": 1, "dynamic_update_slice": 2}

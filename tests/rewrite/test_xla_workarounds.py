@@ -80,6 +80,15 @@ CASES = {
         ),
         [(5, 2)], [P()], {"a": 2},
     ),
+    "a gathered slice beyond the end that is sharded later": (
+        lambda x: sharding.annotate(
+            jax.vmap(lambda x, i: lax.dynamic_slice(x, (i, i + 1), (4, 2)))(
+                sharding.annotate(x, P()), 3 + (0 * x[:, 0, 0]).astype(jnp.int32)
+            ) / 4,
+            P(None, "a"),
+        ),
+        [(1, 7, 3)], [P()], {"a": 2},
+    ),
     "rows of a sharded table in a shard_map": (
         looked_up, [(8, 4), (4, 6)], [P("b"), P("c")], {"a": 2, "b": 2, "c": 2},
     ),
@@ -189,10 +198,10 @@ def test_start_indices_along_sharded_dims_are_clamped():
     columns, scalar = Spec(dims=(Dim(), Dim(axes=("a",)))), Spec(dims=())
     whole, part, found = (8, 4), (5, 3), [columns, scalar, scalar]
     clamped = [(2, 1)] if compat.CLAMPS_MERGED_SLICES else [(1, 3), (2, 1)]
-    assert xla_workarounds.starts("dynamic_slice", [whole, (), (), part], [*found, columns]) == clamped
+    assert xla_workarounds.starts("dynamic_slice", {}, [whole, (), (), part], [*found, columns]) == clamped
     update = [whole, part, (), (), whole]
-    assert xla_workarounds.starts("dynamic_update_slice", update, [columns, *found, columns]) == [(3, 1)]
-    assert xla_workarounds.starts("dynamic_update_slice", update, [None, None, scalar, scalar, None]) == []
+    assert xla_workarounds.starts("dynamic_update_slice", {}, update, [columns, *found, columns]) == [(3, 1)]
+    assert xla_workarounds.starts("dynamic_update_slice", {}, update, [None, None, scalar, scalar, None]) == []
 
 
 def test_only_the_affected_dims_are_replicated():
