@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from sharding.models import bert, gpt, gpt_moe, transformer, vit
+from sharding.models import bert, gpt, gpt_moe, remat_policy, transformer, vit
 
 FAMILIES = ((gpt, gpt.GPT), (bert, bert.BERT), (vit, vit.ViT), (gpt_moe, gpt_moe.GPTMoE))
 PRESETS = {name: (config, model) for family, model in FAMILIES for name, config in family.PRESETS.items()}
@@ -33,6 +33,23 @@ def test_losses_are_minus_the_log_of_the_targets_probability(dtype):
     assert found.shape == (2, 3) and found.dtype == jnp.float32
     np.testing.assert_allclose(found, np.asarray(expected), rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(transformer.loss(logits, targets), found.mean(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("num_calls", [1, 2, 3])
+def test_layers_in_groups_give_what_they_give_one_by_one(num_calls):
+    """The last call of each group is another one, as where not all layers are rematerialised."""
+
+    def call(carry, layer):
+        return jnp.sin(carry) @ layer, carry[:, None] * layer[0, 0]
+
+    carry, layers = jnp.ones((3, 4)), jax.random.normal(jax.random.key(0), (6, 4, 4))
+    found, outputs = remat_policy.scan_layers([call] * (num_calls - 1) + [jax.checkpoint(call)], carry, layers)
+    expected, each = carry, []
+    for layer in layers:
+        expected, output = call(expected, layer)
+        each.append(output)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(outputs, jnp.stack(each), rtol=1e-5, atol=1e-6)
 
 
 def test_large_logits_do_not_overflow():

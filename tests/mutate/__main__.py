@@ -31,6 +31,9 @@ ROOT = Path(__file__).parents[2]
 QUICK, SLOW = "not slow", "slow"
 """The markers that select tests."""
 
+USERS_OF_THE_FACE = ("tests/graph", "tests/jit", "tests/explain")
+"""The tests of files that are in no room, such as `spec.py`, beside their own."""
+
 SUFFIXES = {QUICK: "", SLOW: "_slow"}
 """Of the files of what the tests execute that a marker selects."""
 
@@ -75,18 +78,22 @@ class Copy:
             file.write_text(before)
 
 
-def mirrored(root: Path, path: str) -> tuple[str, ...]:
-    """The tests of a changed file and of its room, as far as there are any: `tests/` mirrors the tree."""
+def mirrored(root: Path, path: str) -> tuple[str, tuple[str, ...]]:
+    """The tests of a changed file, and all that may see the change: `tests/` mirrors the tree.
+
+    These are the tests of its room. A file outside of the rooms is used in all of them.
+    """
     place = Path(path).relative_to("sharding") if path.startswith("sharding/") else Path(path)
-    found = (Path("tests") / place.parent / f"test_{place.name}", Path("tests") / place.parts[0])
-    return tuple(one.as_posix() for one in found if (root / one).exists())
+    own = f"tests/{place.parent / f'test_{place.name}'}"
+    rooms = [f"tests/{place.parts[0]}"] if len(place.parts) > 1 else [own, *USERS_OF_THE_FACE]
+    return own, tuple(one for one in rooms if (root / one).exists())
 
 
 def _end(copy: Copy, mutant: Mutant, paths: tuple[str, ...], marked: str, seconds: float) -> str:
     """How a mutant ends that goes through the tests of a marker: `caught`, `survived`, or `not executed` by any."""
-    own = mirrored(copy.root, mutant.path)
-    coverage = copy.coverage(paths or own[-1:], marked)
-    tests = covering_tests(coverage, mutant, mirrored=own[0] if own else "", seconds=seconds)
+    own, rooms = mirrored(copy.root, mutant.path)
+    coverage = copy.coverage(paths or rooms, marked)
+    tests = covering_tests(coverage, mutant, mirrored=own, seconds=seconds)
     if not tests:
         return "not executed"
     limit = 60 + 10 * sum(coverage[name].seconds for name in tests)  # of wall-clock time, on a busy machine
