@@ -1,13 +1,15 @@
 """A directory of checkpoints on disk: the steps in it, and access to their parts through Orbax."""
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from ..errors import ShardingError
-from .orbax_logging import silence_orbax
+from .orbax_logging import orbax_silenced
 
 Directory = str | os.PathLike[str]
 
@@ -19,11 +21,11 @@ ARRAYS, FACTS, EXTRA = "arrays", "facts", "extra"
 FIGURE = "figure"
 
 
-def reader(directory: Directory) -> Any:
+@contextlib.contextmanager
+def reader(directory: Directory) -> Iterator[Any]:
     """An Orbax manager for reading from a directory."""
     import orbax.checkpoint as ocp
 
-    silence_orbax()
     # Each process reads on its own: what only one of them requests, or finds corrupted, must not block the others.
     number = jax.process_index()
     alone = ocp.options.MultiprocessingOptions(
@@ -32,8 +34,9 @@ def reader(directory: Directory) -> Any:
     options = ocp.CheckpointManagerOptions(
         create=False, multiprocessing_options=alone, cleanup_tmp_directories=False, enable_background_delete=False
     )
-    # Orbax rejects relative paths.
-    return ocp.CheckpointManager(Path(directory).absolute(), options=options)
+    path = Path(directory).absolute()  # Orbax rejects relative ones
+    with orbax_silenced(), ocp.CheckpointManager(path, options=options) as manager:
+        yield manager
 
 
 def steps(directory: Directory) -> list[int]:

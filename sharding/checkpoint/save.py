@@ -15,7 +15,7 @@ from ..errors import ShardingError
 from .array_names import Tree, is_key, named_leaves, stored
 from .corruption import checksums, with_checksum
 from .directory import ARRAYS, EXTRA, FACTS, FIGURE, Directory, Json, first_line, steps
-from .orbax_logging import silence_orbax
+from .orbax_logging import orbax_silenced
 from .retention import Retention
 from .summary import figures
 
@@ -39,7 +39,6 @@ class Saver:
             raise ShardingError(f"keep={keep} checkpoints", required="keep >= 1", fix="keep=1")
         import orbax.checkpoint as ocp
 
-        silence_orbax()
         self.directory = Path(directory).absolute()
         self._figures = figures(directory)
         policy = Retention(figures=self._figures, num_newest=keep, keep_best=keep_best)
@@ -51,6 +50,8 @@ class Saver:
             # (Orbax 0.12.8), even at process exit.
             async_options=ocp.options.AsyncOptions(create_directories_asynchronously=False),
         )
+        self._silenced = contextlib.ExitStack()
+        self._silenced.enter_context(orbax_silenced())
         with _writing(self.directory, "open"):
             self._manager = ocp.CheckpointManager(self.directory, options=options, handler_registry=_handlers())
         self._writing_step: int | None = None
@@ -108,6 +109,7 @@ class Saver:
             # Errors of the save were raised by `wait`.
             with contextlib.suppress(Exception):
                 self._manager.close()
+        self._silenced.close()
 
     def _clear(self) -> None:
         if jax.process_index() == 0:
