@@ -6,18 +6,22 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from .. import paths
 from ..annotations.annotate import annotate
+from ..annotations.layout import Rule, layout
 from ..errors import ShardingError, raise_together
-from .tensor_axis import U, axis_size, check_divides
+from .tensor_axis import U, axis_size
 
 Role = Literal["column", "column_bias", "row", "vocabulary"]
 
-DIMS: Mapping[str, int] = {"column": -1, "column_bias": -1, "row": -2, "vocabulary": -2}
-"""Role -> the sharded dim, negative so that stacked layers may lead. Biases of row-parallel layers are replicated."""
+LAST_DIMS: Mapping[str, tuple[bool, ...]] = {
+    "column": (False, True),
+    "column_bias": (True,),
+    "row": (True, False),
+    "vocabulary": (True, False),
+}
+"""Role -> which of the last dims are sharded, since stacked layers may lead. Biases of row-parallel layers are not."""
 
 Roles = Mapping[str, "Role | int"]
 """Pattern over parameter paths, as in `sharding.layout` -> their role, or the dim to shard, such as that of heads."""
@@ -35,8 +39,8 @@ def specs(params: Any, roles: Roles, *, axis: str = "tensor") -> Any:
         axis: mesh axis.
 
     Raises:
-        ShardingError: no mesh in context, no such axis; globs without a match of their own, unknown roles, or
-            indivisible dims, reported together.
+        ShardingError: no mesh in context, no such axis, unknown roles; as for `sharding.layout`, globs without a match
+            of their own, arrays with too few dims, and indivisible ones.
 
     Example:
         >>> import jax, sharding
@@ -45,7 +49,8 @@ def specs(params: Any, roles: Roles, *, axis: str = "tensor") -> Any:
         ...     specs(params, {"up": "column", "down": "row"})
         {'down': P('tensor', None), 'up': P(None, 'tensor')}
     """
-    return _map_by_role(params, roles, axis, lambda leaf, dim: P() if dim is None else _spec(leaf, dim, axis, None))
+    found = layout([*_rules(roles, axis), Rule("*", P(), optional=True)])(params)
+    return jax.tree.map(lambda spec: spec if any(spec) else P(), found)
 
 
 def split(params: Any, roles: Roles, *, axis: str = "tensor") -> Any:
@@ -54,73 +59,33 @@ def split(params: Any, roles: Roles, *, axis: str = "tensor") -> Any:
     Arguments and errors as in ``specs``.
     """
 
-    def annotated(leaf: Any, dim: int | None) -> Any:
-        return leaf if dim is None else annotate(leaf, _spec(leaf, dim, axis, U))
-
-    return _map_by_role(params, roles, axis, annotated)
-
-
-def _spec(leaf: Any, dim: int, axis: str, others: Any) -> P:
-    entries = [others] * jnp.ndim(leaf)
-    entries[dim] = axis
-    return P(*entries)
+    specs = jax.tree.leaves(layout(_rules(roles, axis))(params), is_leaf=lambda x: x is None)
+    leaves, tree = jax.tree.flatten(params)
+    pairs = zip(leaves, specs, strict=True)
+    return jax.tree.unflatten(tree, [x if spec is None else annotate(x, _open(spec)) for x, spec in pairs])
 
 
-def _map_by_role(params: Any, roles: Roles, axis: str, function: Any) -> Any:
-    """`function(leaf, dim)` of every parameter and its sharded dim, or None."""
+def _open(spec: P) -> P:
+    """The spec with other dims unconstrained."""
+    return P(*(U if entry is None else entry for entry in spec))
+
+
+def _rules(roles: Roles, axis: str) -> list[Rule]:
+    """The roles as rules of a layout."""
     asked = f"tensor.specs(params, roles, axis={axis!r})"
     axis_size(asked, axis)
-    named = [(paths.text(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(params)]
-    raise_together(asked, [*_unknown(roles), *_unused(named, roles)])
-    dims, failures = [], []
-    for path, leaf in named:
-        role = next((role for glob, role in roles.items() if paths.Glob(glob).matches(path)), None)
-        dim = DIMS[role] if isinstance(role, str) else role
-        dims.append(dim)
-        if dim is not None:
-            try:
-                _check_fits(path, leaf, dim, axis)
-            except ShardingError as failure:
-                failures.append(failure)
-    raise_together(asked, failures)
-    mapped = [function(leaf, dim) for (_, leaf), dim in zip(named, dims, strict=True)]
-    return jax.tree.unflatten(jax.tree.structure(params), mapped)
-
-
-def _unknown(roles: Roles) -> list[ShardingError]:
-    return [
-        ShardingError(f"{glob!r}: {role!r}", required=f"a role of {', '.join(DIMS)}, or a dim")
+    unknown = [
+        ShardingError(f"{glob!r}: {role!r}", required=f"a role of {', '.join(LAST_DIMS)}, or a dim")
         for glob, role in roles.items()
-        if isinstance(role, str) and role not in DIMS
+        if isinstance(role, str) and role not in LAST_DIMS
     ]
+    raise_together(asked, unknown)
+    return [_rule(glob, role, axis) for glob, role in roles.items()]
 
 
-def _unused(named: list[tuple[str, Any]], roles: Roles) -> list[ShardingError]:
-    names = [path for path, _ in named]
-    found = (paths.unmatched(f"{glob!r}: {role!r}", glob, names) for glob, role in roles.items())
-    return [*(error for error in found if error is not None), *_shadowed(names, roles)]
-
-
-def _shadowed(names: list[str], roles: Roles) -> list[ShardingError]:
-    """The globs all of whose parameters an earlier glob matches, which wins."""
-    failures = []
-    for k, (glob, role) in enumerate(roles.items()):
-        matched = [path for path in names if paths.Glob(glob).matches(path)]
-        before = [one for one in [*roles][:k] if any(paths.Glob(one).matches(path) for path in matched)]
-        if matched and all(any(paths.Glob(one).matches(path) for one in before) for path in matched):
-            failures.append(
-                ShardingError(
-                    f"{glob!r}: {role!r}",
-                    found=f"all of its parameters match {' or '.join(map(repr, before))} first",
-                    required="a parameter for every glob; the first match wins",
-                    fix=f"{glob!r} in front of {before[0]!r}",
-                )
-            )
-    return failures
-
-
-def _check_fits(path: str, leaf: Any, dim: int, axis: str) -> None:
-    shape = jnp.shape(leaf)
-    if not -len(shape) <= dim < len(shape):
-        raise ShardingError(path, found=f"shape {shape}", required=f"a dim {dim}, which its role shards")
-    check_divides(f"{path}, dim {dim} of {shape}", axis, shape[dim], "features, heads or rows")
+def _rule(glob: str, role: Role | int, axis: str) -> Rule:
+    if isinstance(role, str):
+        return Rule(glob, P(*(axis if is_sharded else None for is_sharded in LAST_DIMS[role])), trailing=True)
+    if role < 0:
+        return Rule(glob, P(axis, *[None] * (-role - 1)), trailing=True)
+    return Rule(glob, P(*[None] * role, axis))

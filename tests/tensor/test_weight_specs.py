@@ -41,6 +41,24 @@ def test_stacked_layers_lead():
     assert found == {"up": P(None, None, "tensor"), "up_bias": P(None, "tensor"), "down": P(None, "tensor", None)}
 
 
+def test_dims_from_the_front_and_from_the_back():
+    params = {"qkv": shape(8, 4, 6), "out": shape(4, 6, 8)}
+    assert tensor.specs(params, {"qkv": -2, "out": 0}) == {
+        "qkv": P(None, "tensor", None),
+        "out": P("tensor", None, None),
+    }
+
+
+def test_the_first_of_several_roles_wins():
+    params = {"first": {"up": shape(8, 8)}, "second": {"up": shape(8, 8)}}
+    roles = {"first/up": "row", "up": "column"}
+    expected = {"first": {"up": P("tensor", None)}, "second": {"up": P(None, "tensor")}}
+    assert tensor.specs(params, roles) == expected
+    c = sharding.jit(lambda params: jax.tree.map(jnp.sin, tensor.split(params, roles))).complete(params)
+    assert [c.spec(f"out/{name}/up") for name in params] == [P("tensor"), P(None, "tensor")]
+    assert not c.conflicts
+
+
 def test_a_model_without_annotations():
     def loss(params, x):
         params = tensor.split(params, {"up": "column", "down": "row"})
@@ -56,14 +74,11 @@ def test_a_model_without_annotations():
     ("roles", "match"),
     [
         ({"up": "colum"}, r"'up': 'colum'[\s\S]*column, column_bias, row, vocabulary"),
-        ({"dwon": "row"}, r"'dwon': 'row'[\s\S]*no match among 4 paths[\s\S]*down"),
-        (
-            {"*": "column", "down": "row"},
-            r"'down': 'row'[\s\S]*all of its parameters match[\s\S]*in front of",
-        ),
-        ({"odd": "column"}, r"odd, dim -1 of \(8, 6\)[\s\S]*6 features, heads or rows over tensor=4"),
-        ({"bias": "row"}, r"bias[\s\S]*shape \(8,\)[\s\S]*a dim -2"),
-        ({"up": "column", "odd": "column", "bias": "row"}, "2 failures"),
+        ({"dwon": "row"}, r"rule 'dwon'[\s\S]*no match among 4 paths[\s\S]*down"),
+        ({"d*": "column", "down": "row"}, r"rule 'down'[\s\S]*'d\*' comes before it[\s\S]*rule 'down' before 'd\*'"),
+        ({"odd": "column"}, r"odd[\s\S]*6 = 1 x 4 \+ 2"),
+        ({"bias": "row"}, r"rule 'bias'[\s\S]*bias has 1 dims, P\('tensor', None\) has 2"),
+        ({"bias": "row", "up": 2}, "2 failures"),
     ],
 )
 def test_errors(roles, match):
