@@ -63,11 +63,7 @@ def broadcast_specs(specs: Any, trees: Sequence[Any], what: str, function: str) 
     out: list[Any] = []
     for i, (entry, tree) in enumerate(zip(prefix, trees, strict=True)):
         try:
-            resolved = jax.tree.map(
-                lambda s, own: s(own) if isinstance(s, Layout) else s, entry, tree, is_leaf=_is_spec
-            )
-            marked = jax.tree.map(lambda s: ... if s is None else s, resolved, is_leaf=_is_spec)  # JAX: None is no leaf
-            full = jax.tree.broadcast(marked, tree)
+            full = jax.tree.broadcast(_marked(entry), tree)
         except ValueError as e:
             subject = "argument" if what == "in_shardings" else "result"
             raise ShardingError(
@@ -76,8 +72,16 @@ def broadcast_specs(specs: Any, trees: Sequence[Any], what: str, function: str) 
                 required=f"specs that are a pytree prefix of the {subject}",
                 fix=f"None for the entire {subject}, or sharding.annotate inside the function",
             ) from e
+        if any(isinstance(s, Layout) for s in jax.tree.leaves(full)):
+            full = jax.tree.map(lambda s, own: _marked(s(own)) if isinstance(s, Layout) else s, _marked(entry), tree)
+            full = jax.tree.broadcast(full, tree)
         out += [None if s is ... else s for s in jax.tree.leaves(full)]
     return out
+
+
+def _marked(specs: Any) -> Any:
+    """A pytree of specs with `...` in place of None, which is no leaf for JAX."""
+    return jax.tree.map(lambda s: ... if s is None else s, specs, is_leaf=_is_spec)
 
 
 def _mismatch(error: ValueError) -> str:

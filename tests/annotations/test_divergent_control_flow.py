@@ -184,6 +184,7 @@ def test_random_programs_are_not_permuted(first):
         with sharding.mesh(sizes, devices=jax.devices()[: math.prod(sizes.values())]):
             if size not in (2, 4) or any(map(is_key, jax.tree.leaves((args, jax.eval_shape(program, *args))))):
                 continue
+            names["mesh"] = names["current_mesh"]()
             asked = eval(f"dict({options_text(case)})", names)
             asked.pop("donate_argnums", None)
             found = permuted(sharding.jit(in_turn(program), **asked).lower(*args).compile(quick_compile.OPTIONS))
