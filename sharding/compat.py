@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 from collections.abc import Iterator, Sequence
@@ -147,9 +148,12 @@ def is_on_host(aval: Any) -> bool:
     return getattr(aval, "memory_space", None) == jax.memory.Space.Host
 
 
-def source_of(eqn: Any) -> Any:
-    """A context in which new equations have the source line of `eqn`."""
-    return _source.user_context(eqn.source_info.traceback)
+@contextlib.contextmanager
+def beside(eqn: Any) -> Iterator[None]:
+    """A context in which new equations have the source line of `eqn`, and the mesh if it is in a `shard_map`."""
+    is_manual = eqn.ctx is not None and eqn.ctx.cur_abstract_mesh.manual_axes
+    with _source.user_context(eqn.source_info.traceback), eqn.ctx.manager if is_manual else contextlib.nullcontext():
+        yield
 
 
 def inputs_used(jaxpr: Any, outputs: Sequence[bool]) -> list[bool]:

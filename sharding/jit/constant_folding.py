@@ -115,7 +115,8 @@ def branch_call(eqn: Any, branch: int) -> Any:
     if eqn.effects:
         return eqn
     taken = compat.jaxpr_fun(eqn.params["branches"][branch])
-    called = jax.make_jaxpr(jax.jit(lambda *operands: taken(*operands)))(*(v.aval for v in eqn.invars[1:]))
+    with compat.beside(eqn):
+        called = jax.make_jaxpr(jax.jit(lambda *operands: taken(*operands)))(*(v.aval for v in eqn.invars[1:]))
     if compat.constants(called):
         return eqn
     (call,) = compat.open_jaxpr(called).eqns

@@ -23,7 +23,8 @@ def traced(like: Any, f: Callable[..., Any], operands: Sequence[Any], results: S
         operands: variables or literals.
         results: variables; new ones if not given.
     """
-    jaxpr = compat.open_jaxpr(jax.make_jaxpr(f)(*(v.aval for v in operands)))
+    with compat.beside(like):
+        jaxpr = compat.open_jaxpr(jax.make_jaxpr(f)(*(v.aval for v in operands)))
     (eqn,) = jaxpr.eqns
     given = dict(zip(jaxpr.invars, operands, strict=True))
     invars = [v if compat.is_literal(v) else given[v] for v in eqn.invars]

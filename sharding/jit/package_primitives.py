@@ -27,7 +27,7 @@ def implementation(eqn: Any) -> Any:
 
     call.__name__ = eqn.primitive.name
     try:
-        with tracing_context(), compat.source_of(eqn):
+        with tracing_context(), compat.beside(eqn):
             traced = jax.make_jaxpr(jax.jit(call))(*(v.aval for v in eqn.invars))
     except Exception:  # whatever a package raises on tracers
         return eqn

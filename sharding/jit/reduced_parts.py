@@ -65,7 +65,8 @@ def _apart(eqn: Any, maker: Any, scalars: Mapping[Any, Any]) -> list[Any]:
     if maker.primitive.name == "stack":
         axes = tuple(d - (d > along) for d in axes if d != along)
     (result,) = eqn.outvars
-    (both,) = compat.open_jaxpr(jax.make_jaxpr(combine)(result.aval, result.aval)).eqns
+    with compat.beside(eqn):
+        (both,) = compat.open_jaxpr(jax.make_jaxpr(combine)(result.aval, result.aval)).eqns
     found: list[Any] = []
     total: Any = None
     for k, part in enumerate(maker.invars):

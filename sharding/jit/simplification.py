@@ -197,7 +197,7 @@ def _with_one_condition(eqn: Any) -> Any:
             for old, new in zip(carry, body(*args[n_cond:]), strict=True)
         ]
 
-    with compat.source_of(eqn):
+    with compat.beside(eqn):
         condition = jax.make_jaxpr(any_holds)(*avals[:n_cond], *avals[n_consts:])
         advance = jax.make_jaxpr(advance_those)(*avals)
     params = {**p, "cond_jaxpr": condition, "body_jaxpr": advance, "body_nconsts": n_consts}

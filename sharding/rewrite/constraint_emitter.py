@@ -150,7 +150,7 @@ class ConstraintEmitter:
     def inline(self, f: Callable[..., Any], operands: Sequence[Any], eqn: Any) -> None:
         """Emits the equations of a function of some operands, whose results replace those of an equation."""
         around = jax.sharding.use_abstract_mesh(self.mesh) if self.mesh.manual_axes else contextlib.nullcontext()
-        with compat.source_of(eqn), around:
+        with compat.beside(eqn), around:
             closed = jax.make_jaxpr(f)(*(v.aval for v in operands))
         body = compat.open_jaxpr(closed)
         constants = zip(body.constvars, compat.constants(closed), strict=True)

@@ -176,21 +176,37 @@ def test_pipeline_with_all_reshards_has_the_results_of_one_device():
 @pytest.mark.filterwarnings("ignore:.*XLA pads it")
 def test_random_programs_are_not_permuted(first):
     """Random programs on two or four devices, in a loop with different trip counts on two groups."""
+    rejected = []
     for number in range(first, first + 20):
         case = numbered("divergence", number)
         names, size = namespace(case, False), math.prod(n for _, n in case.mesh)
         args, program = names["arguments"](), names["make"](sharding.annotate, jax.jit)
         sizes = {"pipe": 2, **(dict(case.mesh) if size <= 4 else {})}
         with sharding.mesh(sizes, devices=jax.devices()[: math.prod(sizes.values())]):
-            if size not in (2, 4) or any(map(is_key, jax.tree.leaves((args, jax.eval_shape(program, *args))))):
+            if size not in (2, 4):
+                continue
+            if is_rejected(case, names["make"](names["plain"], jax.jit), args):
+                rejected.append(number)
+                continue
+            if any(map(is_key, jax.tree.leaves((args, jax.eval_shape(program, *args))))):
                 continue
             names["mesh"] = names["current_mesh"]()
             asked = eval(f"dict({options_text(case)})", names)
             asked.pop("donate_argnums", None)
             found = permuted(sharding.jit(in_turn(program), **asked).lower(*args).compile(quick_compile.OPTIONS))
             assert found == [], number
+    assert len(rejected) <= 8
     jax.clear_caches()
 
 
+def is_rejected(case, program, args):
+    """Whether JAX rejects a program in such a loop: callbacks, foreign functions and the host's memory there."""
+    try:
+        text = f"{options_text(case)} {jax.make_jaxpr(program)(*args)}"
+    except (NotImplementedError, TypeError, ValueError):
+        return True
+    return any(word in text for word in ("callback", "debug_print", "custom_partitioning", "ffi_call", "host"))
+
+
 def is_key(x):
-    return jnp.issubdtype(x.dtype, jax.dtypes.extended)
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.extended)

@@ -1,5 +1,7 @@
 """`shard_map` in a jitted function: manual axes stop at its boundary, other axes propagate through it."""
 
+import equinox as eqx
+import equinox.internal
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -152,3 +154,51 @@ def test_agrees_with_shardy(program):
     # Shardy leaves the first slice of a backward loop replicated although the stack it is sliced from is sharded.
     missed = [line for line in agreement.differences if program is looped and "scan xs [4, 8]" in line]
     assert list(agreement.differences) == missed and len(missed) <= 1
+
+
+def taken(x):
+    return x[jnp.arange(8), jnp.argmax(x, 1)]
+
+
+def written(x):
+    return x.at[jnp.arange(8), jnp.argmin(x, 1)].set(1.0)
+
+
+def reduced(x):
+    return jnp.sum(jnp.stack([x, 2 * x]), 0), jnp.max(jnp.concatenate([x, -x], 1))
+
+
+def repeated(x):
+    """A loop of each row, as long as any needs."""
+
+    def one(row):
+        return jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, 2 * c[1]), (jnp.argmax(row) % 3, row))[1]
+
+    return jax.vmap(one)(x)
+
+
+@pytest.mark.parametrize("check", [False, True])
+@pytest.mark.parametrize(
+    "f",
+    [
+        taken, written, reduced, repeated,
+        lambda x: jax.grad(lambda x: jnp.sum(taken(x) * jnp.max(x, 1)))(x),
+        lambda x: jax.lax.cond(jnp.bool_(True), taken, lambda x: x[:, 0], x),
+        lambda x: jax.lax.scan(lambda c, row: (c + row, taken(x) * row), x[0], x),
+        lambda x: eqx.internal.nondifferentiable(2 * x),
+    ],
+    ids="taken written reduced repeated gradient branch loop package".split(),
+)  # fmt: skip
+def test_what_simplification_writes_anew_sees_the_mesh_of_the_body(f, check):
+    def program(x):
+        mapped = jax.shard_map(
+            lambda x: jax.tree.map(lambda y: jax.lax.psum(y / 2, "data"), f(x)),
+            in_specs=P(), out_specs=P(), axis_names={"data"}, check_vma=check,
+        )  # fmt: skip
+        return mapped(x)
+
+    x = np.random.default_rng(0).integers(-8, 9, (8, 8)).astype(np.float32)
+    with sharding.mesh(SIZES):
+        step = sharding.jit(program, in_shardings=P(None, "tensor"))
+        for ours, plain in zip(jax.tree.leaves(step(x)), jax.tree.leaves(f(jnp.asarray(x))), strict=True):
+            np.testing.assert_allclose(ours, plain, rtol=1e-6)
