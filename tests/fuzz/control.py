@@ -216,6 +216,30 @@ def _refuse_backward_rules(block: Block) -> None:
         raise SkipOp
 
 
+UNMAPPED = ("callback", "debug", "custom_partitioning", "ffi_call", "host", "offload", "own primitive", "shard_map")
+"""Words of ops that JAX refuses in the body of a `shard_map` over some axes, or that name its axes by themselves."""
+
+
+def shard_map(g: Builder, grow: Grow) -> None:
+    """Manual over one of several axes."""
+    axes = [axis for axis, size in g.mesh.items() if size > 1]
+    if len(axes) < 2:
+        raise SkipOp
+    axis, check = g.choice(axes), g.chance(0.5)
+    operands = [g.float(1, 4, wanted=lambda f: f.type.dtype == "F") for _ in range(g.choice([1, 2]))]
+    params = [inexact(g.facts[v]) for v in operands]
+    block, results = free_body(g, grow, params, closed=True, pure=True)
+    for record in walk(block.records):
+        if (
+            any(word in record.op for word in UNMAPPED)
+            or record.op == "nested sharding.jit"
+            or axis in str(record.spec)
+        ):
+            raise SkipOp
+    text = f'in_shard_map($f0, "{axis}", {check}, {names(operands)})'
+    with_bodies(g, "shard_map", text, operands, list(map(inexact, results)), [block])
+
+
 def derivative(g: Builder, grow: Grow) -> None:
     """A gradient or a tangent in the middle of the program."""
     op = g.choice(["gradient", "tangent"])
@@ -298,6 +322,7 @@ OPS = {
     call: 6,
     derivative: 1,
     vmap: 4,
+    shard_map: 3,
     associative_scan: 1,
     reduce_alike: 1,
 }

@@ -77,6 +77,15 @@ def fori_between(f, start, stop, *args):
     return lax.fori_loop(start, stop, lambda i, s: tuple(f(*s)), args)
 
 
+def in_shard_map(f, axis, check, *args):
+    """`f` in a `shard_map` over one axis, along which all devices compute the same; without a mesh as it is."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.shape.get(axis, 1) == 1 or jax.sharding.AxisType.Explicit in mesh.axis_types:
+        return f(*args)
+    P = jax.sharding.PartitionSpec
+    return jax.shard_map(f, in_specs=P(), out_specs=P(), axis_names={axis}, check_vma=check)(*args)
+
+
 def custom_vjp(f, *args):
     """`f` with a custom derivative rule equal to its true derivative."""
     g = jax.custom_vjp(f)

@@ -80,6 +80,7 @@ KINDS = {
     "own primitive": lambda c: any(r.op == "own primitive" for r in walk(c.records)),
     "custom_partitioning": lambda c: any(r.op == "custom_partitioning" for r in walk(c.records)),
     "ffi_call": lambda c: any(r.op == "ffi_call" for r in walk(c.records)),
+    "shard_map": lambda c: any(r.op == "shard_map" for r in walk(c.records)),
     "search": lambda c: any(r.op in ("nonzero", "unique", "where") for r in walk(c.records)),
     "unknown bounds": lambda c: any(r.op == "fori_loop of unknown bounds" for r in walk(c.records)),
     "stored weights": lambda c: any(r.op == "scan with checkpoint" for r in c.records),
