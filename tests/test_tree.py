@@ -214,6 +214,9 @@ def test_face_is_complete():
 
     assert [name for name in sharding.__all__ if not hasattr(sharding, name)] == []
     assert sorted(set(sharding.__all__)) == sorted(sharding.__all__)
+    loaded_late = {name: getattr(sharding, name).__name__ for name in ("planner", "zero", "checkpoint")}
+    assert loaded_late == {name: f"sharding.{name}" for name in loaded_late}
+    assert sharding.plan.__name__ == "plan" and not hasattr(sharding, "plane")
 
 
 def test_every_package_is_in_the_wheel():

@@ -1,6 +1,7 @@
 import math
 import xml.etree.ElementTree as xml
 
+import numpy as np
 import pytest
 
 from sharding.launch import loss_plot, metrics
@@ -36,7 +37,10 @@ def test_bits_per_byte():
 
 
 def test_memory_is_that_of_a_python_process():
-    assert 10e6 < metrics.memory_bytes() < 1e12
+    before = metrics.memory_bytes()
+    assert 10e6 < before < 1e12
+    pages = np.ones(25_000_000)  # written, so that they are resident
+    assert metrics.memory_bytes() > before + 0.8 * pages.nbytes
 
 
 POINTS = [(step, 8 / step**0.2) for step in range(1, 200)]

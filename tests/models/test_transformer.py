@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from sharding.models import bert, gpt, gpt_moe, remat_policy, transformer, vit
+from sharding.models import bert, gpt, gpt_moe, remat_policy, transformer, transformer_layers, vit
 
 FAMILIES = ((gpt, gpt.GPT), (bert, bert.BERT), (vit, vit.ViT), (gpt_moe, gpt_moe.GPTMoE))
 PRESETS = {name: (config, model) for family, model in FAMILIES for name, config in family.PRESETS.items()}
@@ -50,6 +50,17 @@ def test_layers_in_groups_give_what_they_give_one_by_one(num_calls):
         each.append(output)
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(outputs, jnp.stack(each), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("rate, kept", [(0.0, 1.0), (0.25, 0.75), (1.0, 0.0)])
+def test_dropout_keeps_a_share_and_the_mean(rate, kept):
+    x = jnp.full((64, 64), 3.0)
+    found = transformer_layers.dropout(x, rate, jax.random.key(0))
+    assert abs(jnp.mean(found != 0) - kept) < 0.03
+    np.testing.assert_allclose(found[found != 0], 3 / max(kept, 1e-9), rtol=1e-6)
+    assert transformer_layers.dropout(x, rate, None) is x
+    if rate == 0:
+        assert transformer_layers.dropout(x, rate, jax.random.key(0)) is x
 
 
 def test_large_logits_do_not_overflow():
