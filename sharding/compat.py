@@ -151,8 +151,10 @@ def is_on_host(aval: Any) -> bool:
 @contextlib.contextmanager
 def beside(eqn: Any) -> Iterator[None]:
     """A context in which new equations have the source line of `eqn`, and the mesh if it is in a `shard_map`."""
-    is_manual = eqn.ctx is not None and eqn.ctx.cur_abstract_mesh.manual_axes
-    with _source.user_context(eqn.source_info.traceback), eqn.ctx.manager if is_manual else contextlib.nullcontext():
+    mesh: Any = contextlib.nullcontext()
+    if eqn.ctx is not None and eqn.ctx.cur_abstract_mesh.manual_axes:
+        mesh = eqn.ctx.manager
+    with _source.user_context(eqn.source_info.traceback), mesh:
         yield
 
 
