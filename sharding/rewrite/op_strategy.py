@@ -303,7 +303,7 @@ class _StrategySearch:
                 old != new and any(rule.kinds[f] in HALO_KINDS for f in factors_of)
                 for old, new, factors_of in zip(spec.axes, self.specs[i].axes, self.form.arrays[i], strict=True)
             )
-            takes_slices = slices_only and not sums and self.op.name not in ON_EQUAL_SHARDS
+            takes_slices = slices_only and not sums and self.op.name != "custom_partitioning"
             return (*steps, *after), bool(after) and (no_halo or shifts or not takes_slices)
         last, num_bytes = after[-1], self.shard_bytes(i, spec)
         rest = tuple(a for a in summed if a not in sliced)
