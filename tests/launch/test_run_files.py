@@ -140,6 +140,7 @@ def test_a_terminal_has_a_bar_and_other_processes_nothing():
     assert lines(5, quiet=True) == lines(5, quiet=True, is_terminal=True) == []
     shown = "".join(lines(5, is_terminal=True))
     assert "ETA" in shown and "held out" not in lines(5)[0]
+    assert "5/5" in shown and "step 5/5" not in shown and "step 5/5" in "".join(lines(5))  # a bar, and lines
 
 
 def test_the_time_left(monkeypatch: pytest.MonkeyPatch):

@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from sharding import launch
+from sharding.distributed import processes
 
 SCHEMA = Path(__file__).with_name("job_set.yaml")
 KUBERNETES = "1.31"
@@ -48,6 +49,17 @@ def test_the_schemas_reject_typos(capsys: pytest.CaptureFixture[str]):
     found["spec"]["retries"] = 3
     with pytest.raises(jsonschema.ValidationError, match="'retries' was unexpected"):
         check(found)
+
+
+@pytest.mark.parametrize(
+    ("options", "seconds"), [("", "300"), ("--connect-timeout 20", "300"), ("--connect-timeout 900", "900")]
+)
+def test_pods_have_five_minutes_or_more_to_connect(options: str, seconds: str, capsys: pytest.CaptureFixture[str]):
+    """Those that are scheduled first wait for images that others pull."""
+    found = manifest(capsys, f"--nodes 2 {options} -- train")
+    (container,) = found["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"]
+    values = {one["name"]: one.get("value") for one in container["env"]}
+    assert values[processes.CONNECT_TIMEOUT] == seconds
 
 
 def test_a_manifest_has_what_a_job_set_needs(capsys: pytest.CaptureFixture[str]):
