@@ -45,9 +45,10 @@ class _SavedSource(NamedTuple):
     """What is kept of an equation's source information in a pickled program."""
 
     line: str
-    file: tuple[str, int]
     name_stack: Any
     traceback: None = None
+    file: tuple[str, int] = ("", -1)
+    """As from `compat.source_file`."""
 
 
 class _Pickler(pickle.Pickler):
@@ -55,7 +56,7 @@ class _Pickler(pickle.Pickler):
         if isinstance(obj, jex.Primitive):
             return _primitive, (obj.name, _places().get(id(obj)))
         if isinstance(obj, compat.SourceInfo):
-            return _SavedSource, (compat.line_of(obj), compat.source_file(obj), obj.name_stack)
+            return _SavedSource, (compat.line_of(obj), obj.name_stack, None, compat.source_file(obj))
         if isinstance(obj, Mesh):
             return _same, (obj.abstract_mesh,)
         if isinstance(obj, Graph):  # without what it has computed: that refers to equations by their ids
