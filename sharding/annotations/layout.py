@@ -65,9 +65,8 @@ class Layout:
                 `strict`, parameters that nothing matches. All failures of one kind together.
         """
         named, tree = self._checked(params)
-        raise_together(
-            "sharding.layout", list(self._shadowed({p: np.ndim(leaf) for p, leaf in named if _is_array(leaf)}))
-        )
+        ndims = {path: np.ndim(leaf) for path, leaf in named if _is_array(leaf)}
+        raise_together("sharding.layout", list(self._shadowed(ndims)))
         specs = {path: self._spec(path, leaf) for path, leaf in named if _is_array(leaf)}
         raise_together("sharding.layout", list(_misfits(specs, dict(named))))
         return jax.tree.unflatten(tree, [specs.get(path) for path, _ in named])
@@ -105,18 +104,18 @@ class Layout:
 
     def _shadowed(self, ndims: Mapping[str, int]) -> Iterable[ShardingError]:
         """The errors of rules that earlier ones leave no parameter to; the last one, for all the rest, may be such."""
-        for k, rule in enumerate(self.rules):
+        matching = {path: self._matching(path) for path in ndims}
+        for rule in self.rules:
             if rule.spec is None or rule.optional or rule.pattern == "*":
                 continue
-            matched = paths.Glob(rule.pattern).among(ndims)
-            earlier = [[one for one in self._matching(path) if one in self.rules[:k]] for path in matched]
-            if all(_is_shadowed(rule, before, ndims[path]) for before, path in zip(earlier, matched, strict=True)):
-                first = earlier[0][0].pattern
+            earlier = {path: rules[: rules.index(rule)] for path, rules in matching.items() if rule in rules}
+            if all(_is_shadowed(rule, rules, ndims[path]) for path, rules in earlier.items()):
+                path, (first, *_) = next(iter(earlier.items()))
                 yield ShardingError(
                     f"layout rule {rule.pattern!r}",
-                    found=f"{first!r} comes before it and gives the specs of all that it matches, such as {matched[0]}",
+                    found=f"{first.pattern!r} comes before it and gives the specs of all that it matches, such as {path}",
                     required="a rule that is the first to match some parameter",
-                    fix=f"the rule {rule.pattern!r} before {first!r}",
+                    fix=f"the rule {rule.pattern!r} before {first.pattern!r}",
                 )
 
     def _matching(self, path: str) -> list[Rule]:
