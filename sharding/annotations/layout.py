@@ -113,7 +113,7 @@ class Layout:
                 path, (first, *_) = next(iter(earlier.items()))
                 yield ShardingError(
                     f"layout rule {rule.pattern!r}",
-                    found=f"{first.pattern!r} comes before it and gives the specs of all that it matches, such as {path}",
+                    found=f"{first.pattern!r} comes before and gives the specs of all that it matches, such as {path}",
                     required="a rule that is the first to match some parameter",
                     fix=f"the rule {rule.pattern!r} before {first.pattern!r}",
                 )
