@@ -91,3 +91,12 @@ def test_each_branch_of_a_layer_has_a_dropout_mask_of_its_own(monkeypatch):
     assert not (jax.random.key_data(first) == jax.random.key_data(second)).all()
     layer(x)
     assert [rate for rate, _ in seen] == [0.25] * 4 and seen[2][1] is None and seen[3][1] is None
+
+
+def test_a_key_turns_dropout_on():
+    model = gpt_moe.GPTMoE(dataclasses.replace(SMALL, dropout=0.5), rngs=nnx.Rngs(0))
+    tokens = TOKENS[:, :-1]
+    plain, again = model(tokens), model(tokens)
+    found = [model(tokens, key) for key in jax.random.split(jax.random.key(1), 2)]
+    np.testing.assert_array_equal(plain, again)
+    assert all(float(jnp.abs(one - other).max()) > 1e-3 for one, other in [(plain, found[0]), (found[0], found[1])])
