@@ -46,9 +46,10 @@ for _name in ("launch", "models"):  # these do: an installation has them in this
     _source.register_inclusion(_ROOT + _name + os.sep)
 checks_manual_axes: Any = _config._check_vma  # a context: whether values say along which manual axes they vary
 
-CLAMPS_MERGED_SLICES = tuple(map(int, jax.__version__.split(".")[:2])) >= (0, 12)
+_VERSION = tuple(map(int, jax.__version__.split(".")[:2]))
+CLAMPS_MERGED_SLICES = _VERSION >= (0, 12)
 """Whether XLA clamps a dynamic slice right whose result it slices further."""
-MULTIPLIES_16_BITS = HAS_MOSAIC_GPU = tuple(map(int, jax.__version__.split(".")[:2])) >= (0, 11)
+MULTIPLIES_16_BITS = HAS_MOSAIC_GPU = _VERSION >= (0, 11)
 """Whether XLA:CPU's library multiplies matrices of bfloat16 as they are; whether Pallas has today's GPU kernels."""
 
 

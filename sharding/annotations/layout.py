@@ -64,16 +64,16 @@ class Layout:
                 an array has dims; with a mesh in context, unknown axes and dims that their axes do not divide; under
                 `strict`, parameters that nothing matches. All failures of one kind together.
         """
-        named, tree = self._checked(params)
-        ndims = {path: np.ndim(leaf) for path, leaf in named if _is_array(leaf)}
-        raise_together("sharding.layout", list(self._shadowed(ndims)))
-        specs = {path: self._spec(path, leaf) for path, leaf in named if _is_array(leaf)}
+        named, tree, ndims = self._checked(params)
+        matching = {path: self._matching(path) for path in ndims}
+        raise_together("sharding.layout", list(self._shadowed(matching, ndims)))
+        specs = {path: _spec(matching[path], ndim) for path, ndim in ndims.items()}
         raise_together("sharding.layout", list(_misfits(specs, dict(named))))
         return jax.tree.unflatten(tree, [specs.get(path) for path, _ in named])
 
     def annotate(self, params: Any) -> Any:
         """Parameters annotated by every matching rule, for use inside a traced function; errors as for a call."""
-        named, tree = self._checked(params)
+        named, tree, _ = self._checked(params)
 
         def annotated(path: str, leaf: Any) -> Any:
             for rule in self._matching(path) if _is_array(leaf) else ():
@@ -88,7 +88,8 @@ class Layout:
         named, _ = _named(params)
         return tuple(path for path, leaf in named if _is_array(leaf) and not self._matching(path))
 
-    def _checked(self, params: Any) -> tuple[list[tuple[str, Any]], Any]:
+    def _checked(self, params: Any) -> tuple[list[tuple[str, Any]], Any, dict[str, int]]:
+        """The leaves with their paths, their tree, and the number of dims of each array."""
         named, tree = _named(params)
         arrays = {path: np.ndim(leaf) for path, leaf in named if _is_array(leaf)}
         raise_together("sharding.layout", [f for rule in self.rules for f in _faults(rule, arrays)])
@@ -100,11 +101,10 @@ class Layout:
                 required="a pattern for every parameter",
                 fix='a last rule "*": None, which leaves the rest to be inferred, or "*": P(), which replicates it',
             )
-        return named, tree
+        return named, tree, arrays
 
-    def _shadowed(self, ndims: Mapping[str, int]) -> Iterable[ShardingError]:
+    def _shadowed(self, matching: Mapping[str, list[Rule]], ndims: Mapping[str, int]) -> Iterable[ShardingError]:
         """The errors of rules that earlier ones leave no parameter to; the last one, for all the rest, may be such."""
-        matching = {path: self._matching(path) for path in ndims}
         for rule in self.rules:
             if rule.spec is None or rule.optional or rule.pattern == "*":
                 continue
@@ -120,11 +120,6 @@ class Layout:
 
     def _matching(self, path: str) -> list[Rule]:
         return [rule for rule in self.rules if paths.Glob(rule.pattern).matches(path)]
-
-    def _spec(self, path: str, leaf: Any) -> P | None:
-        rules = [rule for rule in self._matching(path) if rule.spec is not None]
-        columns = zip(*(rule.entries(np.ndim(leaf)) for rule in rules), strict=True)
-        return P(*(next((entry for entry in column if entry is not U), U) for column in columns)) if rules else None
 
 
 def layout(rules: Mapping[str, P | None] | Iterable[Rule], *, strict: bool = False) -> Layout:
@@ -179,6 +174,13 @@ def _named(params: Any) -> tuple[list[tuple[str, Any]], Any]:
 
 def _is_array(leaf: Any) -> bool:
     return hasattr(leaf, "shape") or isinstance(leaf, numbers.Number)
+
+
+def _spec(matching: Iterable[Rule], ndim: int) -> P | None:
+    """The spec that rules give an array, the first one first; None if they give none."""
+    rules = [rule for rule in matching if rule.spec is not None]
+    columns = zip(*(rule.entries(ndim) for rule in rules), strict=True)
+    return P(*(next((entry for entry in column if entry is not U), U) for column in columns)) if rules else None
 
 
 def _is_shadowed(rule: Rule, earlier: Iterable[Rule], ndim: int) -> bool:

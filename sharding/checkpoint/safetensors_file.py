@@ -67,11 +67,7 @@ def read_tensors(file: File, like: Tree | None = None) -> Tree:
     Raises:
         ShardingError: not a safetensors file; or names, shapes or dtypes differ, with every difference listed.
     """
-    found = _mapped(file)
-    unknown = [f"{name}: {array}" for name, array in found.items() if isinstance(array, str)]
-    if unknown:
-        raise ShardingError(f"read {os.fspath(file)!r}", found=unknown, required=f"tensors of {', '.join(_DTYPES)}")
-    tensors = {name: array for name, array in found.items() if not isinstance(array, str)}
+    tensors = _mapped(file)
     if like is None:
         return {name: jax.numpy.asarray(np.array(tensor)) for name, tensor in tensors.items()}
     targets = named_leaves(like)
@@ -92,16 +88,16 @@ _DTYPES = {
 """The format's dtypes by JAX name."""
 
 
-def _mapped(file: File) -> dict[str, np.ndarray | str]:
-    """Name -> array that is read from the file where it is used; its type where JAX has no such type.
+def _mapped(file: File) -> dict[str, np.ndarray]:
+    """Name -> array that is read from the file where it is used.
 
     The package checks the file, but reads no type that NumPy itself lacks, such as float8.
     """
+    safetensors = _package()
     try:
-        _package().safe_open(os.fspath(file), framework="numpy")
+        with safetensors.safe_open(os.fspath(file), framework="numpy"):
+            pass
     except Exception as error:
-        if isinstance(error, ShardingError):
-            raise
         raise ShardingError(
             f"read {os.fspath(file)!r}", found=first_line(error), required="a complete safetensors file"
         ) from None
@@ -109,11 +105,13 @@ def _mapped(file: File) -> dict[str, np.ndarray | str]:
     start = 8 + int.from_bytes(data[:8].tobytes(), "little")
     header = json.loads(data[8:start].tobytes())
     header.pop("__metadata__", None)
-    found: dict[str, np.ndarray | str] = {}
+    unknown = [f"{name}: {one['dtype']}" for name, one in header.items() if one["dtype"] not in _DTYPES]
+    if unknown:
+        raise ShardingError(f"read {os.fspath(file)!r}", found=unknown, required=f"tensors of {', '.join(_DTYPES)}")
+    found = {}
     for name, one in header.items():
         first, last = (start + offset for offset in one["data_offsets"])
-        kind = _DTYPES.get(one["dtype"])
-        found[name] = data[first:last].view(jax.numpy.dtype(kind)).reshape(one["shape"]) if kind else one["dtype"]
+        found[name] = data[first:last].view(jax.numpy.dtype(_DTYPES[one["dtype"]])).reshape(one["shape"])
     return found
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -98,12 +98,9 @@ class Places:
     @cached_property
     def _files(self) -> Mapping[str, str]:
         """Path of a source file -> the shortest end of it that no other has."""
-        paths = list(dict.fromkeys(place.path for place in self._places.values()))
-        found = {}
-        for path in paths:
-            ends = _ends(path)
-            found[path] = next((end for end in ends if not any(end in _ends(p) for p in paths if p != path)), path)
-        return found
+        paths = {place.path for place in self._places.values()}
+        files = Counter(end for path in paths for end in _ends(path))
+        return {path: next((end for end in _ends(path) if files[end] == 1), path) for path in paths}
 
     @cached_property
     def _modules(self) -> ParameterModules:

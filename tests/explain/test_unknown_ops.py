@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from jax.experimental import io_callback
 from jax.experimental import pallas as pl
-from jax.experimental.custom_partitioning import custom_partitioning
 from jax.interpreters import mlir
+from support import partitioned_ops
 
 import sharding
 from sharding import P, annotate
@@ -125,16 +125,7 @@ def test_an_unknown_op_in_a_loop_counts_its_runs():
     assert completion.unknown[0].count == 3
 
 
-@custom_partitioning
-def own(x):
-    return jnp.sin(x)
-
-
-own.def_partition(
-    infer_sharding_from_operands=lambda mesh, args, result: args[0].sharding,
-    partition=lambda mesh, args, result: (mesh, jnp.sin, args[0].sharding, (args[0].sharding,)),
-    sharding_rule=lambda mesh, ins, outs: "i j -> i j" if mesh.devices.size > 1 else "...",
-)
+own = partitioned_ops.elementwise(jnp.sin, lambda mesh, ins, outs: "i j -> i j" if mesh.devices.size > 1 else "...")
 
 
 def test_an_op_that_partitions_itself_is_listed_and_refused():

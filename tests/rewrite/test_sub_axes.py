@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, AxisType
+from support import partitioned_ops
 
 import sharding
 from sharding import P
@@ -83,16 +83,7 @@ def test_gradients_and_batching_of_such_a_program():
     np.testing.assert_allclose(batched, [plain(x), plain(2 * x)], rtol=1e-5)
 
 
-@custom_partitioning
-def mapped(x):
-    return jnp.cos(x)
-
-
-mapped.def_partition(
-    infer_sharding_from_operands=lambda mesh, operands, result: operands[0].sharding,
-    partition=lambda mesh, operands, result: (mesh, jnp.cos, operands[0].sharding, (operands[0].sharding,)),
-    sharding_rule="... -> ...",
-)
+mapped = partitioned_ops.elementwise(jnp.cos, "... -> ...")
 
 
 @pytest.mark.parametrize(
