@@ -65,4 +65,4 @@ def test_weights_are_gathered_before_the_loop_and_where_recomputed(name, counts)
     with sharding.mesh(SIZES):
         step = sharding.jit(accumulated(LOSSES[name]), in_shardings=(P("data", "model"), P(None, "data")))
         ledger = step.complete(W, MANY).communication()
-    assert [c.count for c in ledger if c.kind == "all-gather"] == counts
+    assert sorted(c.count for c in ledger if c.kind == "all-gather") == counts

@@ -88,6 +88,7 @@ def test_arrays_whose_order_is_given_take_more_than_their_elements(name):
 
 
 @pytest.mark.slow
+@compilers.needs("libtpu")
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_compiler_for_tpus_stores_as_much(name):
     f, args = PROGRAMS[name]

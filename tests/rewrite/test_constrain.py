@@ -67,7 +67,8 @@ def scanned(x, w):
 
 
 def looped(x, w):
-    return jax.lax.while_loop(lambda s: s[0] < 3, lambda s: (s[0] + 1, layer(s[1], w)), (0, x))
+    """Ends by a value: a loop of known length becomes a scan."""
+    return jax.lax.while_loop(lambda s: (s[0] < 3) & (s[1] < 2).all(), lambda s: (s[0] + 1, layer(s[1], w)), (0, x))
 
 
 def branched(x, w):

@@ -9,14 +9,14 @@ import sharding
 from sharding import cost
 
 
-def _needs(package):
+def needs(package):
     return pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=f"no {package}")
 
 
 COMPILERS = {
     "cpu": pytest.param("cpu", ""),
-    "tpu": pytest.param("tpu", "v5p:2x2x2", marks=_needs("libtpu")),
-    "gpu": pytest.param("gpu", "h100:1x8", marks=_needs("jax_cuda13_plugin")),
+    "tpu": pytest.param("tpu", "v5p:2x2x2", marks=needs("libtpu")),
+    "gpu": pytest.param("gpu", "h100:1x8", marks=needs("jax_cuda13_plugin")),
 }
 """Platform -> the parameters (platform, description of the devices to compile for; empty for virtual ones)."""
 
