@@ -10,6 +10,8 @@ from .. import compat
 from ..hardware import Platform
 from ..rules.rule_table import TRANSCENDENTAL
 
+RANDOM_BITS = frozenset({"threefry2x32", "threefry4x32"})
+
 Schedule = Literal["breadth first", "latency hiding", "least memory"]
 """See `kernel_order`."""
 
@@ -39,7 +41,7 @@ class CompilerTraits:
     """Whether an all-gather concatenates shards along the leading dim; arrays gathered along another are transposed."""
     combines_all: bool = False
     """Whether all-gathers and reduce-scatters are combined as all-reduces are."""
-    stored_once: frozenset[str] = frozenset({"gather", "threefry2x32", "threefry4x32"})
+    stored_once: frozenset[str] = RANDOM_BITS | {"gather"}
     """Primitives that are stored rather than computed in each of several consumers."""
     block_elements: int = 0
     """How many elements one block of threads reduces to one: what it reads is stored, as it would compute it slowly."""
@@ -50,6 +52,8 @@ class CompilerTraits:
     are stored before they are rounded."""
     fuses_into_products: bool = False
     """Whether the kernels of products and convolutions compute their operands, and what follows them."""
+    fuses_into_scatters: bool = False
+    """Whether the kernels of scatters compute what they add, and where."""
     fuses_around_products: bool = False
     """Whether the kernels of products compute operands that need no more reads, and what follows; TPUs do more."""
     merges_sums: bool = False
@@ -58,6 +62,8 @@ class CompilerTraits:
     """Whether all-reduces of which each device keeps a part are reduce-scatters."""
     reshapes_products: bool = False
     """Whether products are of matrices, or of stacks of them, so that results with more dims are bitcasts."""
+    transposes_operands: bool = False
+    """Whether products read stacks of matrices, to which arguments of the program are transposed."""
     merges_products: bool = False
     """Whether products that share an operand are slices of one."""
     stores_tiles: bool = False
@@ -87,10 +93,13 @@ TRAITS: Mapping[Platform, CompilerTraits] = {
     ),
     "gpu": CompilerTraits(
         uses_cudnn=True,
+        fuses_into_scatters=True,
+        stored_once=RANDOM_BITS,
         combines_all=True,
         block_elements=2**14,
         schedule="latency hiding",
         reshapes_products=True,
+        transposes_operands=True,
         merges_products=True,
         merges_sums=True,
         scatters_sums=True,

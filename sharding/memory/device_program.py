@@ -13,6 +13,7 @@ from .emitter import Emitter
 from .equation_lowering import Env, Handler, Lowering
 from .instruction import Body, Instruction, users
 from .product_fusion import fuse_products
+from .product_layouts import transpose_operands
 from .product_merging import merge_products
 from .scatter_folding import fold_scatters
 from .sum_merging import merge_sums
@@ -74,6 +75,8 @@ def lower(assignment: Assignment, traits: CompilerTraits) -> DeviceProgram:
         merge_sums(emitter.body)
     if traits.scatters_sums:
         scatter_sums(emitter.body)
+    if traits.transposes_operands:
+        transpose_operands(emitter.body)
     if traits.merges_products:
         merge_products(emitter.body)
     if traits.fuses_around_products:
@@ -83,7 +86,7 @@ def lower(assignment: Assignment, traits: CompilerTraits) -> DeviceProgram:
     if traits.stores_tiles:
         pad_tiles(emitter.body)
     kept = frozenset(x for x, is_used in zip(inputs, g.inputs_used, strict=True) if is_used)
-    return DeviceProgram(emitter.body, tuple(inputs), kept, tuple(outputs))
+    return DeviceProgram(emitter.body, tuple(inputs), kept, tuple(emitter.body.results))
 
 
 def settle_rounding(body: Body) -> None:

@@ -312,7 +312,8 @@ class Lowering:
             "elementwise": primitive_traits.is_elementwise(name),
             "expensive": primitive_traits.is_expensive(name, eqn, traits),
             "in_place": ((0, 0),) if primitive_traits.updates(name) and operands[0] is not None else (),
-            "fuses_operands": traits.fuses_into_products and name in PRODUCTS,
+            "fuses_operands": (traits.fuses_into_products and name in PRODUCTS)
+            or (traits.fuses_into_scatters and name.startswith("scatter")),
             "product": matrix_product(eqn, present, itemsize) if name == "dot_general" else None,
         }
         if traits.uses_library:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from .instruction import Instruction, users
-from .primitive_traits import REDUCTIONS
+from .primitive_traits import REDUCTIONS, updates
 
 SLICES = frozenset({"slice", "dynamic_slice"})
 AFTER_PRODUCTS = REDUCTIONS | {"transpose", "dynamic_update_slice"}
@@ -73,7 +73,7 @@ class Fusion:
     def kernel_of(self, root: Instruction, readers: dict[Instruction, set[Instruction]]) -> Kernel:
         """The kernel of a root: producers with no other reader move into it, others are duplicated."""
         members, inside, growth = [root], {root}, self.growth(root)
-        seen = set(root.operands) if is_fusible(root) or root.fuses_operands else set()
+        seen = computed_operands(root)
         waiting = [-self.place[x] for x in seen]
         heapq.heapify(waiting)
         while waiting:  # the last one first: all that reads it has been seen
@@ -121,16 +121,16 @@ class _AcceleratorFusion(Fusion):
         self.once = self.costly()
 
     def growth(self, root: Instruction) -> Growth:
-        return _Growth(self, has_product=root.fuses_operands)
+        return _Growth(self, has_product=is_product(root))
 
     def ends_of_products(self) -> Iterator[Instruction]:
         """The last of the elementwise ops after a product, if several or a product read it: its kernel stores that."""
         found: set[Instruction] = set()
         for one in self.instructions:
             own = [x for x in one.operands if len(self.users[x]) == 1 and x not in self.stored]
-            if one.elementwise and any(x.fuses_operands or x in found for x in own):
+            if one.elementwise and any(is_product(x) or x in found for x in own):
                 found.add(one)
-                if len(self.users[one]) > 1 or any(x.fuses_operands for x in self.users[one]):
+                if len(self.users[one]) > 1 or any(is_product(x) for x in self.users[one]):
                     yield one
 
     def costly(self) -> set[Instruction]:
@@ -139,8 +139,8 @@ class _AcceleratorFusion(Fusion):
         sources: dict[Instruction, set[Instruction]] = {}
         """Per instruction what must be read to compute it: itself if it is stored."""
         for one in self.instructions:
-            sources[one] = {one}  # a slice is read as what it is, not as its operand
-            if is_fusible(one) and one not in self.stored and one.name not in SLICES:
+            sources[one] = {one}
+            if is_fusible(one) and one not in self.stored and not is_read_in_part(one):
                 reads = self.united_sources(one, sources)
                 if self.is_costly(one, reads):
                     found.add(one)
@@ -192,13 +192,30 @@ class _Growth:
 
     def takes(self, producer: Instruction, inside: Collection[Instruction], *, is_shared: bool) -> bool:
         fusion = self.fusion
-        is_free = producer.fuses_operands and not (is_shared or self.has_product)
+        is_free = is_product(producer) and not (is_shared or self.has_product)
         if not (is_fusible(producer) or (is_free and fusion.ends_product(producer, inside))):
             return False
         if producer in fusion.stored or (producer in fusion.once and is_shared):
             return False
-        self.has_product = self.has_product or producer.fuses_operands
+        self.has_product = self.has_product or is_product(producer)
         return True
+
+
+def computed_operands(root: Instruction) -> set[Instruction]:
+    """The operands that a root's kernel may compute: not the array that a scatter adds to."""
+    if is_fusible(root):
+        return set(root.operands)
+    return set(root.operands) - {root.operands[at] for at, _ in root.in_place} if root.fuses_operands else set()
+
+
+def is_read_in_part(one: Instruction) -> bool:
+    """Whether a kernel reads as much as it computes of it, not its whole operand."""
+    return one.name in SLICES or (one.name == "gather" and not one.expensive)
+
+
+def is_product(one: Instruction) -> bool:
+    """Whether it is a product whose kernel computes more: what fuses operands and is no scatter."""
+    return one.fuses_operands and not updates(one.name)
 
 
 def is_fusible(one: Instruction) -> bool:

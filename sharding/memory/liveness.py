@@ -20,7 +20,7 @@ from .instruction import Body, Instruction
 from .kernel_order import Order, Step
 from .primitive_traits import BARRIER, updates
 
-MOST_TRIED = 8
+MOST_TRIED = 64
 """Most results whose buffers a temporary is tried in: all of them would take a time quadratic in their number."""
 
 
@@ -90,7 +90,7 @@ def lifetimes(
     carried: Sequence[tuple[Instruction, int]],
     not_temporary: set[Instruction],
     orders: Sequence[Order],
-    new_results: Sequence[Instruction] = (),
+    holders: Sequence[Instruction] = (),
 ) -> Lifetimes:
     """The buffers of one body.
 
@@ -98,7 +98,7 @@ def lifetimes(
         carried: (argument, result) pairs that share a buffer: a result that can't is a temporary, copied in the end.
         not_temporary: results whose buffers are counted elsewhere.
         orders: of which the one with the lowest peak is taken.
-        new_results: results in buffers of their own, which hold temporaries before.
+        holders: results whose buffers hold temporaries before, those of donated arguments after their last use.
     """
     alive = body.live_instructions()
     if body.uses_library:
@@ -108,7 +108,7 @@ def lifetimes(
     roots = [kernel.root for kernel in kernels if kernel.root.bodies]
     nested = {root: [_nested(root, inner, orders) for inner in root.bodies] for root in roots}
     found = (_BufferAssignment(order(kernels, body.results), body, carried, not_temporary, nested) for order in orders)
-    return min((one.lifetimes(new_results) for one in found), key=Lifetimes.peak_bytes)
+    return min((one.lifetimes(holders) for one in found), key=Lifetimes.peak_bytes)
 
 
 def _nested(source: Instruction, body: Body, orders: Sequence[Order]) -> Lifetimes:
@@ -148,6 +148,7 @@ class _BufferAssignment:
             for operand in step.operands:
                 self.last_read[operand] = k
         self.results = set(body.results)
+        self.donated = {body.results[number]: argument for argument, number in carried}
         self.end = len(steps) - 1
         self.buffer_of: dict[Instruction, Buffer] = {}
         self.buffers: list[Buffer] = []
@@ -179,7 +180,7 @@ class _BufferAssignment:
         is_view = root.role == "bitcast" and all(m.role == "bitcast" for m in kernel.members)
         return kernel.operands[0] if is_view else None
 
-    def lifetimes(self, new_results: Sequence[Instruction]) -> Lifetimes:
+    def lifetimes(self, holders: Sequence[Instruction]) -> Lifetimes:
         nested: dict[int, list[Lifetimes]] = {}
         for k, step in enumerate(self.steps):
             for kernel in step.kernels:
@@ -187,8 +188,8 @@ class _BufferAssignment:
                 if kernel.root.bodies:
                     nested.setdefault(k, []).extend(self.nested[kernel.root])
         self.alias()
-        if new_results:
-            self.hold_in(new_results)
+        if holders:
+            self.hold_in(holders)
         return Lifetimes(self.steps, self.buffers, nested)
 
     def assign(self, kernel: Kernel) -> None:
@@ -280,15 +281,19 @@ class _BufferAssignment:
             new.is_temporary = is_early or needs_both or any(argument in kernel.operands for kernel in readers)
 
     def hold_in(self, results: Sequence[Instruction]) -> None:
-        """Place temporaries into the buffers of results: the largest first, and each into the smallest that is free.
+        """Place temporaries into the buffers of results: the largest first, and each into the smallest that is free, of
+        equal ones the last. A donated argument is in its result's buffer until its last use.
 
         XLA does so before it packs the others into a heap (openxla/xla, `service/buffer_assignment.cc`). One of several
         results of a loop or another instruction lives in a buffer of its own.
         """
-        hosts = {self.buffer_of[x]: x for x in results if x in self.buffer_of and not self.buffer_of[x].is_temporary}
+        hosts = {self.buffer_of[x]: x for x in reversed(results) if x in self.buffer_of and self.is_host(x)}
         smallest = sorted(hosts, key=lambda b: b.num_bytes)
         sizes = [b.num_bytes for b in smallest]
         held = {host: ([host.born], [self.end]) for host in hosts}
+        for host, result in hosts.items():
+            if result in self.donated:
+                held[host] = [0, host.born], [self.last_read[self.donated[result]], self.end]
         replaced = {host: self.replaced_by(x) for host, x in hosts.items()}
         alone = [b for b in self.buffers if b.is_temporary and b.makers[0][1].role != "tuple-element"]
         for b in sorted(alone, key=lambda b: -b.num_bytes):
@@ -302,6 +307,13 @@ class _BufferAssignment:
                     last.insert(k, dies)
                     b.is_temporary = False
                     break
+
+    def is_host(self, result: Instruction) -> bool:
+        """Whether the buffer of a result is free before: a new one, or of a donated argument that is read no more."""
+        new, argument = self.buffer_of[result], self.donated.get(result)
+        if new.is_temporary or argument is None:
+            return not new.is_temporary
+        return self.buffer_of.get(argument) not in (None, new) and self.last_read.get(argument, self.end) < new.born
 
     def replaced_by(self, result: Instruction) -> list[Instruction]:
         """The arrays over which the kernel of a result may write it, as their only reader."""

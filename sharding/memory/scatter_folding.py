@@ -20,6 +20,7 @@ def fold_scatters(body: Body) -> None:
             if _adds_to_zeros(scatter) and readers[scatter] == [one] and scatter not in results:
                 one.name, one.role, one.eqn, one.elementwise = scatter.name, scatter.role, scatter.eqn, False
                 one.operands, one.in_place = [other, *scatter.operands[1:]], scatter.in_place
+                one.fuses_operands = scatter.fuses_operands
                 break
 
 

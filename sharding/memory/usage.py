@@ -58,9 +58,8 @@ def usage(assignment: Assignment, donated: Collection[int] = (), *, platform: Pl
     program = lower(assignment, traits)
     aliases = donations(assignment, program, donated)
     pairs = [(program.inputs[a], k) for k, a in aliases.items()]
-    orders, outputs = ORDERS[traits.schedule], {*program.outputs}
-    new = [x for k, x in enumerate(program.outputs) if k not in aliases] if traits.reuses_results else []
-    found = lifetimes(program.body, pairs, outputs, orders, new_results=new)
+    holders = program.outputs if traits.reuses_results else ()
+    found = lifetimes(program.body, pairs, {*program.outputs}, ORDERS[traits.schedule], holders=holders)
     return Usage(program, found, aliases)
 
 

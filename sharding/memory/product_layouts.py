@@ -1,0 +1,130 @@
+"""Operands of matrix products that XLA:GPU stores transposed.
+
+A product reads matrices, or stacks of them: batch dims must lie side by side. Where they don't, as in attention over
+`[batch, length, heads, features]`, what computes an operand writes it in another layout, at no cost. An argument of the
+program keeps the layout that it came in: it is copied, also if a slice or an op on each element lies between, and in
+front of the loops that read it. A cache that is updated in place is copied before, and the result is copied back
+(openxla/xla, `service/gpu/transforms/layout_assignment.cc`).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
+
+from .instruction import Body, Instruction
+from .primitive_traits import updates
+
+
+def transpose_operands(body: Body) -> None:
+    """Adds these copies to a program."""
+    copies = _Copies({*body.results})
+    for one in body.instructions:
+        moved = {x for x in _needed_inside(one) if _is_given(x)}
+        one.operands = [copies.of(x, one) if x in moved else x for x in one.operands]
+        for k, x in _read_apart(one):
+            if _is_given(x):
+                one.operands[k] = copies.around(chain, x) if (chain := _updates(x)) else copies.of(x, one)
+    body.instructions = [*(x for one in body.instructions for x in (*copies.before[one], one)), *copies.back.values()]
+    body.results = [copies.back.get(x, x) for x in body.results]
+
+
+class _Copies:
+    """The copies to add.
+
+    Args:
+        results: of the program.
+    """
+
+    def __init__(self, results: Collection[Instruction]) -> None:
+        self.results = results
+        self.made: dict[Instruction, Instruction] = {}
+        self.before: defaultdict[Instruction, list[Instruction]] = defaultdict(list)
+        """Instruction -> the copies that it is the first to read."""
+        self.back: dict[Instruction, Instruction] = {}
+        """Result -> its copy in the program's layout."""
+
+    def of(self, x: Instruction, reader: Instruction) -> Instruction:
+        """The transposed copy of an array, stored once."""
+        if x not in self.made:
+            self.made[x] = _copy(x, [x])
+            self.before[reader].append(self.made[x])
+        return self.made[x]
+
+    def around(self, chain: Sequence[Instruction], x: Instruction) -> Instruction:
+        """Updates an array in place that is transposed before, and transposes results back.
+
+        The kernel of such a result updates the transposed array anew, and so the first update is of a copy of it.
+        """
+        first, results = chain[-1], [one for one in chain if one in self.results]
+        source = self.of(first.operands[0], first)
+        first.operands[0] = source
+        if results:
+            first.operands[0] = _copy(source, [source])
+            self.before[first].append(first.operands[0])
+        for one in results:
+            updated = chain[chain.index(one) :]
+            self.back[one] = _copy(one, [source, *(y for each in updated for y in each.operands[1:])])
+        return x
+
+
+def _copy(x: Instruction, operands: list[Instruction]) -> Instruction:
+    facts = {"value": x.value, "eqn": x.eqn, "fuses_operands": x.role == "fusible", "phase": x.phase}
+    return Instruction("copy", "unfusible", operands, x.shape, x.num_bytes, **facts)
+
+
+def _updates(x: Instruction) -> list[Instruction]:
+    """The updates in place that lead to an array, the last one first."""
+    found: list[Instruction] = []
+    while x.role == "bitcast" or updates(x.name):
+        if updates(x.name):
+            found.append(x)
+        x = x.operands[0]
+    return found
+
+
+def _needed_inside(one: Instruction) -> Iterator[Instruction]:
+    """The operands of a loop or a conditional that products inside need in another layout."""
+    for body in one.bodies:
+        place = {x: k for k, x in enumerate(body.arguments, len(one.operands) - len(body.arguments))}
+        for inner in body.instructions:
+            for x in (*_needed_inside(inner), *(x for _, x in _read_apart(inner))):
+                yield from (one.operands[place[source]] for source in _sources(x) if source in place)
+
+
+def _read_apart(one: Instruction) -> Iterator[tuple[int, Instruction]]:
+    """The operands of a product whose batch dims don't lie side by side, and their indices."""
+    if one.product is None or len(one.operands) != 2 or min(one.product.rows, one.product.columns) == 1:
+        return  # a product with a vector is a sum
+    _, batch = one.eqn.params["dimension_numbers"]
+    for k, (x, dims) in enumerate(zip(one.operands, batch, strict=True)):
+        if not _lie_together(x.shape, dims):
+            yield k, x
+
+
+def _lie_together(shape: Sequence[int], dims: Sequence[int]) -> bool:
+    large = [d for d, size in enumerate(shape) if size > 1]
+    places = sorted(large.index(d) for d in dims if shape[d] > 1)
+    return all(b == a + 1 for a, b in zip(places, places[1:], strict=False))
+
+
+def _is_given(x: Instruction) -> bool:
+    """Whether only arguments are read to compute an array; of one that is updated in place, what it was before."""
+    sources = _sources(x)
+    return bool(sources) and all(source.role == "argument" for source in sources)
+
+
+def _sources(x: Instruction) -> set[Instruction]:
+    """What is read from memory to compute an array, but scalars."""
+    found: set[Instruction] = set()
+    seen, waiting = {x}, [x]
+    while waiting:
+        one = waiting.pop()
+        if one.role not in ("bitcast", "fusible") and not updates(one.name):
+            found.add(one)
+            continue
+        operands = one.operands[:1] if updates(one.name) else one.operands
+        new = [y for y in operands if y not in seen and y.num_elements > 1]
+        seen.update(new)
+        waiting += new
+    return found
