@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -43,6 +44,8 @@ class CompilerTraits:
     """Whether all-gathers and reduce-scatters are combined as all-reduces are."""
     stored_once: frozenset[str] = RANDOM_BITS | {"gather"}
     """Primitives that are stored rather than computed in each of several consumers."""
+    most_reduced_elements: float = math.inf
+    """The elements of a matrix and a vector, per batch, from which on their product is no reduction."""
     block_elements: int = 0
     """How many elements one block of threads reduces to one: what it reads is stored, as it would compute it slowly."""
     schedule: Schedule = "least memory"
@@ -96,6 +99,7 @@ TRAITS: Mapping[Platform, CompilerTraits] = {
         fuses_into_scatters=True,
         stored_once=RANDOM_BITS,
         combines_all=True,
+        most_reduced_elements=10_000_000,
         block_elements=2**14,
         schedule="latency hiding",
         reshapes_products=True,

@@ -27,9 +27,9 @@ def convolution(op: LocalOp) -> Instruction | None:
 
 
 def product(op: LocalOp) -> Instruction | None:
-    """Elementwise if it sums nothing; else on CPUs a library's, and elsewhere a reduction if it is of a matrix and a
-    vector, or of one each per batch."""
-    summed, _ = op.eqn.params["dimension_numbers"]
+    """Elementwise if it sums nothing; else on CPUs a library's, and elsewhere a reduction if it is of vectors, or of a
+    vector and a matrix that is not too large, one each per batch."""
+    summed, batch = op.eqn.params["dimension_numbers"]
     if not summed[0] or (len(op.operands) == 2 and math.prod(op.operands[0].shape[d] for d in summed[0]) == 1):
         factors = [op.emitter.emit("broadcast_in_dim", "fusible", [x], op.shape, x.itemsize) for x in op.operands]
         return op.emit("mul", factors, elementwise=True)
@@ -37,8 +37,11 @@ def product(op: LocalOp) -> Instruction | None:
         return library_call(op)
     if len(op.operands) != 2:
         return None
-    sizes = zip(op.operands, *op.eqn.params["dimension_numbers"], strict=True)
-    if any(x.num_elements == math.prod(x.shape[d] for d in (*summed, *batch)) for x, summed, batch in sizes):
+    sizes = zip(op.operands, summed, batch, strict=True)
+    vectors = [x.num_elements == math.prod(x.shape[d] for d in (*sums, *batches)) for x, sums, batches in sizes]
+    num_batch = math.prod(op.operands[0].shape[d] for d in batch[0])
+    num_elements = sum(x.num_elements for x in op.operands) // max(1, num_batch)
+    if all(vectors) or (any(vectors) and num_elements < op.emitter.traits.most_reduced_elements):
         return op.emit("reduce_sum", op.operands, expensive=True)
     return None
 

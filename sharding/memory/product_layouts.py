@@ -94,8 +94,8 @@ def _needed_inside(one: Instruction) -> Iterator[Instruction]:
 
 def _read_apart(one: Instruction) -> Iterator[tuple[int, Instruction]]:
     """The operands of a product whose batch dims don't lie side by side, and their indices."""
-    if one.product is None or len(one.operands) != 2 or min(one.product.rows, one.product.columns) == 1:
-        return  # a product with a vector is a sum
+    if one.product is None or len(one.operands) != 2:
+        return
     _, batch = one.eqn.params["dimension_numbers"]
     for k, (x, dims) in enumerate(zip(one.operands, batch, strict=True)):
         if not _lie_together(x.shape, dims):

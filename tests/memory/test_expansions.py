@@ -1,10 +1,13 @@
 """Ops that compilers run as several, or as others."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
-from support import peak_memory
+from jax.sharding import SingleDeviceSharding
+from support import compilers, peak_memory
 
 import sharding
 from sharding import P, cost, kernels
@@ -26,6 +29,40 @@ def num_stored(found, name):
 def test_a_matrix_times_a_vector_is_a_reduction_on_accelerators(platform, count):
     found = memory_of(lambda x, w: jnp.tanh(x @ w), floats(2048, 256), floats(256), platform=platform)
     assert num_stored(found, "dot_general") == count
+
+
+VECTOR_PRODUCTS = {
+    "small": ("nk,k->n", (76_000, 128), (128,), 0),
+    "large": ("nk,k->n", (80_000, 128), (128,), 1),
+    "both operands count": ("nk,k->n", (2, 4_000_000), (4_000_000,), 1),
+    "vector first": ("k,kn->n", (128,), (128, 80_000), 1),
+    "small, per batch": ("bnk,bk->bn", (2, 65_536, 128), (2, 128), 0),
+    "large, per batch": ("bnk,bk->bn", (2, 80_000, 128), (2, 128), 1),
+    "two vectors": ("k,k->", (20_000_000,), (20_000_000,), 0),
+    "two vectors, per batch": ("bk,bk->b", (2, 20_000_000), (2, 20_000_000), 0),
+}
+"""Dims of a product, shapes, and how many products XLA:GPU has."""
+
+
+@pytest.mark.parametrize("name", VECTOR_PRODUCTS)
+def test_a_large_matrix_times_a_vector_is_a_product_on_gpus(name):
+    equation, left, right, count = VECTOR_PRODUCTS[name]
+    args = floats(*left), floats(*right)
+    for platform, expected in (("gpu", count), ("tpu", 0)):
+        found = memory_of(lambda x, w: jnp.tanh(jnp.einsum(equation, x, w)), *args, platform=platform)
+        assert num_stored(found, "dot_general") == expected
+
+
+@pytest.mark.slow
+@compilers.needs("jax_cuda13_plugin")
+@pytest.mark.parametrize("name", VECTOR_PRODUCTS)
+def test_the_compiler_for_h100_has_these_products(name):
+    equation, left, right, count = VECTOR_PRODUCTS[name]
+    one = SingleDeviceSharding(compilers.devices("h100:1x8")[0])
+    args = (jax.ShapeDtypeStruct(shape, jnp.float32, sharding=one) for shape in (left, right))
+    text = jax.jit(partial(jnp.einsum, equation)).lower(*args).compile().as_text()
+    assert text is not None
+    assert (" dot(" in text) == bool(count)
 
 
 def test_a_product_that_sums_nothing_is_elementwise():
