@@ -86,9 +86,10 @@ class Emitter:
         self.body.arguments.append(made)
         return made
 
-    def constant(self, shape: Sequence[int], itemsize: float) -> Instruction:
-        """A broadcast constant, where an op needs it in memory."""
-        return self.emit("broadcast", "fusible", [], shape, itemsize, key="constant", elementwise=True)
+    def constant(self, shape: Sequence[int], itemsize: float, *, is_shared: bool = True) -> Instruction:
+        """A broadcast constant, where an op needs it in memory; a shared one is for ops that only read it."""
+        key = "constant" if is_shared else None
+        return self.emit("broadcast", "fusible", [], shape, itemsize, key=key, elementwise=True)
 
     def owned(self, x: Instruction) -> Instruction:
         """An array to update in place: a copy where it is an argument or also updated elsewhere."""

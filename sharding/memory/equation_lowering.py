@@ -316,6 +316,8 @@ class Lowering:
             or (traits.fuses_into_scatters and name.startswith("scatter")),
             "product": matrix_product(eqn, present, itemsize) if name == "dot_general" else None,
         }
+        if traits.fuses_into_scatters and name.startswith("scatter") and present[0].is_constant:
+            present[0] = emitter.constant(shape, itemsize, is_shared=False)
         if traits.uses_library:
             if name.startswith("scatter") and present[0].role != "argument":
                 present[0] = emitter.owned(present[0])

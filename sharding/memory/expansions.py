@@ -97,7 +97,7 @@ def scattered(op: LocalOp) -> Instruction | None:
 def updated_slice(op: LocalOp) -> Instruction:
     """An update in place; of an array that its own kernel fills, an array like a pad."""
     x, *others = op.operands
-    if x.name == "broadcast" and not x.operands:
+    if x.is_constant:
         return op.emit("pad", others)
     return op.emit("dynamic_update_slice", op.operands, in_place=((0, 0),))
 
@@ -152,7 +152,7 @@ def inverse_error_function(op: LocalOp) -> Instruction | None:
 def sliced(op: LocalOp) -> Instruction:
     """A slice, or one of several; a smaller broadcast along dims that the operand is broadcast over."""
     (x,) = op.operands
-    if x.name == "broadcast" and not x.operands:
+    if x.is_constant:
         return op.emitter.constant(op.shape, op.itemsize)
     if x.name == "broadcast_in_dim" and x.eqn is not None and x.eqn.primitive.name == "broadcast_in_dim":
         source, dims = x.operands[0], x.eqn.params["broadcast_dimensions"]

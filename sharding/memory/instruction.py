@@ -71,6 +71,11 @@ class Instruction:
         return large == sorted(large)
 
     @property
+    def is_constant(self) -> bool:
+        """Whether it is a broadcast constant."""
+        return self.name == "broadcast" and not self.operands
+
+    @property
     def reshard(self) -> Instruction | None:
         """The last step of a reshard that it is a copy of, such as one in another order; None if there is none."""
         x = self

@@ -72,7 +72,7 @@ def xla_gpu_order(kernels: Sequence[Kernel], results: Sequence[Instruction]) -> 
     units = contiguous(_combined(fuse_siblings(kernels, reorders=True), results, gpu_latencies.MOST_COMBINED_BYTES))
     works, made = _works(units)
     order: list[tuple[int, Part]] = [(k, part) for n, part in latency_hiding_order(works) if (k := made[n]) is not None]
-    return _overlapped_steps(units, order)
+    return _constants_late(_overlapped_steps(units, order))
 
 
 ORDERS: Mapping[Schedule, Sequence[Order]] = {
@@ -212,3 +212,17 @@ def _overlapped_steps(units: Sequence[list[Kernel]], order: Sequence[tuple[int, 
     if awaited:
         steps[-1].awaited += awaited
     return steps
+
+
+def _constants_late(steps: Sequence[Step]) -> list[Step]:
+    """The steps, those that fill arrays with a constant right before the first that reads them."""
+    filled = {
+        step.kernels[0].root: step for step in steps if len(step.kernels) == 1 and step.kernels[0].root.is_constant
+    }
+    found: list[Step] = []
+    for step in steps:
+        if step.kernels[0].root.is_constant and len(step.kernels) == 1:
+            continue
+        found += [filled.pop(x) for x in step.operands if x in filled]
+        found.append(step)
+    return found + [*filled.values()]

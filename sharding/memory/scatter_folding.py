@@ -30,4 +30,4 @@ def _adds_to_zeros(one: Instruction) -> bool:
         return False
     base = one.operands[0]
     base = base.operands[0] if base.name == "copy" else base
-    return base.name == "broadcast" and not base.operands
+    return base.is_constant

@@ -24,6 +24,13 @@ def two_layers(x, senders, receivers):
     return summed(jnp.tanh(summed(x[senders], receivers))[senders], receivers)
 
 
+def three_layers(x, senders, receivers):
+    """The zeros that each sum starts from are its own."""
+    for _ in range(3):
+        x = summed(jnp.tanh(x)[senders], receivers)
+    return x
+
+
 def softmax_weighted(x, senders, receivers):
     scores = x[senders].sum(1)
     most = jax.ops.segment_max(scores, receivers, NODES)
@@ -36,6 +43,7 @@ PROGRAMS = {
     "gathered": (lambda x, src, to: summed(x[src], to), (X, INDEX, INDEX), 0),
     "both ends": (lambda x, src, to: summed(x[src] * x[to], to), (X, INDEX, INDEX), 0),
     "two layers": (two_layers, (X, INDEX, INDEX), NODE_BYTES),
+    "three layers": (three_layers, (X, INDEX, INDEX), NODE_BYTES),
     "gathered for two": (
         lambda x, src, to: (summed(x[src], to), summed(2 * x[src], src)),
         (X, INDEX, INDEX),
