@@ -8,6 +8,7 @@ collectives: models with unrolled layers peak at up to twice the memory that the
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from graphlib import TopologicalSorter
@@ -19,7 +20,7 @@ from .compiler_traits import Schedule
 from .contiguous_sums import contiguous
 from .fusion import Kernel
 from .instruction import Instruction
-from .primitive_traits import BARRIER
+from .primitive_traits import BARRIER, updates
 from .sibling_fusion import fuse_siblings
 
 
@@ -215,14 +216,15 @@ def _overlapped_steps(units: Sequence[list[Kernel]], order: Sequence[tuple[int, 
 
 
 def _constants_late(steps: Sequence[Step]) -> list[Step]:
-    """The steps, those that fill arrays with a constant right before the first that reads them."""
-    filled = {
-        step.kernels[0].root: step for step in steps if len(step.kernels) == 1 and step.kernels[0].root.is_constant
-    }
+    """The steps; where several scatters add to equal constants, each is filled right before its scatter."""
+    filled = {step.kernels[0].root: step for step in steps if step.kernels[0].root.is_constant}
+    roots = [(kernel.root, step) for step in steps for kernel in step.kernels if updates(kernel.root.name)]
+    pairs = [(root.operands[0], step) for root, step in roots if root.operands[0] in filled]
+    alike = Counter((x.shape, x.num_bytes) for x, _ in pairs)
+    before = {id(step): filled[x] for x, step in pairs if alike[x.shape, x.num_bytes] > 1}
+    late = {id(step) for step in before.values()}
     found: list[Step] = []
     for step in steps:
-        if step.kernels[0].root.is_constant and len(step.kernels) == 1:
-            continue
-        found += [filled.pop(x) for x in step.operands if x in filled]
-        found.append(step)
-    return found + [*filled.values()]
+        if id(step) not in late:
+            found += [before[id(step)], step] if id(step) in before else [step]
+    return found
