@@ -73,11 +73,16 @@ def chain_lines(graph: Graph, steps: Iterable[tuple[int, int, Reason]]) -> list[
 def _step(graph: Graph, value: int, dim: int, reason: Reason) -> str:
     who = f"{graph.label(value)} dim {dim}"
     if reason.value is None:
-        annotation = graph.annotations.get(value)
-        is_stored = annotation is not None and annotation.spec.dims[dim].is_stored
-        return f"{who} <- {reason.source}" + (", stored so: the batch has the axis first" if is_stored else "")
+        return f"{who} <- {origin(graph, value, dim, reason)}"
     at, of = f" at {reason.source}" if reason.source else "", f", from {reason.array}" if reason.array else ""
     return f"{who} <- {reason.word}{at}{of}"
+
+
+def origin(graph: Graph, value: int, dim: int, reason: Reason) -> str:
+    """The annotation that a chain ends at."""
+    annotation = graph.annotations.get(value)
+    is_stored = annotation is not None and annotation.spec.dims[dim].is_stored
+    return reason.source + (", stored so: the batch has the axis first" if is_stored else "")
 
 
 def repeats(items: Sequence[Hashable]) -> Iterator[tuple[int, int, int]]:

@@ -22,6 +22,7 @@ from ...graph.places import op_name, scope
 from ...propagation import Assignment
 from ...spec import Axis, axis_name, axis_size
 from ..replication_reasons import UNREACHED, ReplicatedDims
+from ..why import origin
 
 
 class Interned:
@@ -79,8 +80,9 @@ def _names(graph: Graph) -> dict[str, list[tuple[str, int]]]:
 
 def _reasons(assignment: Assignment, strings: Interned) -> dict[str, list[Any]]:
     steps, columns = Interned(), {"step": [], "link": []}
-    for (value, _, _), reason in assignment.reasons.items():
-        words = (reason.word, reason.source, reason.array)
+    for (value, d, _), reason in assignment.reasons.items():
+        source = origin(assignment.graph, value, d, reason) if reason.value is None else reason.source
+        words = (reason.word, source, reason.array)
         dim = -1 if reason.value is None or reason.dim is None else reason.dim
         columns["step"].append(steps((*map(strings, words), dim)))
         columns["link"].append(0 if reason.value is None else value - reason.value)
