@@ -221,10 +221,6 @@ def _constants_late(steps: Sequence[Step]) -> list[Step]:
     roots = [(kernel.root, step) for step in steps for kernel in step.kernels if updates(kernel.root.name)]
     pairs = [(root.operands[0], step) for root, step in roots if root.operands[0] in filled]
     alike = Counter((x.shape, x.num_bytes) for x, _ in pairs)
-    before = {id(step): filled[x] for x, step in pairs if alike[x.shape, x.num_bytes] > 1}
-    late = {id(step) for step in before.values()}
-    found: list[Step] = []
-    for step in steps:
-        if id(step) not in late:
-            found += [before[id(step)], step] if id(step) in before else [step]
-    return found
+    before = {step: filled[x] for x, step in pairs if alike[x.shape, x.num_bytes] > 1}
+    late = {*before.values()}
+    return [x for step in steps if step not in late for x in ((before[step], step) if step in before else (step,))]

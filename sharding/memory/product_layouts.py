@@ -10,7 +10,7 @@ front of the loops that read it. A cache that is updated in place is copied befo
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from .instruction import Body, Instruction
 from .primitive_traits import updates
@@ -23,8 +23,12 @@ def transpose_operands(body: Body) -> None:
         moved = {x for x in _needed_inside(one) if _is_given(x)}
         one.operands = [copies.of(x, one) if x in moved else x for x in one.operands]
         for k, x in _read_apart(one):
-            if _is_given(x):
-                one.operands[k] = copies.around(chain, x) if (chain := _updates(x)) else copies.of(x, one)
+            if not _is_given(x):
+                continue
+            if chain := _updates(x):
+                copies.around(chain)
+            else:
+                one.operands[k] = copies.of(x, one)
     body.instructions = [*(x for one in body.instructions for x in (*copies.before[one], one)), *copies.back.values()]
     body.results = [copies.back.get(x, x) for x in body.results]
 
@@ -36,7 +40,7 @@ class _Copies:
         results: of the program.
     """
 
-    def __init__(self, results: Collection[Instruction]) -> None:
+    def __init__(self, results: set[Instruction]) -> None:
         self.results = results
         self.made: dict[Instruction, Instruction] = {}
         self.before: defaultdict[Instruction, list[Instruction]] = defaultdict(list)
@@ -51,21 +55,19 @@ class _Copies:
             self.before[reader].append(self.made[x])
         return self.made[x]
 
-    def around(self, chain: Sequence[Instruction], x: Instruction) -> Instruction:
-        """Updates an array in place that is transposed before, and transposes results back.
+    def around(self, chain: Sequence[Instruction]) -> None:
+        """Has some updates in place, the last one first, update a transposed array, and transposes results back.
 
         The kernel of such a result updates the transposed array anew, and so the first update is of a copy of it.
         """
-        first, results = chain[-1], [one for one in chain if one in self.results]
-        source = self.of(first.operands[0], first)
-        first.operands[0] = source
-        if results:
+        first = chain[-1]
+        first.operands[0] = source = self.of(first.operands[0], first)
+        if self.results.intersection(chain):
             first.operands[0] = _copy(source, [source])
             self.before[first].append(first.operands[0])
-        for one in results:
-            updated = chain[chain.index(one) :]
-            self.back[one] = _copy(one, [source, *(y for each in updated for y in each.operands[1:])])
-        return x
+        for k, one in enumerate(chain):
+            if one in self.results:
+                self.back[one] = _copy(one, [source, *(y for each in chain[k:] for y in each.operands[1:])])
 
 
 def _copy(x: Instruction, operands: list[Instruction]) -> Instruction:

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
-from jax.sharding import SingleDeviceSharding
 from support import compilers, peak_memory
 
 import sharding
@@ -58,11 +57,9 @@ def test_a_large_matrix_times_a_vector_is_a_product_on_gpus(name):
 @pytest.mark.parametrize("name", VECTOR_PRODUCTS)
 def test_the_compiler_for_h100_has_these_products(name):
     equation, left, right, count = VECTOR_PRODUCTS[name]
-    one = SingleDeviceSharding(compilers.devices("h100:1x8")[0])
-    args = (jax.ShapeDtypeStruct(shape, jnp.float32, sharding=one) for shape in (left, right))
-    text = jax.jit(partial(jnp.einsum, equation)).lower(*args).compile().as_text()
-    assert text is not None
-    assert (" dot(" in text) == bool(count)
+    args = floats(*left), floats(*right)
+    compiled = compilers.compiled_for_one(partial(jnp.einsum, equation), args, "h100:1x8")
+    assert (" dot(" in compiled.as_text()) == bool(count)
 
 
 def test_a_product_that_sums_nothing_is_elementwise():

@@ -1,15 +1,13 @@
 """What XLA:GPU computes in the kernels of matrix products, on programs that its compiler was seen to fuse so."""
 
-import importlib.util
 import re
 
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import SingleDeviceSharding
+from support import compilers
 
 import sharding
-from sharding import cost
 from sharding.memory.compiler_traits import TRAITS
 from sharding.memory.device_program import lower
 from sharding.memory.kernel_order import ORDERS
@@ -76,12 +74,9 @@ def test_a_sum_is_written_where_its_other_operand_was():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("jax_cuda13_plugin") is None, reason="no cuda13")
+@compilers.needs("jax_cuda13_plugin")
 @pytest.mark.parametrize(("f", "args", "count"), FOLLOWED + COMPUTED)
 def test_the_compiler_for_h100_makes_as_many_kernels(f, args, count):
-    one = SingleDeviceSharding(cost.compile_only("h100:1x8")[0])
-    given = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=one) for a in args]
-    text = jax.jit(f).lower(*given).compile().as_text()
-    assert text is not None
+    text = compilers.compiled_for_one(f, args, "h100:1x8").as_text()
     entry = text[text.index("\nENTRY") :]
     assert len(re.findall(r"^\s*(?:ROOT )?%?[\w.\-]+ = .*? (?:fusion|custom-call)\(", entry, re.M)) == count

@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import SingleDeviceSharding
 from support import compilers
 
 import sharding
@@ -126,8 +125,4 @@ def test_the_compiler_for_h100_copies_donated_caches_as_much():
 
 def compiled_bytes(f, args, **options):
     """Temporary bytes as compiled for one device."""
-    one = SingleDeviceSharding(compilers.devices("h100:1x8")[0])
-    given = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=one), args)
-    analysis = jax.jit(f, **options).lower(*given).compile().memory_analysis()
-    assert analysis is not None
-    return analysis.temp_size_in_bytes
+    return compilers.compiled_for_one(f, args, "h100:1x8", **options).memory_analysis().temp_size_in_bytes

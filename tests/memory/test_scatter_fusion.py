@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import SingleDeviceSharding
 from support import compilers
 
 import sharding
@@ -55,9 +54,9 @@ PROGRAMS = {
 """A program, its arguments, and its temporary bytes."""
 
 
-def predicted(f, args, platform="gpu"):
+def predicted(f, args):
     with sharding.mesh({"data": 1}, devices=jax.devices()[:1]):
-        return usage(sharding.jit(f).complete(*args).assignment, platform=platform).temporary_bytes
+        return usage(sharding.jit(f).complete(*args).assignment, platform="gpu").temporary_bytes
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -71,8 +70,5 @@ def test_a_scatter_computes_what_it_adds(name):
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_compiler_for_h100_does_so(name):
     f, args, num_bytes = PROGRAMS[name]
-    one = SingleDeviceSharding(compilers.devices("h100:1x8")[0])
-    given = (jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=one) for a in args)
-    analysis = jax.jit(f).lower(*given).compile().memory_analysis()
-    assert analysis is not None
+    analysis = compilers.compiled_for_one(f, args, "h100:1x8").memory_analysis()
     assert analysis.temp_size_in_bytes == pytest.approx(num_bytes, abs=EDGES * 8)

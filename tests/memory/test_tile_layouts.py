@@ -5,7 +5,6 @@ import itertools
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import SingleDeviceSharding
 from support import compilers
 
 import sharding
@@ -92,8 +91,5 @@ def test_arrays_whose_order_is_given_take_more_than_their_elements(name):
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_compiler_for_tpus_stores_as_much(name):
     f, args = PROGRAMS[name]
-    one = SingleDeviceSharding(compilers.devices("v5p:2x2x2")[0])
-    compiled = jax.jit(f).lower(*(jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=one) for a in args)).compile()
-    analysis = compiled.memory_analysis()
-    assert analysis is not None
+    analysis = compilers.compiled_for_one(f, args, "v5p:2x2x2").memory_analysis()
     assert predicted(f, args) == pytest.approx(analysis.temp_size_in_bytes, rel=0.1)

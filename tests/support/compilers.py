@@ -26,6 +26,13 @@ def devices(described):
     return cost.compile_only(described) if described else jax.devices()[:8]
 
 
+def compiled_for_one(f, args, described, **options):
+    """A function compiled for one of the described devices, with options of `jax.jit`."""
+    one = jax.sharding.SingleDeviceSharding(devices(described)[0])
+    given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one), args)
+    return jax.jit(f, **options).lower(*given).compile()
+
+
 def predicted_and_compiled(f, args, backend, described, sizes, **options):
     """The collectives by kind that the ledger has, and those of the compiled program."""
     with sharding.mesh(sizes, devices=devices(described)):
