@@ -73,6 +73,10 @@ class CompilerTraits:
     """Whether arrays are stored in tiles."""
     moves_alone: bool = False
     """Whether no other op runs in the kernels of gathers of several rows and of pads between elements."""
+    stores_parts: bool = False
+    """Whether arrays are stored of which kernels read or write parts: see `fusion`."""
+    fuses_windows: bool = False
+    """Whether kernels compute sums of windows, and cumulative ones."""
 
 
 TRAITS: Mapping[Platform, CompilerTraits] = {
@@ -93,10 +97,12 @@ TRAITS: Mapping[Platform, CompilerTraits] = {
         fuses_into_products=True,
         stores_tiles=True,
         moves_alone=True,
+        stores_parts=True,
     ),
     "gpu": CompilerTraits(
         uses_cudnn=True,
         fuses_into_scatters=True,
+        fuses_windows=True,
         stored_once=RANDOM_BITS,
         combines_all=True,
         most_reduced_elements=10_000_000,

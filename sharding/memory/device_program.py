@@ -19,6 +19,7 @@ from .scatter_folding import fold_scatters
 from .sum_merging import merge_sums
 from .sum_scattering import scatter_sums
 from .tile_layouts import pad_tiles
+from .tile_reshapes import move_reshapes
 
 HANDLERS: dict[str, Handler] = {
     "cond": control_flow_lowering.cond,
@@ -84,6 +85,7 @@ def lower(assignment: Assignment, traits: CompilerTraits) -> DeviceProgram:
     if traits.rounds_early:
         settle_rounding(emitter.body)
     if traits.stores_tiles:
+        move_reshapes(emitter.body)
         pad_tiles(emitter.body)
     kept = frozenset(x for x, is_used in zip(inputs, g.inputs_used, strict=True) if is_used)
     return DeviceProgram(emitter.body, tuple(inputs), kept, tuple(emitter.body.results))

@@ -36,7 +36,9 @@ class Emitter:
     """
 
     def __init__(self, sizes: Mapping[str, int], cursor: Cursor, traits: CompilerTraits, *, permutes: bool = True):
-        self.body = Body(uses_library=traits.uses_library, block_elements=traits.block_elements)
+        self.body = Body(
+            uses_library=traits.uses_library, block_elements=traits.block_elements, stores_parts=traits.stores_parts
+        )
         self.sizes = sizes
         self.traits = traits
         self.permutes = permutes

@@ -281,7 +281,8 @@ class Lowering:
                 for x, (shape, itemsize, value) in zip(operands, outputs, strict=False)
             ]
         is_alone = traits.moves_alone and (primitive_traits.gathers_rows(eqn) or primitive_traits.dilates(eqn))
-        is_fusible = primitive_traits.is_fusible(name) and not is_alone
+        is_window = traits.fuses_windows and name in primitive_traits.WINDOWS
+        is_fusible = (primitive_traits.is_fusible(name) or is_window) and not is_alone
         if len(outputs) != 1 and not is_fusible:
             results = emitter.emit(name, "unfusible", present, (0,), 1, eqn=eqn)
             if compat.has_side_effects(eqn):

@@ -16,9 +16,13 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from .instruction import Instruction, users
-from .primitive_traits import REDUCTIONS, updates
+from .primitive_traits import REDUCTIONS, reverses_lanes, strided_dims, updates
+from .tile_layouts import LANES, SUBLANES
 
 SLICES = frozenset({"slice", "dynamic_slice"})
+"""What a kernel reads at one place."""
+PARTS = SLICES | {"split"}
+JOINS = frozenset({"concatenate", "pad", "stack"})
 AFTER_PRODUCTS = REDUCTIONS | {"transpose", "dynamic_update_slice"}
 """What a product's kernel computes of its result besides elementwise ops."""
 
@@ -35,7 +39,11 @@ class Kernel:
 
 
 def fuse(
-    instructions: Sequence[Instruction], results: Sequence[Instruction], *, block_elements: int = 0
+    instructions: Sequence[Instruction],
+    results: Sequence[Instruction],
+    *,
+    block_elements: int = 0,
+    stores_parts: bool = False,
 ) -> list[Kernel]:
     """The kernels of a body in the order of their roots.
 
@@ -43,8 +51,53 @@ def fuse(
         instructions: operands before their users.
         results: always stored.
         block_elements: how many elements one block of threads reduces to one, which are stored for it.
+        stores_parts: whether arrays are stored of which kernels read or write parts.
     """
-    return _AcceleratorFusion(instructions, results, block_elements).kernels()
+    stored = {*results, *_reduced_in_a_block(instructions, block_elements)}
+    if stores_parts:
+        stored.update(_in_parts(instructions))
+    return _AcceleratorFusion(instructions, stored).kernels()
+
+
+def _reduced_in_a_block(instructions: Sequence[Instruction], block_elements: int) -> Iterator[Instruction]:
+    """What one block of threads reduces to one element."""
+    for one in instructions:
+        if one.name in REDUCTIONS and one.num_elements == 1 and one.operands[0].num_elements <= block_elements:
+            yield from one.operands
+
+
+def _in_parts(instructions: Sequence[Instruction]) -> Iterator[Instruction]:
+    """What XLA:TPU stores since kernels read or write parts of it.
+
+    That is what is padded, concatenated, or sliced in several places or at a distance (not along the last dim), an
+    array before and after a slice of it is updated, and one reversed along the last dim.
+    """
+    readers = users(instructions)
+    for one in instructions:
+        found = [one] if sum(x.name in PARTS for x in readers[one]) > 1 else []
+        if one.name in JOINS:
+            found += one.operands
+        elif one.name == "dynamic_update_slice":
+            found += [one, *(one.operands[at] for at, _ in one.in_place)]
+        elif one.eqn is not None and one.name in ("rev", "slice"):
+            found += [one] if reverses_lanes(one.eqn) else []
+            found += one.operands if set(strided_dims(one.eqn)) - {-1} else []
+        for x in found:
+            while x.role == "bitcast" or _keeps_tiles(x):
+                x = x.operands[0]
+            if not x.is_constant:
+                yield x
+
+
+def _keeps_tiles(one: Instruction) -> bool:
+    """Whether it is a slice that leaves out no tile of its operand: the start of it, under another shape."""
+    if one.eqn is None or one.eqn.primitive.name != "slice" or one.name != "slice":
+        return False
+    if any(one.eqn.params["start_indices"]) or strided_dims(one.eqn):
+        return False
+    tiles = (SUBLANES, LANES)[-len(one.shape) :]
+    sizes = zip(one.operands[0].shape[-2:], one.shape[-2:], tiles, strict=True)
+    return one.operands[0].shape[:-2] == one.shape[:-2] and all(-(-x // n) == -(-y // n) for x, y, n in sizes)
 
 
 class Fusion:
@@ -110,13 +163,10 @@ class Growth(Protocol):
 
 
 class _AcceleratorFusion(Fusion):
-    def __init__(self, instructions: Sequence[Instruction], results: Sequence[Instruction], block_elements: int):
+    def __init__(self, instructions: Sequence[Instruction], stored: Collection[Instruction]):
         super().__init__(instructions)
-        self.stored.update(results)
+        self.stored.update(stored)
         """Not computed inside any consumer."""
-        for one in instructions:
-            if one.name in REDUCTIONS and one.num_elements == 1 and one.operands[0].num_elements <= block_elements:
-                self.stored.update(one.operands)
         self.stored.update(self.ends_of_products())
         self.once = self.costly()
 

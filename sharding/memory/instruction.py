@@ -120,6 +120,8 @@ class Body:
     """See `CompilerTraits`."""
     block_elements: int = 0
     """See `fusion.fuse`."""
+    stores_parts: bool = False
+    """See `fusion.fuse`."""
     all_names: frozenset[str] | None = None
     """What `names` found: each level around asks for it."""
 

@@ -104,7 +104,7 @@ def lifetimes(
     if body.uses_library:
         kernels = fuse_on_cpu(alive, body.results)
     else:
-        kernels = fuse(alive, body.results, block_elements=body.block_elements)
+        kernels = fuse(alive, body.results, block_elements=body.block_elements, stores_parts=body.stores_parts)
     roots = [kernel.root for kernel in kernels if kernel.root.bodies]
     nested = {root: [_nested(root, inner, orders) for inner in root.bodies] for root in roots}
     found = (_BufferAssignment(order(kernels, body.results), body, carried, not_temporary, nested) for order in orders)

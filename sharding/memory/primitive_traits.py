@@ -27,7 +27,17 @@ DATA_MOVEMENT = frozenset(
 )
 """Fusible data movement: a consumer can index its operand instead."""
 
-REDUCTIONS = frozenset("reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor".split())
+ARGUMENTS = frozenset({"argmax", "argmin"})
+"""Reductions to indices."""
+
+REDUCTIONS = ARGUMENTS | set("reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor".split())
+
+WINDOWS = frozenset(
+    """
+    cumlogsumexp cummax cummin cumprod cumsum reduce_window reduce_window_max reduce_window_min reduce_window_sum
+    """.split()
+)
+"""Reductions of windows that move, of one that grows."""
 
 ADDS = frozenset({"add", "add_any"})
 
@@ -78,6 +88,17 @@ def dilates(eqn: Any) -> bool:
     return eqn.primitive.name == "pad" and any(interior > 0 for _, _, interior in eqn.params["padding_config"])
 
 
+def reverses_lanes(eqn: Any) -> bool:
+    """Whether an equation reverses the last dim."""
+    return eqn.primitive.name == "rev" and eqn.outvars[0].aval.ndim - 1 in eqn.params["dimensions"]
+
+
+def strided_dims(eqn: Any) -> tuple[int, ...]:
+    """The dims, counted from the last, of which an equation takes elements at a distance."""
+    strides = eqn.params["strides"] if eqn.primitive.name == "slice" else None
+    return tuple(d - len(strides) for d, stride in enumerate(strides) if stride > 1) if strides else ()
+
+
 CONVERSIONS = frozenset({"bitcast_convert_type", "convert_element_type"})
 
 
@@ -120,4 +141,4 @@ def is_expensive(name: str, eqn: Any, traits: CompilerTraits) -> bool:
         return traits.widens_16_bits and rounds
     if name == "div" and compat.is_literal(eqn.invars[1]):
         return False  # a product with the inverse
-    return name in traits.stored_once or name in REDUCTIONS
+    return name in traits.stored_once or name in REDUCTIONS or name in WINDOWS
