@@ -107,6 +107,10 @@ def scan(lowering: Lowering, i: int, eqn: Any, scope: Scope | None, env: Env, em
     child = scope.children.get((i, "jaxpr", 0)) if scope is not None else None
     inputs, entries = loop_operands(lowering, i, eqn, scope, env, emitter)
     rows = {k: lowering.spec_of(eqn.invars[k], scope).row for k in range(first_stacked, len(inputs))}
+    for k in rows:
+        value = lowering.graph_value(body.invars[k], child)
+        if emitter.stored_itemsize(inputs[k].itemsize, value) < inputs[k].itemsize:
+            inputs[k] = emitter.rounded(inputs[k])  # a stack, before the loop
     inner, inner_env = lower_body(lowering, eqn, body, child, inputs, rows)
     stacks: list[Instruction] = []
     outputs: list[tuple[int, Any]] = [(k, eqn) for k in range(n_carry)]
