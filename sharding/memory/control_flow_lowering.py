@@ -33,7 +33,7 @@ def stored(
     if x is None:
         return emitter.constant(emitter.local_shape(shape, spec), emitter.stored_itemsize(itemsize, value))
     x = emitter.reshard(x, shape, itemsize, have, spec)
-    return emitter.rounded(x) if emitter.stored_itemsize(x.itemsize, value) < x.itemsize else x
+    return emitter.stored_as(x, value)
 
 
 Rows = Mapping[int, Spec]
@@ -108,9 +108,7 @@ def scan(lowering: Lowering, i: int, eqn: Any, scope: Scope | None, env: Env, em
     inputs, entries = loop_operands(lowering, i, eqn, scope, env, emitter)
     rows = {k: lowering.spec_of(eqn.invars[k], scope).row for k in range(first_stacked, len(inputs))}
     for k in rows:
-        value = lowering.graph_value(body.invars[k], child)
-        if emitter.stored_itemsize(inputs[k].itemsize, value) < inputs[k].itemsize:
-            inputs[k] = emitter.rounded(inputs[k])  # a stack, before the loop
+        inputs[k] = emitter.stored_as(inputs[k], lowering.graph_value(body.invars[k], child))
     inner, inner_env = lower_body(lowering, eqn, body, child, inputs, rows)
     stacks: list[Instruction] = []
     outputs: list[tuple[int, Any]] = [(k, eqn) for k in range(n_carry)]

@@ -82,6 +82,10 @@ class Emitter:
         """Bytes per element of an array with a value."""
         return min(itemsize, 2) if value in self.cursor.rounded else itemsize
 
+    def stored_as(self, x: Instruction, value: int | None) -> Instruction:
+        """An array, rounded if that is how a value is stored."""
+        return self.rounded(x) if self.stored_itemsize(x.itemsize, value) < x.itemsize else x
+
     def argument(self, shape: Sequence[int], itemsize: float, value: int | None) -> Instruction:
         """Append an argument of the body."""
         made = self.emit("argument", "argument", [], shape, itemsize, value=value)

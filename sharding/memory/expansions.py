@@ -10,7 +10,7 @@ from .cudnn_convolutions import cudnn_convolution
 from .instruction import Instruction
 from .library_calls import arithmetic, library_call
 from .local_op import LocalOp
-from .primitive_traits import ARGUMENTS, REDUCTIONS
+from .primitive_traits import INDEX_REDUCTIONS, REDUCTIONS
 
 WINDOW = 32
 """The most elements along a dim that XLA:CPU reduces at once."""
@@ -164,7 +164,7 @@ def sliced(op: LocalOp) -> Instruction:
 
 
 EXPANSIONS: Mapping[str, Expansion] = {
-    **dict.fromkeys(REDUCTIONS - ARGUMENTS, reduction),
+    **dict.fromkeys(REDUCTIONS - INDEX_REDUCTIONS, reduction),
     "conv_general_dilated": convolution,
     "div": division,
     "dot_general": product,

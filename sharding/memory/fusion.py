@@ -17,12 +17,14 @@ from typing import Protocol
 
 from .instruction import Instruction, users
 from .primitive_traits import REDUCTIONS, reverses_lanes, strided_dims, updates
-from .tile_layouts import LANES, SUBLANES
+from .tile_layouts import keeps_tiles
 
 SLICES = frozenset({"slice", "dynamic_slice"})
 """What a kernel reads at one place."""
 PARTS = SLICES | {"split"}
+"""What takes a part of an array."""
 JOINS = frozenset({"concatenate", "pad", "stack"})
+"""What places arrays in a larger one."""
 AFTER_PRODUCTS = REDUCTIONS | {"transpose", "dynamic_update_slice"}
 """What a product's kernel computes of its result besides elementwise ops."""
 
@@ -83,21 +85,10 @@ def _in_parts(instructions: Sequence[Instruction]) -> Iterator[Instruction]:
             found += [one] if reverses_lanes(one.eqn) else []
             found += one.operands if set(strided_dims(one.eqn)) - {-1} else []
         for x in found:
-            while x.role == "bitcast" or _keeps_tiles(x):
+            while x.role == "bitcast" or keeps_tiles(x):
                 x = x.operands[0]
             if not x.is_constant:
                 yield x
-
-
-def _keeps_tiles(one: Instruction) -> bool:
-    """Whether it is a slice that leaves out no tile of its operand: the start of it, under another shape."""
-    if one.eqn is None or one.eqn.primitive.name != "slice" or one.name != "slice":
-        return False
-    if any(one.eqn.params["start_indices"]) or strided_dims(one.eqn):
-        return False
-    tiles = (SUBLANES, LANES)[-len(one.shape) :]
-    sizes = zip(one.operands[0].shape[-2:], one.shape[-2:], tiles, strict=True)
-    return one.operands[0].shape[:-2] == one.shape[:-2] and all(-(-x // n) == -(-y // n) for x, y, n in sizes)
 
 
 class Fusion:

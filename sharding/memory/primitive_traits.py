@@ -27,10 +27,12 @@ DATA_MOVEMENT = frozenset(
 )
 """Fusible data movement: a consumer can index its operand instead."""
 
-ARGUMENTS = frozenset({"argmax", "argmin"})
+INDEX_REDUCTIONS = frozenset({"argmax", "argmin"})
 """Reductions to indices."""
 
-REDUCTIONS = ARGUMENTS | set("reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor".split())
+REDUCTIONS = INDEX_REDUCTIONS | set(
+    "reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor".split()
+)
 
 WINDOWS = frozenset(
     """

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from ..rewrite.bfloat16_propagation import PRODUCTS, is_default
 from .instruction import Body, Instruction, array_bytes, users
+from .primitive_traits import strided_dims
 
 LANES = 128
 SUBLANES = 8
@@ -118,6 +119,16 @@ def padded_bytes(shape: tuple[int, ...], itemsize: float, minor: Minor | None = 
         if a != b
     ]
     return round(num_bytes * min(ratios, default=1.0))
+
+
+def keeps_tiles(one: Instruction) -> bool:
+    """Whether it is a slice that leaves out no tile of its operand: the start of it, under another shape."""
+    if one.name != "slice" or one.eqn is None or one.eqn.primitive.name != "slice":
+        return False
+    source, tiles = one.operands[0].shape, (SUBLANES, LANES)[-len(one.shape) :]
+    if any(one.eqn.params["start_indices"]) or strided_dims(one.eqn) or source[:-2] != one.shape[:-2]:
+        return False
+    return all(_up(x, n) == _up(y, n) for x, y, n in zip(source[-2:], one.shape[-2:], tiles, strict=True))
 
 
 def _minors(body: Body, carried: Carried) -> Mapping[Instruction, Minor]:

@@ -2,22 +2,15 @@
 
 from functools import partial
 
-import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
 from support import peak_memory
+from support.peak_memory import floats, temporary_bytes
 
-import sharding
-from sharding.memory import usage
 from sharding.memory.compiler_traits import TRAITS
 
-X = peak_memory.floats(256, 256)
-
-
-def taken(f, *args, platform):
-    with sharding.mesh(data=1, devices=jax.devices()[:1]):
-        return usage(sharding.jit(f).complete(*args).assignment, platform=platform).temporary_bytes
+X = floats(256, 256)
 
 
 def stacked(x):
@@ -48,14 +41,14 @@ def carried(x, *, depth, has_more):
 
 @pytest.mark.parametrize("platform", TRAITS)
 def test_a_stack_that_nothing_reads_is_not_stored(platform):
-    assert taken(stacked, X, platform=platform) == taken(unstacked, X, platform=platform)
+    assert temporary_bytes(stacked, [X], platform) == temporary_bytes(unstacked, [X], platform)
 
 
 @pytest.mark.parametrize("platform", TRAITS)
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_a_carry_that_nothing_reads_is_not_stored(depth, platform):
     found = [
-        taken(lambda x, has_more=has_more: carried(x, depth=depth, has_more=has_more), X, platform=platform)
+        temporary_bytes(lambda x, has_more=has_more: carried(x, depth=depth, has_more=has_more), [X], platform)
         for has_more in (False, True)
     ]
     assert found[1] == pytest.approx(found[0], abs=1024)
@@ -73,7 +66,7 @@ def test_what_the_condition_reads_is_stored(platform):
     def ten_times(x, y):
         return lax.fori_loop(0, 10, lambda _, c: jnp.sort(c @ c), x) if y is not None else x
 
-    both, one = (taken(f, X, X, platform=platform) for f in (until_small, ten_times))
+    both, one = (temporary_bytes(f, [X, X], platform) for f in (until_small, ten_times))
     assert both >= one + 256 * 256 * 4
 
 
@@ -84,7 +77,7 @@ def test_what_another_carry_needs_is_stored(platform):
             2
         ]
 
-    assert taken(delayed, X, platform=platform) >= 2 * 256 * 256 * 4
+    assert temporary_bytes(delayed, [X], platform) >= 2 * 256 * 256 * 4
 
 
 @peak_memory.newest_jax_only

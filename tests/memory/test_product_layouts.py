@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from support import compilers
+from support.peak_memory import compiled_temporary_bytes
 
 import sharding
 from sharding.memory.usage import usage
@@ -112,7 +113,9 @@ def test_a_donated_cache_is_copied_before_its_update_and_back():
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_compiler_for_h100_copies_as_much(name):
     f, args, _ = PROGRAMS[name]
-    assert predicted(f, args).temporary_bytes == pytest.approx(compiled_bytes(f, args), rel=0.02, abs=KEY_BYTES // 20)
+    assert predicted(f, args).temporary_bytes == pytest.approx(
+        compiled_temporary_bytes(f, args, "h100:1x8"), rel=0.02, abs=KEY_BYTES // 20
+    )
 
 
 @pytest.mark.slow
@@ -120,9 +123,6 @@ def test_the_compiler_for_h100_copies_as_much(name):
 def test_the_compiler_for_h100_copies_donated_caches_as_much():
     args = [KEYS] * LAYERS, GROUPED, NEW, PLACE
     found = predicted(decoded_layers, args, range(LAYERS)).temporary_bytes
-    assert found == pytest.approx(compiled_bytes(decoded_layers, args, donate_argnums=0), rel=0.02)
-
-
-def compiled_bytes(f, args, **options):
-    """Temporary bytes as compiled for one device."""
-    return compilers.compiled_for_one(f, args, "h100:1x8", **options).memory_analysis().temp_size_in_bytes
+    assert found == pytest.approx(
+        compiled_temporary_bytes(decoded_layers, args, "h100:1x8", donate_argnums=0), rel=0.02
+    )

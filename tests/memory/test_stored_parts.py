@@ -5,9 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 from support import compilers
-
-import sharding
-from sharding.memory.usage import usage
+from support.peak_memory import compiled_temporary_bytes, temporary_bytes
 
 ROWS, SIZE = 1024, 256
 X, Y = (jax.ShapeDtypeStruct((ROWS, SIZE, SIZE), jnp.float32) for _ in range(2))
@@ -70,15 +68,10 @@ PROGRAMS = {
 """A program, its arguments, and how many arrays as large as X are stored besides them and the results."""
 
 
-def predicted(f, args):
-    with sharding.mesh({"data": 1}, devices=jax.devices()[:1]):
-        return usage(sharding.jit(f).complete(*args).assignment, platform="tpu").temporary_bytes
-
-
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_arrays_of_which_kernels_read_parts_are_stored(name):
     f, args, count = PROGRAMS[name]
-    assert predicted(f, args) == pytest.approx(count * WHOLE, abs=WHOLE // 50)
+    assert temporary_bytes(f, args, "tpu") == pytest.approx(count * WHOLE, abs=WHOLE // 50)
 
 
 @pytest.mark.slow
@@ -86,5 +79,4 @@ def test_arrays_of_which_kernels_read_parts_are_stored(name):
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_compiler_for_tpus_stores_them(name):
     f, args, count = PROGRAMS[name]
-    analysis = compilers.compiled_for_one(f, args, "v5p:2x2x2").memory_analysis()
-    assert analysis.temp_size_in_bytes == pytest.approx(count * WHOLE, abs=WHOLE // 50)
+    assert compiled_temporary_bytes(f, args, "v5p:2x2x2") == pytest.approx(count * WHOLE, abs=WHOLE // 50)

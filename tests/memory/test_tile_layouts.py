@@ -6,9 +6,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 from support import compilers
+from support.peak_memory import compiled_temporary_bytes, temporary_bytes
 
-import sharding
-from sharding.memory import usage
 from sharding.memory.tile_layouts import Minor, padded_bytes
 
 COUNT = 1 << 16
@@ -75,15 +74,10 @@ PROGRAMS = {
 }
 
 
-def predicted(f, args):
-    with sharding.mesh({"data": 1}, devices=jax.devices()[:1]):
-        return usage(sharding.jit(f).complete(*args).assignment, platform="tpu").temporary_bytes
-
-
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_arrays_whose_order_is_given_take_more_than_their_elements(name):
     f, args = PROGRAMS[name]
-    assert predicted(f, args) > 2 * max(x.size for x in args) * 4
+    assert temporary_bytes(f, args, "tpu") > 2 * max(x.size for x in args) * 4
 
 
 @pytest.mark.slow
@@ -91,5 +85,4 @@ def test_arrays_whose_order_is_given_take_more_than_their_elements(name):
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_compiler_for_tpus_stores_as_much(name):
     f, args = PROGRAMS[name]
-    analysis = compilers.compiled_for_one(f, args, "v5p:2x2x2").memory_analysis()
-    assert predicted(f, args) == pytest.approx(analysis.temp_size_in_bytes, rel=0.1)
+    assert temporary_bytes(f, args, "tpu") == pytest.approx(compiled_temporary_bytes(f, args, "v5p:2x2x2"), rel=0.1)

@@ -4,10 +4,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 from support import compilers
+from support.peak_memory import compiled_temporary_bytes, temporary_bytes
 
-import sharding
 from sharding.memory.tile_reshapes import moves_elements
-from sharding.memory.usage import usage
 
 N = 2**13
 LINE, MATRIX = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((N * N,), (N, N)))
@@ -43,15 +42,10 @@ PROGRAMS = {
 """A program, its arguments, and how many arrays as large as a matrix are stored besides them and the results."""
 
 
-def predicted(f, args):
-    with sharding.mesh({"data": 1}, devices=jax.devices()[:1]):
-        return usage(sharding.jit(f).complete(*args).assignment, platform="tpu").temporary_bytes
-
-
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_reshape_from_or_to_a_line_is_stored(name):
     f, args, count = PROGRAMS[name]
-    assert predicted(f, args) == pytest.approx(count * SIZE, abs=SIZE // 50)
+    assert temporary_bytes(f, args, "tpu") == pytest.approx(count * SIZE, abs=SIZE // 50)
 
 
 @pytest.mark.slow
@@ -59,8 +53,7 @@ def test_a_reshape_from_or_to_a_line_is_stored(name):
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_compiler_for_tpus_stores_it(name):
     f, args, count = PROGRAMS[name]
-    analysis = compilers.compiled_for_one(f, args, "v5p:2x2x2").memory_analysis()
-    assert analysis.temp_size_in_bytes == pytest.approx(count * SIZE, abs=SIZE // 50)
+    assert compiled_temporary_bytes(f, args, "v5p:2x2x2") == pytest.approx(count * SIZE, abs=SIZE // 50)
 
 
 @pytest.mark.parametrize(

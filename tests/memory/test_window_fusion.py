@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 from support import compilers
+from support.peak_memory import compiled_temporary_bytes, temporary_bytes
 
 import sharding
-from sharding.memory.usage import usage
 
 IMAGES = jax.ShapeDtypeStruct((16, 128, 128, 64), jnp.float32)
 MATRIX = jax.ShapeDtypeStruct((64, 64), jnp.float32)
@@ -32,15 +32,10 @@ PROGRAMS = {
 """A program, its arguments, and its temporary bytes."""
 
 
-def predicted(f, args, platform):
-    with sharding.mesh({"data": 1}, devices=jax.devices()[:1]):
-        return usage(sharding.jit(f).complete(*args).assignment, platform=platform).temporary_bytes
-
-
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_pools_compute_what_they_read(name):
     f, args, num_bytes = PROGRAMS[name]
-    assert predicted(f, args, "gpu") == pytest.approx(num_bytes, abs=SIZE // 10)
+    assert temporary_bytes(f, args, "gpu") == pytest.approx(num_bytes, abs=SIZE // 10)
 
 
 @pytest.mark.slow
@@ -48,14 +43,13 @@ def test_pools_compute_what_they_read(name):
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_compiler_for_h100_does_so(name):
     f, args, num_bytes = PROGRAMS[name]
-    analysis = compilers.compiled_for_one(f, args, "h100:1x8").memory_analysis()
-    assert analysis.temp_size_in_bytes == pytest.approx(num_bytes, abs=SIZE // 10)
+    assert compiled_temporary_bytes(f, args, "h100:1x8") == pytest.approx(num_bytes, abs=SIZE // 10)
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
 def test_an_argmax_computes_what_it_reads(platform):
-    assert predicted(lambda x: jnp.argmax(jnp.square(x) + 1, 1), (IMAGES,), platform) < SIZE // 10
-    assert predicted(lambda x: jnp.argmin(jnp.exp(x), -1), (IMAGES,), platform) < SIZE // 10
+    assert temporary_bytes(lambda x: jnp.argmax(jnp.square(x) + 1, 1), (IMAGES,), platform) < SIZE // 10
+    assert temporary_bytes(lambda x: jnp.argmin(jnp.exp(x), -1), (IMAGES,), platform) < SIZE // 10
 
 
 def test_so_does_that_of_the_compiler_for_cpus():

@@ -8,6 +8,8 @@ import pytest
 import sharding
 from sharding.memory import usage
 
+from . import compilers
+
 newest_jax_only = pytest.mark.skipif(
     jax.__version_info__ < (0, 12),
     reason="JAX 0.10.2 undoes remat and orders, fuses and partitions differently",
@@ -45,6 +47,17 @@ def compiled_bytes(lowered):
     found = lowered.compile().memory_analysis()
     own = found.argument_size_in_bytes + found.temp_size_in_bytes
     return own + found.output_size_in_bytes - found.alias_size_in_bytes
+
+
+def temporary_bytes(f, args, platform):
+    """As predicted for one device."""
+    with sharding.mesh({"data": 1}, devices=jax.devices()[:1]):
+        return usage(sharding.jit(f).complete(*args).assignment, platform=platform).temporary_bytes
+
+
+def compiled_temporary_bytes(f, args, described, **options):
+    """As compiled for one of the described devices, with options of `jax.jit`."""
+    return compilers.compiled_for_one(f, args, described, **options).memory_analysis().temp_size_in_bytes
 
 
 def floats(*shape):
