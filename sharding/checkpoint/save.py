@@ -3,6 +3,8 @@
 import contextlib
 import os
 import shutil
+import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,8 +50,11 @@ class Saver:
             cleanup_tmp_directories=True,
             # If it fails to create a directory in the background, its threads wait for it for five minutes
             # (Orbax 0.12.8), even at process exit.
-            async_options=ocp.options.AsyncOptions(create_directories_asynchronously=False),
+            async_options=ocp.options.AsyncOptions(
+                create_directories_asynchronously=False, barrier_sync_fn=self._barrier
+            ),
         )
+        self._thread = threading.get_ident()
         self._silenced = contextlib.ExitStack()
         self._silenced.enter_context(orbax_silenced())
         with _writing(self.directory, "open"):
@@ -110,6 +115,17 @@ class Saver:
             with contextlib.suppress(Exception):
                 self._manager.close()
         self._silenced.close()
+
+    def _barrier(self, *, key: str, timeout_ms: int) -> None:
+        """Waits for all processes, unless the save failed in this one.
+
+        Orbax 0.12.8 waits for them before it raises the error, in a `finally` of a thread of its own, while the others
+        are at another barrier.
+        """
+        import orbax.checkpoint as ocp
+
+        if threading.get_ident() == self._thread or sys.exception() is None:
+            ocp.multihost.get_barrier_sync_fn()(key=key, timeout_ms=timeout_ms)
 
     def _clear(self) -> None:
         if jax.process_index() == 0:

@@ -15,6 +15,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from support.faulty_disk import flip_bit, largest_file, limit_file_size
 
@@ -106,6 +107,20 @@ def test_a_full_disk(num_bytes: int, tmp_path):
     checkpoint.save(tmp_path, 2, noise(2)).wait()
     assert checkpoint.steps(tmp_path) == [1, 2]
     assert sorted(os.listdir(tmp_path)) == ["1", "2"]
+
+
+def test_a_process_whose_save_failed_waits_for_no_other(tmp_path, monkeypatch):
+    """The others are at another barrier, and Orbax waits for twenty minutes."""
+    errors = []
+    monkeypatch.setattr(ocp.multihost, "get_barrier_sync_fn", lambda **_: lambda **_: errors.append(sys.exception()))
+    saver = checkpoint.Saver(tmp_path)
+    with limit_file_size(1 << 16):
+        saver.save(1, noise(1))
+        assert errors, "barriers are no longer those of the saver"
+        with pytest.raises(ShardingError, match="required: a writable directory"):
+            saver.wait()
+    saver.close()
+    assert errors == [None] * len(errors)
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ def kill_while_saving(run: Launched, folder: Path, generator: random.Random) -> 
 
 @pytest.mark.slow
 def test_twenty_kills_while_saving(tmp_path: Path):
-    steps, kills, out, generator = 60, 20, tmp_path / "run", random.Random(0)
+    steps, kills, out, generator = 120, 20, tmp_path / "run", random.Random(0)
     folder = out / "checkpoints"
     uninterrupted = uninterrupted_losses(tmp_path / "alone", steps=steps)
     args = run_args(out, "--keep", "100", steps=steps, every=2)
