@@ -19,7 +19,9 @@ from .strategy_scores import Weights, cost_scale, features_of, initial_weights, 
 
 STEPS = 300
 """Updates of the policy, each from `SAMPLES` choices."""
-SAMPLES = 16
+SAMPLES = 64
+"""Of each step. With few the gradient is so noisy that the policy settles on early luck; `SAMPLES` divides its
+variance."""
 LEARNING_RATE = 0.1
 BASELINE_DECAY = 0.9
 VALID_ONLY_FROM = 0.5
@@ -54,8 +56,9 @@ def solve(problem: Problem, *, memory_bytes: float | None = None, seconds: float
 
     The policy decides node by node, with probabilities `softmax(scores)` of the strategies that fit
     (`strategy_scores`). With R the square root of a choice's cost above a lower bound and B its moving average over
-    earlier steps, each step follows the gradient of `mean (R - B) log probability of the choice`. Choices that run into
-    a dead end have a large R, and are left out in the second half.
+    earlier steps, each step follows the gradient of `mean (R - B) log probability of the choice` over `SAMPLES` choices
+    (the K of the paper's equation 3). Choices that run into a dead end have a large R, and are left out in the second
+    half.
 
     Raises:
         ShardingError: the problem's edges, padded to one size, don't fit; or no choice that fits was sampled.

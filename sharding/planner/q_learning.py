@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import math
 import time
 from typing import Any, NamedTuple
@@ -26,6 +27,10 @@ MEMORY = 4096
 """Decisions that are remembered."""
 MOST_RANDOM, LEAST_RANDOM = 0.5, 0.05
 """Part of the decisions that are random at first, and from the second half on."""
+RANDOM_DECISIONS = 2.0
+"""Most random ones of an episode, on average: with a fixed part of many decisions none would be good throughout."""
+BACKUPS = 6
+"""Targets that each rest on the next one from the first decision to the end, for the number of steps of a target."""
 DEAD = 2.0
 """What a node costs in a dead end, in multiples of the scale of costs."""
 
@@ -36,7 +41,10 @@ def solve(problem: Problem, *, memory_bytes: float | None = None, seconds: float
     Nodes are decided one by one. With Q the cost from here on if a strategy is taken now, c what it adds, and Q' a
     network that follows Q in steps, each update moves Q on remembered decisions towards
 
-        Q(state, p) = c + min over options q of Q'(next state, q).
+        Q(state, p) = c1 + ... + cn + min over options q of Q'(state after n decisions, q).
+
+    n is one of problems with few decisions, and grows with their number: with n = 1 what the last of a hundred
+    decisions costs would need as many updates of Q' to reach the first.
 
     Strategies that exceed the limit, or that go with no option of a neighbour, are never taken. Nodes whose strategy
     follows from another's by forbidden pairs (linkage groups) are no decisions.
@@ -47,6 +55,9 @@ def solve(problem: Problem, *, memory_bytes: float | None = None, seconds: float
     References:
         Wang et al., "Auto-MAP: A DQN Framework for Exploring Distributed Execution Plans for DNN Workloads", 2020
         (2007.04069), sections 4 and 5.
+
+        Mnih et al., "Asynchronous Methods for Deep Reinforcement Learning", ICML 2016 (1602.01783), section 4, of
+        targets of n steps.
     """
     problem, start = problem.limited(memory_bytes), time.monotonic()
     learner = Learner(problem, seed)
@@ -87,7 +98,7 @@ class Decision(NamedTuple):
 
 
 class Remembered(NamedTuple):
-    """Decisions, what was taken, and what came next; costs in multiples of the scale."""
+    """Decisions, what was taken, and what came `num_steps` decisions later; costs in multiples of the scale."""
 
     node: Any
     features: Any
@@ -125,6 +136,9 @@ class Learner:
             next_added=np.zeros(shape, np.float32),
             next_options=np.zeros(shape, bool),
         )
+        self.num_free = int((self.start.choice < 0).sum())
+        self.num_steps = max(1, self.num_free // BACKUPS)
+        """Decisions whose costs are part of a target."""
         self.num_decisions = self.num_updates = 0
         self.best: np.ndarray | None = None
         self.best_cost = math.inf
@@ -153,8 +167,10 @@ class Learner:
 
     def episode(self, random_share: float) -> None:
         """Makes a choice, some of it at random, and learns from it."""
-        partial = self.start.copied()
+        partial, random_share = self.start.copied(), min(random_share, RANDOM_DECISIONS / max(1, self.num_free))
         decision = self.decision(partial)
+        # Decisions whose target is not complete yet, and the costs before them.
+        waiting = collections.deque[tuple[Decision, int, float]]()
         while decision is not None and decision.options.any():
             taken = self._taken(decision, random_share)
             after = partial.forced(decision.node, taken)
@@ -164,8 +180,11 @@ class Learner:
                 self._remember(decision, taken, DEAD * len(self.order), None)
                 decision.options[taken] = False
                 continue
-            self._remember(decision, taken, (after.cost - partial.cost) / self.scale, following)
+            waiting.append((decision, taken, partial.cost))
             partial, decision = after, following
+            while waiting and (len(waiting) == self.num_steps or following is None):
+                first, taken, cost = waiting.popleft()
+                self._remember(first, taken, (partial.cost - cost) / self.scale, following)
         if partial.cost < self.best_cost and (partial.choice >= 0).all():
             self.best, self.best_cost = partial.choice, partial.cost
 

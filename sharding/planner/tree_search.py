@@ -13,13 +13,20 @@ from .node_groups import equal_nodes
 from .partial_choice import PartialChoice, decision_order
 from .problem import Problem
 from .solution import Solution, nothing_found
+from .spreading_changes import SpreadingChanges
 
 EPISODES = 2_000
 """After which the search ends, if not by time or because everything is explored."""
 EXPLORATION = 0.1
 """UCT's constant, for costs between 0 and 1."""
+ROLL_OUTS = 4
+"""Changes of the best choice that are tried in a new state, and as many that keep none of its decisions."""
+DECIDED = 0.1
+"""Part of the new states from which all nodes are decided one by one instead."""
 RANDOM_DECISIONS = 2
-"""Of a roll-out, on average; half of the roll-outs follow the best choice otherwise, half take what adds least."""
+"""Then, on average; half of the times the others follow the best choice, half take what adds least."""
+LEAST_INERTIA, MOST_INERTIA = 0.05, 0.95
+"""Between which that of a change is random (`SpreadingChanges.spread`)."""
 
 
 def solve(problem: Problem, *, memory_bytes: float | None = None, seconds: float = 60, seed: int = 0) -> Solution:
@@ -27,13 +34,20 @@ def solve(problem: Problem, *, memory_bytes: float | None = None, seconds: float
 
     An episode goes down the tree of decisions, taking the strategy of least
     `mean cost - EXPLORATION range sqrt(log visits / visits of the strategy)`, until it meets a state that is new, and
-    completes the choice at random. Of a state with n visits the 1 + sqrt(n) strategies that add least are looked at, of
-    those that are left (progressive widening). After every decision `PartialChoice.propagate` drops what is needless
-    now and decides what is forced. States whose undecided nodes face the same costs and limits are one, with the cost
-    still to come. What is fully explored isn't visited again: if that is everything, the choice is proven.
+    completes the choice. Of a state with n visits the 1 + sqrt(n) strategies that add least are looked at, of those
+    that are left (progressive widening). After every decision `PartialChoice.propagate` drops what is needless now and
+    decides what is forced. States whose undecided nodes face the same costs and limits are one, with the cost still to
+    come. What is fully explored isn't visited again: if that is everything, the choice is proven.
+
+    A roll-out takes the best choice so far where nothing is decided, changes one more node at random, and propagates
+    that in both directions (`SpreadingChanges`), as Automap does with each decision. Where nodes are tied by costs and
+    not by forbidden pairs, `PartialChoice.propagate` decides next to nothing, and only together do they change at a
+    gain. A new state counts as the best of `ROLL_OUTS` such choices (leaf parallelisation). As many start from the
+    first state, so that decisions in which the search is deep don't hide better ones; they only count if they are the
+    best.
 
     If nodes are equal with their surroundings, as in repeated layers, the first half of the episodes decides all nodes
-    of a group at once.
+    of a group at once; the second half starts from the best choice of the first.
 
     Raises:
         ShardingError: nothing fits, or no choice was found.
@@ -41,6 +55,8 @@ def solve(problem: Problem, *, memory_bytes: float | None = None, seconds: float
     References:
         Schaarschmidt et al., "Automap: Towards Ergonomic Automated Parallelism for ML Models", 2021 (2112.02958),
         section 2. Deviation: the order of decisions is fixed, and there is no learned filter.
+
+        Cazenave, Jouandeau, "On the Parallelization of UCT", 2007, section 2, of several roll-outs per leaf.
     """
     problem, start = problem.limited(memory_bytes), time.monotonic()
     groups = equal_nodes(problem)
@@ -48,6 +64,7 @@ def solve(problem: Problem, *, memory_bytes: float | None = None, seconds: float
     if any(len(group) > 1 for group in groups):
         searches.insert(0, TreeSearch(problem, seed, groups))
     for search in searches:
+        search.best = min((other.best for other in searches), key=lambda one: one.cost)
         share = 0.5 if search is not searches[-1] else 1.0
         if not search.run(int(share * EPISODES), start + share * seconds):
             break
@@ -131,6 +148,7 @@ class TreeSearch:
 
     def __init__(self, problem: Problem, seed: int, groups: Sequence[Sequence[int]] = ()):
         self.rng = np.random.default_rng(seed)
+        self.problem, self.changes = problem, SpreadingChanges(problem)
         self.order = decision_order(problem)
         self.peers = {i: group for group in groups for i in group}
         self.start = PartialChoice(problem)
@@ -169,7 +187,7 @@ class TreeSearch:
             key = partial.signature()
             if key not in self.states:
                 self.states[key] = State(partial, self.order[at])
-                found, is_explored = self._rolled_out(partial, at), False
+                found, is_explored = self._completed(partial, at), False
                 break
             state = self.states[key]
             if state.is_done:
@@ -215,6 +233,27 @@ class TreeSearch:
             if partial.choice[peer] < 0 and strategy in partial.options(peer):
                 partial.decide(peer, strategy)
                 partial.propagate([j for j, _, _ in partial.edges[peer]])
+
+    def _completed(self, partial: PartialChoice, at: int) -> Completion:
+        """The best of several roll-outs from a new state; roll-outs from the first one may become the best choice."""
+        found = Completion(math.inf, partial.choice)
+        if math.isfinite(self.best.cost) and self.rng.random() >= DECIDED:
+            anywhere = (self._changed_best(self.start) for _ in range(ROLL_OUTS))
+            self.best = min(self.best, *anywhere, key=lambda one: one.cost)
+            found = min((self._changed_best(partial) for _ in range(ROLL_OUTS)), key=lambda one: one.cost)
+        return found if math.isfinite(found.cost) else self._rolled_out(partial, at)
+
+    def _changed_best(self, partial: PartialChoice) -> Completion:
+        """The best choice with what is decided here, one more decision at random, and what follows from both."""
+        fixed, best = partial.choice >= 0, self.best.choice
+        changes = {int(i): int(partial.choice[i]) for i in np.flatnonzero(fixed & (partial.choice != best))}
+        node = int(self.rng.choice(np.flatnonzero(~fixed)))
+        if not len(options := partial.options(node)):
+            return Completion(math.inf, partial.choice)
+        strategy = int(self.rng.choice(options))
+        changes |= {i: strategy for i in (node, *self.peers.get(node, ())) if not fixed[i]}
+        choice = self.changes.spread(best, changes, fixed=fixed, inertia=self.rng.uniform(LEAST_INERTIA, MOST_INERTIA))
+        return Completion(self.problem.cost(choice) if self.problem.is_feasible(choice) else math.inf, choice)
 
     def _rolled_out(self, partial: PartialChoice, at: int) -> Completion:
         """Decides all other nodes, some at random, the others by what adds least; all of them the first time.

@@ -50,6 +50,31 @@ def test_nothing_follows_the_last_decision_of_an_episode():
     assert follows.tolist() == [True] * (learner.num_decisions - 1) + [False]
 
 
+def test_targets_of_several_steps_add_up_costs():
+    """Of each episode of 13 decisions, two a target: the last target has one of them, and nothing follows two."""
+    edges = [(i, i + 1, np.arange(9).reshape(3, 3)) for i in range(12)]
+    problem = planner.Problem.of([[1, 2, 3]] * 13, edges)
+    learner = Learner(problem, seed=0)
+    assert (learner.num_free, learner.num_steps) == (13, 2)
+    learner.episode(0.0)
+    memory, count = learner.memory, learner.num_decisions
+    assert count == 13
+    assert memory.next_options[:count].any(axis=1).tolist() == [True] * 11 + [False] * 2
+    assert memory.next_node[: count - 2].tolist() == memory.node[2:count].tolist()
+    # Every other target covers all decisions once.
+    assert memory.cost[:count:2].sum() * learner.scale == pytest.approx(problem.cost(learner.best))
+
+
+def test_few_of_many_decisions_are_random(monkeypatch):
+    learner = Learner(planner.Problem.of([[1, 2]] * 200), seed=0)
+    shares = []
+    taken = Learner._taken
+    monkeypatch.setattr(Learner, "_taken", lambda self, d, share: shares.append(share) or taken(self, d, share))
+    learner.episode(0.5)
+    assert len(shares) == 200
+    assert max(shares) == q_learning.RANDOM_DECISIONS / 200
+
+
 def test_linked_nodes_are_no_decisions():
     linked = np.where(np.eye(3) > 0, 0, planner.FORBIDDEN)
     counts = []

@@ -94,3 +94,18 @@ def test_an_interrupt_returns_the_best_so_far(monkeypatch):
     edges = [(i + shift, j + shift, matrix) for shift in (0, 36) for (i, j), matrix in pairs]
     twice = planner.Problem.of([*wide.costs] * 2, edges)  # so that there are groups, searched first
     assert planner.solve(twice, "automap").evaluations == 3
+
+
+def test_roll_outs_leave_a_local_minimum():
+    """Strategy 1 costs more at all nodes but the last, and saves only if the whole chain takes it."""
+    apart = 3 * (1 - np.eye(2))
+    problem = planner.Problem.of([[0, 0.5]] * 7 + [[6, 0]], [(i, j, apart) for i in range(8) for j in range(i)])
+    search = TreeSearch(problem, seed=0)
+    together, alone = [1] * 8, [0] * 8
+    for node in range(8):
+        changed = [int(i == node) for i in range(8)]
+        assert problem.cost(changed) > problem.cost(alone) > problem.cost(together)
+    search.best = tree_search.Completion(problem.cost(alone), np.array(alone))
+    found = [search._changed_best(search.start) for _ in range(40)]
+    assert all(one.cost == problem.cost(one.choice) for one in found)
+    assert min(one.cost for one in found) == problem.cost(together)
