@@ -75,6 +75,8 @@ class CompilerTraits:
     """Whether no other op runs in the kernels of gathers of several rows and of pads between elements."""
     stores_parts: bool = False
     """Whether arrays are stored of which kernels read or write parts: see `fusion`."""
+    packs_online: bool = False
+    """Whether buffers are placed in memory in the order of the schedule, not the largest first."""
     fuses_windows: bool = False
     """Whether kernels compute sums of windows, and cumulative ones."""
 
@@ -98,6 +100,7 @@ TRAITS: Mapping[Platform, CompilerTraits] = {
         stores_tiles=True,
         moves_alone=True,
         stores_parts=True,
+        packs_online=True,
     ),
     "gpu": CompilerTraits(
         uses_cudnn=True,

@@ -11,10 +11,11 @@ from .compiler_traits import CompilerTraits
 from .dead_results import drop_dead_results
 from .emitter import Emitter
 from .equation_lowering import Env, Handler, Lowering
-from .instruction import Body, Instruction, users
+from .instruction import Body, Instruction
 from .product_fusion import fuse_products
 from .product_layouts import transpose_operands
 from .product_merging import merge_products
+from .product_rounding import settle_rounding
 from .scatter_folding import fold_scatters
 from .sum_merging import merge_sums
 from .sum_scattering import scatter_sums
@@ -89,20 +90,3 @@ def lower(assignment: Assignment, traits: CompilerTraits) -> DeviceProgram:
         pad_tiles(emitter.body)
     kept = frozenset(x for x, is_used in zip(inputs, g.inputs_used, strict=True) if is_used)
     return DeviceProgram(emitter.body, tuple(inputs), kept, tuple(emitter.body.results))
-
-
-def settle_rounding(body: Body) -> None:
-    """Stores 16-bit floats that are only read in float32 as they were before rounding, and once what is rounded for
-    products of many matrices, whose kernels compute no operands."""
-    readers = users(body.instructions)
-    for one in body.instructions:
-        for inner in one.bodies:
-            settle_rounding(inner)
-        reading = readers[one]
-        is_computed = one.itemsize == 2 and one.fuses_operands and one not in body.results
-        if is_computed and reading and all(x.name == "convert_element_type" and x.itemsize == 4 for x in reading):
-            one.num_bytes *= 2
-            for x in reading:
-                x.role = "bitcast"
-        if one.name == "convert_element_type" and one.itemsize == 2:
-            one.expensive = any(x.product is not None and x.product.batch > 1 for x in reading)

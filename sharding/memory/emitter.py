@@ -212,7 +212,8 @@ class Emitter:
         facts: Mapping[str, Any] = {"value": x.value, "eqn": x.eqn}
         if itemsize != 2 or not self.traits.widens_16_bits:
             is_bitcast = self.traits.reshapes_products and x.product is not None and x.product.num_dims < len(x.shape)
-            in_place = ((0, 0),) if self.traits.reduces_in_place and not is_bitcast else ()
+            is_alike = x.itemsize == self.stored_itemsize(itemsize, x.value) and not is_bitcast
+            in_place = ((0, 0),) if self.traits.reduces_in_place and is_alike else ()
             facts = {**facts, "group": (axes, itemsize), "in_place": in_place}
             return self.emit("all-reduce", "unfusible", [x], x.shape, itemsize, axes=axes, **facts)
         x = self.emit("convert", "fusible", [x], x.shape, 4, elementwise=True, **facts)

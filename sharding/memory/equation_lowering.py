@@ -280,7 +280,7 @@ class Lowering:
                 emitter.emit(kind, "unfusible", [x] if x is not None else [], shape, itemsize, value=value, **facts)
                 for x, (shape, itemsize, value) in zip(operands, outputs, strict=False)
             ]
-        is_alone = traits.moves_alone and (primitive_traits.gathers_rows(eqn) or primitive_traits.dilates(eqn))
+        is_alone = traits.moves_alone and primitive_traits.dilates(eqn)
         is_window = traits.fuses_windows and name in primitive_traits.WINDOWS
         is_fusible = (primitive_traits.is_fusible(name) or is_window) and not is_alone
         if len(outputs) != 1 and not is_fusible:

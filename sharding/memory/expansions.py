@@ -10,7 +10,7 @@ from .cudnn_convolutions import cudnn_convolution
 from .instruction import Instruction
 from .library_calls import arithmetic, library_call
 from .local_op import LocalOp
-from .primitive_traits import INDEX_REDUCTIONS, REDUCTIONS
+from .primitive_traits import INDEX_REDUCTIONS, REDUCTIONS, gathers_rows, masks_rows
 
 WINDOW = 32
 """The most elements along a dim that XLA:CPU reduces at once."""
@@ -102,6 +102,26 @@ def updated_slice(op: LocalOp) -> Instruction:
     return op.emit("dynamic_update_slice", op.operands, in_place=((0, 0),))
 
 
+def gathered(op: LocalOp) -> Instruction | None:
+    """Where a kernel gathers rows alone, as on TPUs, another one masks those that the device does not have.
+
+    Rows that are only read in fewer bits are rounded after that, and partial sums of them after they are reduced.
+    """
+    if not (op.emitter.traits.moves_alone and gathers_rows(op.eqn) and op.operands):
+        return None
+    table, whole = op.operands[0], op.eqn.invars[0].aval.shape
+    indexed = op.eqn.params["dimension_numbers"].start_index_map
+    is_partial = len(table.shape) == len(whole) and any(table.shape[d] < whole[d] for d in indexed)
+    facts = {"key": op.facts["key"], "eqn": op.eqn}
+    found = op.emitter.emit("gather", "unfusible", op.operands, op.shape, table.itemsize, **facts)
+    if is_partial:
+        found = op.emitter.emit("select_n", "fusible", [found], op.shape, table.itemsize, elementwise=True, **facts)
+    elif masks_rows(op.eqn) or op.emitter.stored_itemsize(op.itemsize, op.facts["value"]) < table.itemsize:
+        return op.emit("select_n", [found], elementwise=True)
+    found.value = op.facts["value"]
+    return found
+
+
 def reduction(op: LocalOp) -> Instruction | None:
     """A reshape where each device has one element to reduce; on CPUs a library's, or else first one of windows, which
     is an op of its own (openxla/xla, `service/tree_reduction_rewriter.cc`)."""
@@ -169,6 +189,7 @@ EXPANSIONS: Mapping[str, Expansion] = {
     "div": division,
     "dot_general": product,
     "erf_inv": inverse_error_function,
+    "gather": gathered,
     "scatter": scattered,
     "scatter-add": scattered,
     "select_and_scatter_add": selected_and_scattered,

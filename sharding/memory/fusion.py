@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from .instruction import Instruction, users
+from .instruction import Instruction, Users, users
 from .primitive_traits import REDUCTIONS, reverses_lanes, strided_dims, updates
 from .tile_layouts import keeps_tiles
 
@@ -25,6 +25,10 @@ PARTS = SLICES | {"split"}
 """What takes a part of an array."""
 JOINS = frozenset({"concatenate", "pad", "stack"})
 """What places arrays in a larger one."""
+MOST_AFTER_PRODUCT = 100
+"""Ops after a product among which the last one of its kernel is searched."""
+FEW_SUMMED = 64
+"""A matrix product that sums fewer elements is computed again in the tiles of another one that reads it."""
 AFTER_PRODUCTS = REDUCTIONS | {"transpose", "dynamic_update_slice"}
 """What a product's kernel computes of its result besides elementwise ops."""
 
@@ -166,13 +170,11 @@ class _AcceleratorFusion(Fusion):
 
     def ends_of_products(self) -> Iterator[Instruction]:
         """The last of the elementwise ops after a product, if several or a product read it: its kernel stores that."""
-        found: set[Instruction] = set()
-        for one in self.instructions:
-            own = [x for x in one.operands if len(self.users[x]) == 1 and x not in self.stored]
-            if one.elementwise and any(is_product(x) or x in found for x in own):
-                found.add(one)
-                if len(self.users[one]) > 1 or any(is_product(x) for x in self.users[one]):
-                    yield one
+        for end, inside in product_ends(self.instructions, self.users, self.stored).items():
+            readers = self.users[end]
+            is_nested = len(readers) == 1 and all(x.elementwise or is_small_product(x) for x in inside)
+            if end.elementwise and (len(readers) > 1 or (any(map(is_product, readers)) and not is_nested)):
+                yield end
 
     def costly(self) -> set[Instruction]:
         """What is read faster from memory than computed again by each of several users."""
@@ -215,15 +217,24 @@ class _AcceleratorFusion(Fusion):
 
     def ends_product(self, product: Instruction, inside: Collection[Instruction]) -> bool:
         """Whether a kernel's instructions that depend on a product can run on its tiles, in the product's kernel."""
-        found, waiting = {product}, [product]
+        return all(
+            x.elementwise or x.role == "bitcast" or x.name in AFTER_PRODUCTS for x in self.dependents(product, inside)
+        )
+
+    def is_nested(self, product: Instruction, inside: Collection[Instruction]) -> bool:
+        """Whether the kernel of another matrix product computes a small one with it."""
+        if not is_small_product(product):
+            return False
+        return all(x.elementwise or x.product is not None for x in self.dependents(product, inside))
+
+    def dependents(self, source: Instruction, inside: Collection[Instruction]) -> set[Instruction]:
+        """The instructions inside a kernel that depend on one."""
+        found, waiting = set[Instruction](), [source]
         while waiting:
-            for user in self.users[waiting.pop()]:
-                if user in inside and user not in found:
-                    if not (user.elementwise or user.role == "bitcast" or user.name in AFTER_PRODUCTS):
-                        return False
-                    found.add(user)
-                    waiting.append(user)
-        return True
+            new = [x for x in self.users[waiting.pop()] if x in inside and x not in found]
+            found.update(new)
+            waiting += new
+        return found
 
 
 @dataclass(slots=True)
@@ -233,13 +244,50 @@ class _Growth:
 
     def takes(self, producer: Instruction, inside: Collection[Instruction], *, is_shared: bool) -> bool:
         fusion = self.fusion
-        is_free = is_product(producer) and not (is_shared or self.has_product)
-        if not (is_fusible(producer) or (is_free and fusion.ends_product(producer, inside))):
-            return False
+        if not is_fusible(producer):
+            fits = fusion.is_nested if self.has_product else fusion.ends_product
+            if not is_product(producer) or is_shared or not fits(producer, inside):
+                return False
         if producer in fusion.stored or (producer in fusion.once and is_shared):
             return False
         self.has_product = self.has_product or is_product(producer)
         return True
+
+
+def product_ends(
+    instructions: Sequence[Instruction], readers: Users, stored: Collection[Instruction]
+) -> dict[Instruction, set[Instruction]]:
+    """The last ops in the kernels of products: those on a product's tiles, as long as no other kernel reads one before.
+
+    Returns:
+        Last op -> the product and what runs on its tiles.
+    """
+    place = {one: k for k, one in enumerate(instructions)}
+    found: dict[Instruction, set[Instruction]] = {}
+    for product in filter(is_product, instructions):
+        end, inside = product, {product}
+        unread = {product: len(readers[product])}
+        """Those inside that others read -> by how many, which aren't inside yet."""
+        waiting = [place[x] for x in readers[product]]
+        heapq.heapify(waiting)
+        while waiting and len(inside) <= MOST_AFTER_PRODUCT and end not in stored:
+            one = instructions[heapq.heappop(waiting)]
+            if not (one.elementwise or one.name == "transpose" or one.role == "bitcast"):
+                break
+            inside.add(one)
+            for x in inside.intersection(one.operands):
+                unread[x] -= 1
+                if not unread[x]:
+                    del unread[x]
+            new = readers[one]
+            unread |= {one: len(new)} if new else {}
+            for x in new:
+                if place[x] not in waiting:
+                    heapq.heappush(waiting, place[x])
+            if not unread.keys() - {one}:
+                end = one
+        found[end] = {x for x in inside if place[x] <= place[end]}
+    return found
 
 
 def computed_operands(root: Instruction) -> set[Instruction]:
@@ -257,6 +305,11 @@ def is_read_in_part(one: Instruction) -> bool:
 def is_product(one: Instruction) -> bool:
     """Whether it is a product whose kernel computes more: what fuses operands and is no scatter."""
     return one.fuses_operands and not updates(one.name)
+
+
+def is_small_product(one: Instruction) -> bool:
+    """Whether it is a product of two matrices that sums few elements."""
+    return one.product is not None and one.product.batch == 1 and one.product.summed < FEW_SUMMED
 
 
 def is_fusible(one: Instruction) -> bool:

@@ -1,13 +1,14 @@
-"""Best-fit packing of buffers into one heap, as XLA's heap simulator does it.
+"""Best-fit packing of buffers into one heap, as XLA does it.
 
 Buffers with disjoint lifetimes share bytes, but gaps make the heap larger than the peak of live bytes. XLA places
-buffers one by one, each into the smallest gap among those live at the same time (openxla/xla, `service/heap_simulator`,
-`GlobalDecreasingSizeBestFitHeap`), by decreasing size. It also tries decreasing lifetimes and takes the smaller heap,
-which changes little.
+buffers one by one, each into the smallest gap among those live at the same time. On CPUs and GPUs it does so by
+decreasing size (openxla/xla, `service/heap_simulator`, `GlobalDecreasingSizeBestFitHeap`); it also tries decreasing
+lifetimes and takes the smaller heap, which changes little. On TPUs it does so in the order of the schedule.
 """
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 
 import numpy as np
@@ -44,3 +45,74 @@ def block_bytes(intervals: Sequence[Interval]) -> int:
         best = np.argmin(np.where(gaps >= sizes[k], gaps, NEVER))
         offsets[k] = begins[best] - gaps[best] if gaps[best] >= sizes[k] else ends[-1]
     return int((offsets + sizes).max(initial=0))
+
+
+def online_bytes(intervals: Sequence[Interval]) -> int:
+    """Bytes of the heap of XLA:TPU, which places buffers in the order of the schedule.
+
+    Each takes the smallest gap that is large enough, or else the heap grows at its end. Gaps between buffers that live
+    on stay, so the heap can be far larger than the peak of live bytes.
+    """
+    starts = sorted(range(len(intervals)), key=lambda k: intervals[k][1])
+    ends = sorted(range(len(intervals)), key=lambda k: intervals[k][2])
+    offsets, free, size = [0] * len(intervals), Gaps(), 0
+    ended = 0
+    for k in starts:
+        num_bytes, first, _ = intervals[k]
+        while intervals[ends[ended]][2] < first:
+            free.add(offsets[ends[ended]], intervals[ends[ended]][0])
+            ended += 1
+        found = free.take(num_bytes)
+        offsets[k] = free.take_last(size) if found is None else found
+        size = max(size, offsets[k] + num_bytes)
+    return size
+
+
+class Gaps:
+    """The free bytes of a heap."""
+
+    def __init__(self) -> None:
+        self.by_size: list[tuple[int, int]] = []
+        """(bytes, offset), sorted."""
+        self.ends: dict[int, int] = {}
+        """Offset -> end."""
+        self.begins: dict[int, int] = {}
+        """End -> offset."""
+
+    def take(self, num_bytes: int) -> int | None:
+        """The offset of the smallest gap that is large enough, of which the rest stays free; None if none is."""
+        at = bisect.bisect_left(self.by_size, (num_bytes, -1))
+        if at == len(self.by_size):
+            return None
+        begin = self.by_size[at][1]
+        end = self._remove(begin)
+        if begin + num_bytes < end:
+            self._insert(begin + num_bytes, end)
+        return begin
+
+    def take_last(self, size: int) -> int:
+        """The offset of the gap at the end of a heap of some size, where it grows."""
+        begin = self.begins.get(size, size)
+        if begin < size:
+            self._remove(begin)
+        return begin
+
+    def add(self, begin: int, num_bytes: int) -> None:
+        """Frees bytes, and joins them with gaps beside them."""
+        end = begin + num_bytes
+        if end in self.ends:
+            end = self._remove(end)
+        if begin in self.begins:
+            begin = self.begins[begin]
+            self._remove(begin)
+        self._insert(begin, end)
+
+    def _insert(self, begin: int, end: int) -> None:
+        self.ends[begin], self.begins[end] = end, begin
+        bisect.insort(self.by_size, (end - begin, begin))
+
+    def _remove(self, begin: int) -> int:
+        end = self.ends.pop(begin)
+        del self.begins[end]
+        del self.by_size[bisect.bisect_left(self.by_size, (end - begin, begin))]
+        return end

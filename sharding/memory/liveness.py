@@ -234,9 +234,9 @@ class _BufferAssignment:
     def overwritten(self, kernel: Kernel) -> list[Instruction]:
         """The operands into which a kernel may write its result."""
         root = kernel.root
-        if root.in_place:
-            return [root.operands[root.in_place[0][0]]]
-        return [] if root in self.not_temporary else self.overwritable(kernel)
+        if root in self.not_temporary and not is_bound(root):
+            return []
+        return [root.operands[root.in_place[0][0]]] if root.in_place else self.overwritable(kernel)
 
     def overwritable(self, kernel: Kernel) -> list[Instruction]:
         """The operands of an elementwise kernel that are stored as its result is."""
@@ -305,6 +305,7 @@ class _BufferAssignment:
                 if (k == len(first) or dies < first[k]) and (k == 0 or last[k - 1] < b.born):
                     first.insert(k, b.born)
                     last.insert(k, dies)
+                    replaced[host] += self.replaced_by(b.makers[0][1])
                     b.is_temporary = False
                     break
 
@@ -317,12 +318,16 @@ class _BufferAssignment:
 
     def replaced_by(self, result: Instruction) -> list[Instruction]:
         """The arrays over which the kernel of a result may write it, as their only reader."""
-        return [x for x in self.overwritable(self.kernel_of[result]) if len(self.readers[x]) == 1]
+        kernel = self.kernel_of[result]
+        is_reduced = result.in_place and not is_bound(result)
+        found = result.operands[:1] if is_reduced else self.overwritable(kernel)
+        return [x for x in found if len(self.readers[x]) == 1]
 
 
 def is_bound(one: Instruction) -> bool:
-    """Whether its results share the buffers of operands by its meaning, not only where that is possible."""
-    return bool(one.bodies) or updates(one.name)
+    """Whether its results share the buffers of operands by its meaning, not only where that is possible; or none, as
+    those of gathers that run on TPUs' sparse cores."""
+    return bool(one.bodies) or updates(one.name) or (one.name == "gather" and one.role == "unfusible")
 
 
 def read_otherwise(kernel: Kernel) -> set[Instruction]:

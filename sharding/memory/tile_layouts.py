@@ -53,7 +53,7 @@ def pad_tiles(body: Body) -> None:
     for one in body.arguments:
         products = [x for x in readers.get(one, ()) if x.name in PRODUCTS]
         if products and one in minors and _added(one, minors[one]) > one.padding:
-            made = _copy(one, 2 if all(map(_rounds, products)) else one.itemsize)
+            made = _copy(one, 2 if all(map(rounds, products)) else one.itemsize)
             made.padding = _added(made, minors[one])
             body.instructions.insert(body.instructions.index(products[0]), made)
             for x in products:
@@ -73,7 +73,7 @@ def _copy(x: Instruction, itemsize: float) -> Instruction:
     )
 
 
-def _rounds(product: Instruction) -> bool:
+def rounds(product: Instruction) -> bool:
     """Whether a product reads 32-bit floats as 16-bit ones."""
     return product.eqn is not None and is_default(product.eqn.params.get("precision"))
 

@@ -10,9 +10,9 @@ from functools import cached_property
 from ..graph.garbage_collection import no_collection
 from ..hardware import Platform
 from ..propagation import Assignment
-from .compiler_traits import TRAITS
+from .compiler_traits import TRAITS, CompilerTraits
 from .device_program import DeviceProgram, lower
-from .heap_simulator import block_bytes
+from .heap_simulator import block_bytes, online_bytes
 from .kernel_order import ORDERS
 from .liveness import Lifetimes, lifetimes
 
@@ -28,6 +28,7 @@ class Usage:
     lifetimes: Lifetimes
     aliases: Mapping[int, int]
     """Result -> the donated argument whose buffer it reuses."""
+    traits: CompilerTraits
 
     @cached_property
     def argument_bytes(self) -> int:
@@ -43,7 +44,8 @@ class Usage:
     @cached_property
     def temporary_bytes(self) -> int:
         """The heap of temporaries, without those placed in the buffers of results."""
-        return block_bytes(self.lifetimes.intervals())
+        pack = online_bytes if self.traits.packs_online else block_bytes
+        return pack(self.lifetimes.intervals())
 
     @property
     def peak_bytes(self) -> int:
@@ -60,7 +62,7 @@ def usage(assignment: Assignment, donated: Collection[int] = (), *, platform: Pl
     pairs = [(program.inputs[a], k) for k, a in aliases.items()]
     holders = program.outputs if traits.reuses_results else ()
     found = lifetimes(program.body, pairs, {*program.outputs}, ORDERS[traits.schedule], holders=holders)
-    return Usage(program, found, aliases)
+    return Usage(program, found, aliases, traits)
 
 
 def donations(assignment: Assignment, program: DeviceProgram, donated: Collection[int]) -> dict[int, int]:

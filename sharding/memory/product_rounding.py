@@ -1,0 +1,47 @@
+"""Where XLA:TPU stores what products read and make in 16 bits, and where in 32."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+
+from .fusion import is_product, product_ends
+from .instruction import Body, Instruction, users
+from .primitive_traits import REDUCTIONS
+from .tile_layouts import rounds
+
+
+def settle_rounding(body: Body) -> None:
+    """Stores 16-bit floats that are only read in float32 as they were before rounding, and once what is rounded for
+    products of many matrices, whose kernels compute no operands.
+
+    What ends a product's kernel and only other products and reductions read is stored in 16 bits: the kernel computes
+    the reductions, and the others round what they read.
+    """
+    readers = users(body.instructions)
+    for one in body.instructions:
+        for inner in one.bodies:
+            settle_rounding(inner)
+        reading = readers[one]
+        is_computed = one.itemsize == 2 and one.fuses_operands and one not in body.results
+        if is_computed and reading and all(x.name == "convert_element_type" and x.itemsize == 4 for x in reading):
+            one.num_bytes *= 2
+            for x in reading:
+                x.role = "bitcast"
+        if one.name == "convert_element_type" and one.itemsize == 2:
+            one.expensive = any(x.product is not None and x.product.batch > 1 for x in reading)
+    reduced, results = set[Instruction](), set(body.results)
+    for one in reversed(body.instructions):
+        is_inside = one.elementwise and one not in results
+        if one.name in REDUCTIONS or (is_inside and readers[one] and reduced.issuperset(readers[one])):
+            reduced.add(one)
+    for end, inside in product_ends(body.instructions, readers, results).items():
+        if any(x.role == "bitcast" for x in inside):
+            continue
+        others = [x for x in readers[end] if not (is_product(x) and rounds(x))]
+        if _is_wide(end) and end not in results and 0 < len(others) < len(readers[end]) and reduced.issuperset(others):
+            end.num_bytes //= 2
+
+
+def _is_wide(one: Instruction) -> bool:
+    """Whether it is of 32-bit floats."""
+    return one.itemsize == 4 and one.eqn is not None and one.eqn.outvars[0].aval.dtype == jnp.float32
