@@ -62,7 +62,8 @@ def fuse(
     stored = {*results, *_reduced_in_a_block(instructions, block_elements)}
     if stores_parts:
         stored.update(_in_parts(instructions))
-    return _AcceleratorFusion(instructions, stored).kernels()
+    fusion = _AcceleratorFusion(instructions, stored)
+    return fusion.by_products(fusion.kernels())
 
 
 def _reduced_in_a_block(instructions: Sequence[Instruction], block_elements: int) -> Iterator[Instruction]:
@@ -167,6 +168,31 @@ class _AcceleratorFusion(Fusion):
 
     def growth(self, root: Instruction) -> Growth:
         return _Growth(self, has_product=is_product(root))
+
+    def by_products(self, kernels: Sequence[Kernel]) -> list[Kernel]:
+        """The kernels in program order, those with a product at its place, such as that of a gradient and its update,
+        as soon as their operands are there."""
+        made = {kernel.root: k for k, kernel in enumerate(kernels)}
+        keys = [
+            max((self.place[x] for x in kernel.members if is_product(x)), default=self.place[kernel.root])
+            for kernel in kernels
+        ]
+        waiting = [len(kernel.operands) for kernel in kernels]
+        readers: list[list[int]] = [[] for _ in kernels]
+        for k, kernel in enumerate(kernels):
+            for x in kernel.operands:
+                readers[made[x]].append(k)
+        ready = [(keys[k], k) for k, count in enumerate(waiting) if not count]
+        heapq.heapify(ready)
+        found = []
+        while ready:
+            _, k = heapq.heappop(ready)
+            found.append(kernels[k])
+            for reader in readers[k]:
+                waiting[reader] -= 1
+                if not waiting[reader]:
+                    heapq.heappush(ready, (keys[reader], reader))
+        return found
 
     def ends_of_products(self) -> Iterator[Instruction]:
         """The last of the elementwise ops after a product, if several or a product read it: its kernel stores that."""

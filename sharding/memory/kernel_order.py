@@ -20,7 +20,6 @@ from .compiler_traits import Schedule
 from .contiguous_sums import contiguous
 from .fusion import Kernel
 from .instruction import Instruction
-from .list_schedule import list_order
 from .primitive_traits import BARRIER, updates
 from .sibling_fusion import fuse_siblings
 
@@ -52,25 +51,14 @@ def as_written(kernels: Sequence[Kernel], results: Sequence[Instruction]) -> lis
 def result_by_result(kernels: Sequence[Kernel], results: Sequence[Instruction]) -> list[Step]:
     """All that the first result needs, then what else the second needs: each weight's gradient right before its update
     (openxla/xla, `service/hlo_memory_scheduler.cc`, `PostOrderScheduler`)."""
-    units = _with_elements(fuse_siblings(kernels))
+    found: dict[Instruction, list[Kernel]] = {}
+    for unit in fuse_siblings(kernels):
+        root = unit[0].root
+        found.setdefault(root.operands[0] if root.role == "tuple-element" else root, []).extend(unit)
+    units = [*found.values()]
     place = {kernel.root: k for k, unit in enumerate(units) for kernel in unit}
     order = postorder([*(place[x] for x in results), *range(len(units))], _dependencies(units))
     return [Step(units[k]) for k in order]
-
-
-def most_freed_first(kernels: Sequence[Kernel], results: Sequence[Instruction]) -> list[Step]:
-    """Greedily, siblings fused: see `list_schedule`."""
-    units = _with_elements(fuse_siblings(kernels))
-    return [Step(units[k]) for k in list_order(units, _dependencies(units), results)]
-
-
-def _with_elements(units: Sequence[Sequence[Kernel]]) -> list[list[Kernel]]:
-    """Units, those of the elements of a tuple joined with what makes it."""
-    found: dict[Instruction, list[Kernel]] = {}
-    for unit in units:
-        root = unit[0].root
-        found.setdefault(root.operands[0] if root.role == "tuple-element" else root, []).extend(unit)
-    return [*found.values()]
 
 
 def xla_cpu_order(kernels: Sequence[Kernel], results: Sequence[Instruction]) -> list[Step]:
@@ -91,7 +79,7 @@ def xla_gpu_order(kernels: Sequence[Kernel], results: Sequence[Instruction]) -> 
 ORDERS: Mapping[Schedule, Sequence[Order]] = {
     "breadth first": [xla_cpu_order],
     "latency hiding": [xla_gpu_order],
-    "least memory": [as_written, result_by_result, most_freed_first],
+    "least memory": [as_written, result_by_result],
 }
 """Those of which the compiler takes the one that needs least memory."""
 
