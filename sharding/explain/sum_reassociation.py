@@ -224,7 +224,9 @@ def reassociate(
         if first is None or second is None or any(axes(v) != axes(result) for v in operands):
             continue
         converts = any(map(is_converted, op.operands, (first, second)))
-        common = _common_end(left[first], left[second], scatters=not (platform == "gpu" and converts))
+        is_alone = len(left[first]) == len(left[second]) == 1
+        scatters = platform == "tpu" or (is_alone and not converts)
+        common = _common_end(left[first], left[second], scatters=scatters)
         if common:
             for v in (first, second):
                 left[v] = left[v][: -len(common)]
@@ -353,10 +355,10 @@ def _folded(
 
 
 def _common_end(one: Sequence[Reduction], other: Sequence[Reduction], *, scatters: bool) -> tuple[Reduction, ...]:
-    """The last reductions that both have in common; reduce-scatters only if there is nothing else, and if they may."""
+    """The last reductions that both have in common; reduce-scatters only if they may."""
     found: list[Reduction] = []
     for a, b in zip(reversed(one), reversed(other), strict=False):
-        if a != b or (a[0] == "reduce-scatter" and (not scatters or len(one) + len(other) > 2)):
+        if a != b or (a[0] == "reduce-scatter" and not scatters):
             break
         found.insert(0, a)
     return tuple(found)
