@@ -95,8 +95,7 @@ def _chain(problem: Problem) -> tuple[list[int], list[np.ndarray]]:
 
 def _units(problem: Problem) -> tuple[list[np.ndarray], int, bool]:
     """Memory of each node's strategies above its smallest, and what is left for it; and whether nothing was rounded."""
-    smallest, largest = ([int(f(usage)) for usage in problem.usages] for f in (np.argmin, np.argmax))
-    (tight,) = (problem.memory_over_time(largest) > problem.memory_bytes).nonzero()
+    (tight,) = problem.is_tight.nonzero()
     if not len(tight):
         return [np.zeros(count, np.int64) for count in problem.num_strategies], 0, True
     if len(tight) > 1:
@@ -106,6 +105,7 @@ def _units(problem: Problem) -> tuple[list[np.ndarray], int, bool]:
             required="one: the memory of all layers is needed together",
             fix='algorithm="tensoropt", or "auto"',
         )
+    smallest = [int(np.argmin(usage)) for usage in problem.usages]
     room = problem.memory_bytes - problem.memory_over_time(smallest)[tight[0]]
     extra = [
         (usage - usage.min()) * (first <= tight[0] < end)

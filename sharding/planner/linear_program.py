@@ -145,8 +145,8 @@ def _memory(problem: Problem) -> tuple[Any, np.ndarray]:
     """Usages beyond the smallest at the times where some choice exceeds the limit, and what the smallest leave."""
     import scipy.sparse
 
-    smallest, largest_ = ([int(f(usage)) for usage in problem.usages] for f in (np.argmin, np.argmax))
-    times = np.flatnonzero(problem.memory_over_time(largest_) > problem.memory_bytes)
+    smallest = [int(np.argmin(usage)) for usage in problem.usages]
+    times = np.flatnonzero(problem.is_tight)
     limit = problem.memory_bytes - problem.memory_over_time(smallest)[times]
     rows, columns, values = [], [], []
     for i, (first, end) in enumerate(np.searchsorted(times, problem.spans).tolist()):

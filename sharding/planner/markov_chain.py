@@ -39,8 +39,7 @@ class Chain:
         self._costs = [cost.item for cost in problem.costs]
         self._edge_costs = [[(j, matrix.item) for j, matrix in own] for own in self.edges]
         self._follows: dict[tuple[int, int], list[int]] = {}
-        largest = problem.memory_over_time([int(usage.argmax()) for usage in problem.usages])
-        self.is_tight = bool((largest > problem.memory_bytes).any())
+        self.is_tight = bool(problem.is_tight.any())
         """Whether some choice exceeds the limit."""
         self.restart(choice)
 

@@ -226,10 +226,8 @@ def _spread(costs: np.ndarray) -> float:
 
 def _extra_bytes(problem: Problem) -> np.ndarray:
     """Bytes of each strategy above its node's smallest, 0 for nodes that only live when everything fits."""
-    most = problem.memory_over_time([int(usage.argmax()) for usage in problem.usages])
-    is_tight = most > problem.memory_bytes
     extra = [
-        (usage - usage.min()) * is_tight[first:end].any()
+        (usage - usage.min()) * problem.is_tight[first:end].any()
         for usage, (first, end) in zip(problem.usages, problem.spans, strict=True)
     ]
     return np.concatenate([*extra, np.zeros(0)])

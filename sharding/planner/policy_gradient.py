@@ -191,8 +191,7 @@ def _padded(problem: Problem) -> Padded:
         required = f"at most {MOST_ENTRIES:,}: nodes x largest number of edges x strategies^2, rounded up to 2^k"
         found = f"{entries:,} entries of padded edges"
         raise ShardingError(f"reinforce: {problem!r}", found=found, required=required, fix='algorithm="auto"')
-    largest = [int(usage.argmax()) for usage in problem.usages]
-    (tight,) = (problem.memory_over_time(largest) > problem.memory_bytes).nonzero()
+    (tight,) = problem.is_tight.nonzero()
     times = padded(len(tight))
     # Strategies that only fill up are no options.
     costs = np.full((nodes, strategies), 2 * DEAD, np.float32)

@@ -183,6 +183,11 @@ class Problem:
         return self.peak_bytes([int(np.argmin(usage)) for usage in self.usages])
 
     @cached_property
+    def is_tight(self) -> np.ndarray:
+        """Whether some choice exceeds the limit at each of `times`, bool."""
+        return self.memory_over_time([int(np.argmax(usage)) for usage in self.usages]) > self.memory_bytes
+
+    @cached_property
     def times(self) -> np.ndarray:
         """The times at which the set of nodes alive is not part of another time's, int64, ascending."""
         alive = self.intervals[self.intervals[:, 0] < self.intervals[:, 1]]

@@ -65,8 +65,7 @@ class Reduction:
     @classmethod
     def of(cls, problem: Problem) -> Reduction:
         """The reduction of a problem, not yet reduced; memory counts where some choice exceeds the limit."""
-        largest = problem.memory_over_time([int(np.argmax(usage)) for usage in problem.usages])
-        exceeded = np.concatenate([[0], np.cumsum(largest > problem.memory_bytes)])
+        exceeded = np.concatenate([[0], np.cumsum(problem.is_tight)])
         counted = exceeded[problem.spans[:, 0]] < exceeded[problem.spans[:, 1]]
         spans = zip(problem.spans.tolist(), problem.usages, strict=True)
         parts = ((i, Part(a, b, usage)) for i, ((a, b), usage) in enumerate(spans) if counted[i])

@@ -19,8 +19,7 @@ class SpreadingChanges:
 
     def __init__(self, problem: Problem):
         self.problem = problem
-        largest = problem.memory_over_time([int(usage.argmax()) for usage in problem.usages])
-        self.is_tight = bool((largest > problem.memory_bytes).any())
+        self.is_tight = bool(problem.is_tight.any())
         """Whether some choice exceeds the limit."""
         self.edges = joined_edges(problem)
         self.own = [np.where(cost >= FORBIDDEN, np.inf, cost) for cost in problem.costs]
