@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from support import compilers
-from support.peak_memory import compiled_temporary_bytes, temporary_bytes
+from support.peak_memory import check_compiled_temporaries, check_temporaries
 
 from sharding.memory.tile_reshapes import moves_elements
 
@@ -44,16 +44,14 @@ PROGRAMS = {
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_reshape_from_or_to_a_line_is_stored(name):
-    f, args, count = PROGRAMS[name]
-    assert temporary_bytes(f, args, "tpu") == pytest.approx(count * SIZE, abs=SIZE // 50)
+    check_temporaries(PROGRAMS[name], SIZE)
 
 
 @pytest.mark.slow
 @compilers.needs("libtpu")
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_compiler_for_tpus_stores_it(name):
-    f, args, count = PROGRAMS[name]
-    assert compiled_temporary_bytes(f, args, "v5p:2x2x2") == pytest.approx(count * SIZE, abs=SIZE // 50)
+    check_compiled_temporaries(PROGRAMS[name], SIZE)
 
 
 @pytest.mark.parametrize(
