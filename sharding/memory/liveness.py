@@ -305,7 +305,6 @@ class _BufferAssignment:
                 if (k == len(first) or dies < first[k]) and (k == 0 or last[k - 1] < b.born):
                     first.insert(k, b.born)
                     last.insert(k, dies)
-                    replaced[host] += self.replaced_by(b.makers[0][1])
                     b.is_temporary = False
                     break
 
