@@ -9,7 +9,7 @@ lifetimes and takes the smaller heap, which changes little. On TPUs it does so i
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -116,3 +116,65 @@ class Gaps:
         del self.begins[end]
         del self.by_size[bisect.bisect_left(self.by_size, (end - begin, begin))]
         return end
+
+
+class Occupancy:
+    """The steps at which each of many buffers is in use: a segment tree over steps of sets of buffers.
+
+    Args:
+        num_steps: of the program.
+    """
+
+    def __init__(self, num_steps: int):
+        self.size = 1 << max(0, num_steps - 1).bit_length()
+        self.always = [0] * (2 * self.size)
+        """Node -> the buffers that are in use at all its steps and were added there, as bits."""
+        self.ever = [0] * (2 * self.size)
+        """Node -> those that are in use at some of its steps."""
+
+    def add(self, buffer: int, first: int, last: int) -> None:
+        """Adds steps, the last one included, at which a buffer is in use."""
+        bit = 1 << buffer
+        for node in self._parts(first, last):
+            self.always[node] |= bit
+        for node in self._around(first, last):
+            self.ever[node] |= bit
+
+    def used(self, first: int, last: int) -> int:
+        """The buffers that are in use at some of these steps, as bits."""
+        found = 0
+        for node in self._parts(first, last):
+            found |= self.ever[node]
+        for node in self._around(first, last):
+            found |= self.always[node]
+        return found
+
+    def first_free(self, start: int, first: int, last: int) -> int:
+        """The first buffer, from a number on, that is free at all of these steps."""
+        free = ~self.used(first, last) >> start
+        return start + (free & -free).bit_length() - 1
+
+    def is_free(self, buffer: int, first: int, last: int) -> bool:
+        """Whether a buffer is free at all of these steps."""
+        return not self.used(first, last) >> buffer & 1
+
+    def _parts(self, first: int, last: int) -> Iterator[int]:
+        """The largest nodes that make up the steps."""
+        low, high = first + self.size, last + self.size + 1
+        while low < high:
+            if low & 1:
+                yield low
+                low += 1
+            if high & 1:
+                high -= 1
+                yield high
+            low, high = low >> 1, high >> 1
+
+    def _around(self, first: int, last: int) -> Iterator[int]:
+        """The nodes that contain the first or the last step."""
+        low, high = first + self.size, last + self.size
+        while low:
+            yield low
+            if high != low:
+                yield high
+            low, high = low >> 1, high >> 1

@@ -15,13 +15,10 @@ from dataclasses import dataclass, field
 from .contiguous_sums import is_contiguous_part
 from .cpu_fusion import fuse_on_cpu
 from .fusion import Kernel, fuse
-from .heap_simulator import Interval, aligned
+from .heap_simulator import Interval, Occupancy, aligned
 from .instruction import Body, Instruction
 from .kernel_order import Order, Step
 from .primitive_traits import BARRIER, updates
-
-MOST_TRIED = 64
-"""Most results whose buffers a temporary is tried in: all of them would take a time quadratic in their number."""
 
 
 @dataclass(slots=True, eq=False)
@@ -290,23 +287,26 @@ class _BufferAssignment:
         hosts = {self.buffer_of[x]: x for x in reversed(results) if x in self.buffer_of and self.is_host(x)}
         smallest = sorted(hosts, key=lambda b: b.num_bytes)
         sizes = [b.num_bytes for b in smallest]
-        held = {host: ([host.born], [self.end]) for host in hosts}
-        for host, result in hosts.items():
+        used = Occupancy(len(self.steps))
+        replacing: dict[Instruction, list[int]] = {}
+        """Array -> the hosts whose results may be written over it."""
+        for k, host in enumerate(smallest):
+            result = hosts[host]
+            used.add(k, host.born, self.end)
             if result in self.donated:
-                held[host] = [0, host.born], [self.last_read[self.donated[result]], self.end]
-        replaced = {host: self.replaced_by(x) for host, x in hosts.items()}
+                used.add(k, 0, self.last_read[self.donated[result]])
+            for x in self.replaced_by(result):
+                replacing.setdefault(x, []).append(k)
         alone = [b for b in self.buffers if b.is_temporary and b.makers[0][1].role != "tuple-element"]
         for b in sorted(alone, key=lambda b: -b.num_bytes):
-            at = bisect.bisect_left(sizes, b.num_bytes)
-            for host in smallest[at : at + MOST_TRIED]:
-                first, last = held[host]
-                dies = b.dies - (b.makers[-1][1] in replaced[host])
-                k = bisect.bisect_right(first, b.born)
-                if (k == len(first) or dies < first[k]) and (k == 0 or last[k - 1] < b.born):
-                    first.insert(k, b.born)
-                    last.insert(k, dies)
-                    b.is_temporary = False
-                    break
+            first = bisect.bisect_left(sizes, b.num_bytes)
+            found = used.first_free(first, b.born, b.dies)
+            ending = [k for k in replacing.get(b.makers[-1][1], ()) if first <= k < found]
+            over = next((k for k in ending if used.is_free(k, b.born, b.dies - 1)), None)
+            k = found if over is None else over
+            if k < len(smallest):
+                used.add(k, b.born, b.dies - (over is not None))
+                b.is_temporary = False
 
     def is_host(self, result: Instruction) -> bool:
         """Whether the buffer of a result is free before: a new one, or of a donated argument that is read no more."""

@@ -2,7 +2,9 @@
 
 import random
 
-from sharding.memory.heap_simulator import block_bytes
+import pytest
+
+from sharding.memory.heap_simulator import Occupancy, block_bytes
 
 
 def most_at_once(intervals):
@@ -37,3 +39,21 @@ def test_heap_is_between_the_peak_and_the_sum():
         block = block_bytes(intervals)
         assert most_at_once(intervals) <= block <= sum(n for n, _, _ in intervals)
         assert block <= 2 * most_at_once(intervals)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_occupancy_step_by_step(seed):
+    rng = random.Random(seed)
+    num_steps = rng.randint(1, 40)
+    found, expected = Occupancy(num_steps), [set() for _ in range(num_steps)]
+    for _ in range(60):
+        first = rng.randrange(num_steps)
+        last, buffer = rng.randrange(first, num_steps), rng.randrange(12)
+        used = set().union(*expected[first : last + 1])
+        assert found.used(first, last) == sum(1 << one for one in used)
+        assert found.first_free(buffer, first, last) == next(k for k in range(buffer, 13) if k not in used)
+        assert found.is_free(buffer, first, last) == (buffer not in used)
+        if rng.random() < 0.4:
+            found.add(buffer, first, last)
+            for step in expected[first : last + 1]:
+                step.add(buffer)
