@@ -50,16 +50,30 @@ def _narrowed(graph: Graph) -> dict[int, Any]:
     return found
 
 
+PICKS = frozenset({"dynamic_slice", "gather", "slice"})
+"""Ops that read elements at some indices."""
+
+
 def narrow_maxima(graph: Graph) -> set[int]:
-    """Maxima of bfloat16 values that are converted to float32, as in a softmax: XLA:TPU converts them then."""
-    widened: set[int] = set()
-    found: set[int] = set()
+    """Maxima of bfloat16 values that are converted to float32, as in a softmax: XLA:TPU converts them then.
+
+    Not if elements are picked from the converted values, too, as the logits of labels.
+    """
+    converted: dict[int, int] = {}
+    """Value -> the conversion that it is of."""
+    maxima: list[tuple[int, int]] = []
+    picked: set[int] = set()
     for op in graph.ops:
+        source = converted.get(op.operands[0]) if op.operands else None
         if op.name == "convert_element_type":
             dtypes = tuple(graph.dtype_names[v] for v in (*op.operands, *op.results))
-            widened.update(op.results if dtypes == ("bfloat16", "float32") else ())
-        elif op.name in FORMATTING and op.operands[0] in widened:
-            widened.update(op.results)
-        elif op.name == "reduce_max" and op.operands[0] in widened:
-            found.update(op.results)
-    return found
+            converted |= {v: v for v in op.results if dtypes == ("bfloat16", "float32")}
+        elif source is None:
+            continue
+        elif op.name in PICKS:
+            picked.add(source)
+        elif op.name in FORMATTING:
+            converted |= dict.fromkeys(op.results, source)
+        elif op.name == "reduce_max":
+            maxima += [(v, source) for v in op.results]
+    return {v for v, source in maxima if source not in picked}

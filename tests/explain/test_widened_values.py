@@ -5,7 +5,7 @@ import importlib.util
 import jax
 import jax.numpy as jnp
 import pytest
-from support import quick_compile
+from support import compilers, quick_compile
 
 import sharding
 from sharding import P, cost
@@ -70,3 +70,40 @@ def test_what_is_only_read_narrow(times, dtype):
         ledger = sharding.jit(program, in_shardings=P("a")).complete(args).communication()
     assert {c.dtype for c in ledger.lowered("gpu")} == {dtype}
     assert {c.dtype for c in ledger.lowered("cpu")} <= {"float32", dtype}
+
+
+def picked(z):
+    return jax.nn.logsumexp(z, -1) - z[:, 0]
+
+
+def of_labels(z):
+    labels = jnp.arange(len(z)) % z.shape[1]
+    return jax.nn.logsumexp(z, -1) - jnp.take_along_axis(z, labels[:, None], 1)[:, 0]
+
+
+NORMALIZED = {
+    "softmax": (lambda z: jax.nn.softmax(z, -1), "bfloat16"),
+    "also summed": (lambda z: jax.nn.logsumexp(z, -1) + z.sum(-1), "bfloat16"),
+    "also picked": (picked, "float32"),
+    "labels": (of_labels, "float32"),
+}
+LOGITS = jax.ShapeDtypeStruct((512, 1024), "bfloat16")
+
+
+@pytest.mark.parametrize("name", NORMALIZED)
+def test_tpus_take_maxima_of_logits_in_bfloat16_unless_some_are_picked(name):
+    f, dtype = NORMALIZED[name]
+    with sharding.mesh(data=2, model=4):
+        jitted = sharding.jit(lambda x: f(upcast(x)), in_shardings=P("data", "model"))
+        ledger = jitted.complete(LOGITS).communication().lowered("tpu")
+    assert [c.dtype for c in ledger if c.op == "reduce_max"] == [dtype]
+
+
+@pytest.mark.slow
+@compilers.needs("libtpu")
+@pytest.mark.parametrize("name", NORMALIZED)
+def test_the_compiler_for_tpus_does_so(name):
+    with sharding.mesh({"data": 2, "model": 4}, devices=cost.compile_only("v5p:2x2x2")):
+        step = sharding.jit(lambda x: NORMALIZED[name][0](upcast(x)), in_shardings=P("data", "model"))
+        predicted = step.complete(LOGITS).communication().lowered("tpu").by_kind()
+        assert predicted == cost.read_compiled(step.lower(LOGITS).compile()).by_kind()
