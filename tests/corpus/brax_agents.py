@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from brax import envs
 from brax.training.acting import generate_unroll
@@ -18,6 +19,7 @@ from brax.training.types import Transition
 from support.train_steps.step import Sizes, Step
 
 from sharding import P
+from sharding.mesh import without_mesh
 
 from . import MakeProgram
 from .common import KEY, Rules, batch_specs, floats, specs, training
@@ -98,7 +100,10 @@ def soft_actor_critic(sizes: Sizes) -> Step:
 
 def unroll(sizes: Sizes, *, name: str, backend: str, count: int) -> Step:
     """Ten steps of a policy in each of many worlds, with resets of those that are done."""
-    env = envs.training.wrap(envs.get_environment(name, backend=backend), episode_length=1000)
+    with without_mesh():  # MuJoCo commits its model to one device
+        world = envs.get_environment(name, backend=backend)
+        world.sys = jax.tree.map(lambda x: jnp.array(np.asarray(x)) if isinstance(x, jax.Array) else x, world.sys)
+    env = envs.training.wrap(world, episode_length=1000)
     networks = ppo_networks.make_ppo_networks(
         env.observation_size, env.action_size, policy_hidden_layer_sizes=(512,) * 4
     )
