@@ -48,6 +48,11 @@ class CompilerTraits:
     """The elements of a matrix and a vector, per batch, from which on their product is no reduction."""
     block_elements: int = 0
     """How many elements one block of threads reduces to one: what it reads is stored, as it would compute it slowly."""
+    fuses_by_cost: bool = False
+    """Whether kernels compute what they read if the compiler's cost model finds that faster: see `priority_fusion`."""
+    chooses_layouts: bool = False
+    """Whether elementwise ops run in the layout of their operands, so that no kernel transposes what all of these
+    have in common."""
     schedule: Schedule = "least memory"
     """The order of the kernels."""
     rounds_early: bool = False
@@ -81,6 +86,8 @@ class CompilerTraits:
     """Whether kernels compute sums of windows, and cumulative ones."""
 
 
+DEFAULT = CompilerTraits()
+
 TRAITS: Mapping[Platform, CompilerTraits] = {
     "cpu": CompilerTraits(
         widens_16_bits=True,
@@ -110,6 +117,8 @@ TRAITS: Mapping[Platform, CompilerTraits] = {
         combines_all=True,
         most_reduced_elements=10_000_000,
         block_elements=2**14,
+        fuses_by_cost=True,
+        chooses_layouts=True,
         schedule="latency hiding",
         reshapes_products=True,
         transposes_operands=True,

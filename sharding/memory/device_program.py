@@ -13,7 +13,7 @@ from .emitter import Emitter
 from .equation_lowering import Env, Handler, Lowering
 from .instruction import Body, Instruction
 from .product_fusion import fuse_products
-from .product_layouts import transpose_operands
+from .product_layouts import transpose_operands, transpose_results
 from .product_merging import merge_products
 from .product_rounding import settle_rounding
 from .scatter_folding import fold_scatters
@@ -79,6 +79,7 @@ def lower(assignment: Assignment, traits: CompilerTraits) -> DeviceProgram:
         scatter_sums(emitter.body)
     if traits.transposes_operands:
         transpose_operands(emitter.body)
+        transpose_results(emitter.body)
     if traits.merges_products:
         merge_products(emitter.body)
     if traits.fuses_around_products:

@@ -36,9 +36,7 @@ class Emitter:
     """
 
     def __init__(self, sizes: Mapping[str, int], cursor: Cursor, traits: CompilerTraits, *, permutes: bool = True):
-        self.body = Body(
-            uses_library=traits.uses_library, block_elements=traits.block_elements, stores_parts=traits.stores_parts
-        )
+        self.body = Body(traits=traits)
         self.sizes = sizes
         self.traits = traits
         self.permutes = permutes

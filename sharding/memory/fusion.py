@@ -1,8 +1,9 @@
 """Which instructions are stored, and which are computed inside their consumers, on accelerators.
 
-Consumers compute a fusible producer (openxla/xla, `service/gpu/transforms/priority_fusion.cc`)
+Consumers compute a fusible producer
 
-- unless it has several, and is expensive, or storing it once moves fewer bytes than reading what each must read;
+- unless it has several, and is expensive, or storing it once moves fewer bytes than reading what each must read; on
+  GPUs as `priority_fusion` finds;
 - also a matrix product, on TPUs, if only they read it: a kernel has at most one.
 
 `cpu_fusion` has the rules of XLA:CPU.
@@ -15,8 +16,10 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from .compiler_traits import DEFAULT, CompilerTraits
 from .instruction import Instruction, Users, users
 from .primitive_traits import REDUCTIONS, reverses_lanes, strided_dims, updates
+from .priority_fusion import PriorityFusion
 from .tile_layouts import keeps_tiles
 
 SLICES = frozenset({"slice", "dynamic_slice"})
@@ -45,24 +48,19 @@ class Kernel:
 
 
 def fuse(
-    instructions: Sequence[Instruction],
-    results: Sequence[Instruction],
-    *,
-    block_elements: int = 0,
-    stores_parts: bool = False,
+    instructions: Sequence[Instruction], results: Sequence[Instruction], traits: CompilerTraits = DEFAULT
 ) -> list[Kernel]:
     """The kernels of a body in the order of their roots.
 
     Args:
         instructions: operands before their users.
         results: always stored.
-        block_elements: how many elements one block of threads reduces to one, which are stored for it.
-        stores_parts: whether arrays are stored of which kernels read or write parts.
+        traits: of the compiler.
     """
-    stored = {*results, *_reduced_in_a_block(instructions, block_elements)}
-    if stores_parts:
+    stored = {*results, *_reduced_in_a_block(instructions, traits.block_elements)}
+    if traits.stores_parts:
         stored.update(_in_parts(instructions))
-    fusion = _AcceleratorFusion(instructions, stored)
+    fusion = _AcceleratorFusion(instructions, stored, by_cost=traits.fuses_by_cost)
     return fusion.by_products(fusion.kernels())
 
 
@@ -159,12 +157,14 @@ class Growth(Protocol):
 
 
 class _AcceleratorFusion(Fusion):
-    def __init__(self, instructions: Sequence[Instruction], stored: Collection[Instruction]):
+    def __init__(self, instructions: Sequence[Instruction], stored: Collection[Instruction], *, by_cost: bool):
         super().__init__(instructions)
         self.stored.update(stored)
         """Not computed inside any consumer."""
         self.stored.update(self.ends_of_products())
-        self.once = self.costly()
+        if by_cost:
+            self.stored.update(PriorityFusion(instructions, self.stored).stored())
+        self.once = set() if by_cost else self.costly()
 
     def growth(self, root: Instruction) -> Growth:
         return _Growth(self, has_product=is_product(root))

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from ..cost.gpu_latencies import Product
 from ..spec import Axis, Spec
+from .compiler_traits import DEFAULT, CompilerTraits
 
 Phase = Literal["", "forward", "backward"]
 """The pass of a gradient that an op belongs to: what is differentiated, its transpose, or neither."""
@@ -116,12 +117,8 @@ class Body:
     results: list[Instruction] = field(default_factory=list)
     effects: list[Instruction] = field(default_factory=list)
     """Instructions that run although no result depends on them, such as callbacks that print."""
-    uses_library: bool = False
-    """See `CompilerTraits`."""
-    block_elements: int = 0
-    """See `fusion.fuse`."""
-    stores_parts: bool = False
-    """See `fusion.fuse`."""
+    traits: CompilerTraits = DEFAULT
+    """What its compiler stores."""
     all_names: frozenset[str] | None = None
     """What `names` found: each level around asks for it."""
 

@@ -98,10 +98,8 @@ def lifetimes(
         holders: results whose buffers hold temporaries before, those of donated arguments after their last use.
     """
     alive = body.live_instructions()
-    if body.uses_library:
-        kernels = fuse_on_cpu(alive, body.results)
-    else:
-        kernels = fuse(alive, body.results, block_elements=body.block_elements, stores_parts=body.stores_parts)
+    traits = body.traits
+    kernels = fuse_on_cpu(alive, body.results) if traits.uses_library else fuse(alive, body.results, traits)
     roots = [kernel.root for kernel in kernels if kernel.root.bodies]
     nested = {root: [_nested(root, inner, orders) for inner in root.bodies] for root in roots}
     found = (_BufferAssignment(order(kernels, body.results), body, carried, not_temporary, nested) for order in orders)
@@ -240,9 +238,11 @@ class _BufferAssignment:
         root = kernel.root
         if not root.elementwise:
             return []
+        alike = [x for x in kernel.operands if x.stored_bytes == root.stored_bytes and not is_contiguous_part(x)]
+        if self.body.traits.chooses_layouts and (found := read_alike(kernel)):
+            return [x for x in alike if x in found]
         scattered = read_otherwise(kernel)
-        alike = [x for x in kernel.operands if x.shape == root.shape and x.stored_bytes == root.stored_bytes]
-        return [x for x in alike if x not in scattered and not is_contiguous_part(x)]
+        return [x for x in alike if x.shape == root.shape and x not in scattered]
 
     def operand_in_place(self, source: Instruction, element: int) -> int | None:
         """The index of the operand whose buffer a result of an instruction with several takes, if any."""
@@ -278,8 +278,9 @@ class _BufferAssignment:
             new.is_temporary = is_early or needs_both or any(argument in kernel.operands for kernel in readers)
 
     def hold_in(self, results: Sequence[Instruction]) -> None:
-        """Place temporaries into the buffers of results: the largest first, and each into the smallest that is free, of
-        equal ones the last. A donated argument is in its result's buffer until its last use.
+        """Place temporaries into the buffers of results: the largest first, of equal ones those of constants, and each
+        into the smallest that is free, of equal ones the last. A donated argument is in its result's buffer until its
+        last use.
 
         XLA does so before it packs the others into a heap (openxla/xla, `service/buffer_assignment.cc`). One of several
         results of a loop or another instruction lives in a buffer of its own.
@@ -298,7 +299,7 @@ class _BufferAssignment:
             for x in self.replaced_by(result):
                 replacing.setdefault(x, []).append(k)
         alone = [b for b in self.buffers if b.is_temporary and b.makers[0][1].role != "tuple-element"]
-        for b in sorted(alone, key=lambda b: -b.num_bytes):
+        for b in sorted(alone, key=lambda b: (-b.num_bytes, bool(b.makers[0][1].operands))):
             first = bisect.bisect_left(sizes, b.num_bytes)
             found = used.first_free(first, b.born, b.dies)
             ending = [k for k in replacing.get(b.makers[-1][1], ()) if first <= k < found]
@@ -316,11 +317,11 @@ class _BufferAssignment:
         return self.buffer_of.get(argument) not in (None, new) and self.last_read.get(argument, self.end) < new.born
 
     def replaced_by(self, result: Instruction) -> list[Instruction]:
-        """The arrays over which the kernel of a result may write it, as their only reader."""
+        """The arrays over which the kernel of a result may write it, if all that read them run with it."""
         kernel = self.kernel_of[result]
         is_reduced = result.in_place and not is_bound(result)
         found = result.operands[:1] if is_reduced else self.overwritable(kernel)
-        return [x for x in found if len(self.readers[x]) == 1]
+        return [x for x in found if all(self.step_of[k.root] == self.step_of[result] for k in self.readers[x])]
 
 
 def is_bound(one: Instruction) -> bool:
@@ -336,3 +337,33 @@ def read_otherwise(kernel: Kernel) -> set[Instruction]:
         if not m.elementwise or m in found:
             found.update(m.operands)
     return found
+
+
+def read_alike(kernel: Kernel) -> set[Instruction]:
+    """The arrays of the size of a kernel's result, if the kernel transposes all of them alike; none otherwise.
+
+    A product's result in another order of dims counts as stored in that order.
+    """
+    inside = {*kernel.members}
+    orders: dict[Instruction, set[tuple[int, ...] | None]] = {kernel.root: {tuple(range(len(kernel.root.shape)))}}
+    found: dict[Instruction, tuple[int, ...]] = {}
+    """Operand -> its shape as it is stored."""
+    common: set[tuple[int, ...] | None] = set()
+    for m in reversed(kernel.members):
+        for order in orders[m]:
+            moved = m.eqn.params.get("permutation") if m.name == "transpose" and m.eqn is not None else None
+            is_stored_so = moved is not None and m.role == "bitcast"
+            if moved is not None and not is_stored_so and order is not None and len(moved) == len(order):
+                order = tuple(moved[d] for d in order)
+            elif not m.elementwise and not is_stored_so:
+                order = None
+            for x in m.operands:
+                if x in inside:
+                    orders.setdefault(x, set()).add(order)
+                elif x.num_elements == kernel.root.num_elements:
+                    common.add(order)
+                    found[x] = m.shape if is_stored_so else x.shape
+    order = common.pop() if len(common) == 1 else None
+    if order is None:
+        return set()
+    return {x for x, shape in found.items() if tuple(shape[d] for d in order) == kernel.root.shape}

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from .instruction import Body, Instruction
+from .instruction import Body, Instruction, users
 from .primitive_traits import updates
 
 
@@ -31,6 +31,16 @@ def transpose_operands(body: Body) -> None:
                 one.operands[k] = copies.of(x, one)
     body.instructions = [*(x for one in body.instructions for x in (*copies.before[one], one)), *copies.back.values()]
     body.results = [copies.back.get(x, x) for x in body.results]
+
+
+def transpose_results(body: Body) -> None:
+    """Has products write their results in the order of dims in which they are read."""
+    readers = users(body.instructions)
+    for one in body.instructions:
+        if one.name == "transpose" and one.role == "fusible" and one.operands:
+            (x,) = one.operands
+            if x.product is not None and len(readers[x]) == 1 and x not in body.results:
+                one.role = "bitcast"
 
 
 class _Copies:

@@ -9,7 +9,9 @@ from .instruction import Instruction
 from .primitive_traits import REDUCTIONS
 
 MIN_BYTES = 2**16
-"""Kernels that share smaller arrays are fused, too, but don't matter."""
+"""Kernels that share smaller arrays are fused, too, but don't matter, unless one of them picks from a larger array."""
+MANY_TIMES = 16
+"""How much larger than a result an array is that a kernel picks it from."""
 
 
 MOST_MOVED_OVER = 64
@@ -24,16 +26,17 @@ def fuse_siblings(kernels: Sequence[Kernel], *, reorders: bool = False) -> list[
 
     Args:
         kernels: in program order.
-        reorders: whether what reads a reduction moves down with it. Otherwise all others stay in program order.
+        reorders: whether what reads a reduction moves down with it, and kernels that pick from a large array are fused
+            like reductions. Otherwise all others stay in program order.
     """
     found = _Units(kernels)
     readers: dict[Instruction, list[int]] = {}
     for k, kernel in enumerate(kernels):
-        for x in _looped_over(kernel):
+        for x in _looped_over(kernel, picks=reorders):
             readers.setdefault(x, []).append(k)
     for siblings in readers.values():
         for before, k, after in zip([None, *siblings], siblings, [*siblings[1:], None], strict=False):
-            if len(found.units[k]) != 1 or not _is_reduction(kernels[k]):
+            if len(found.units[k]) != 1 or not (_is_reduction(kernels[k]) or (reorders and _picks(kernels[k]))):
                 continue
             for sibling in (before, after):
                 target = k if sibling is None else found.owner[kernels[sibling].root]
@@ -97,12 +100,23 @@ class _Units:
         return True
 
 
-def _looped_over(kernel: Kernel) -> list[Instruction]:
-    """The large arrays that a kernel reads element by element."""
+def _looped_over(kernel: Kernel, *, picks: bool) -> list[Instruction]:
+    """The large arrays that a kernel reads element by element, or those of its result's size if it picks that."""
     if kernel.root.role not in ("fusible", "bitcast"):
         return []
-    most = max(m.num_elements for m in kernel.members)
-    return [x for x in kernel.operands if x.num_bytes >= MIN_BYTES and x.num_elements >= most]
+    most, size = max(m.num_elements for m in kernel.members), kernel.root.num_elements
+    large = [x for x in kernel.operands if x.num_bytes >= MIN_BYTES and x.num_elements >= most]
+    if not picks or any(m.name in REDUCTIONS for m in kernel.members):
+        return large
+    alike = [x for x in kernel.operands if x.num_elements == size > 1]
+    return alike if _picks(kernel) else [*dict.fromkeys([*large, *alike])]
+
+
+def _picks(kernel: Kernel) -> bool:
+    """Whether a kernel reads some elements of a much larger array, and reduces none."""
+    least = max(MIN_BYTES, MANY_TIMES * kernel.root.num_bytes)
+    is_loop = kernel.root.role == "fusible" and not any(m.name in REDUCTIONS for m in kernel.members)
+    return is_loop and any(x.num_bytes >= least for x in kernel.operands)
 
 
 def _is_reduction(kernel: Kernel) -> bool:

@@ -9,7 +9,7 @@ from support.fused_kernels import argument, by_root, check_all_computed, make
 
 import sharding
 from sharding import P
-from sharding.memory.compiler_traits import TRAITS
+from sharding.memory.compiler_traits import TRAITS, CompilerTraits
 from sharding.memory.device_program import lower
 from sharding.memory.fusion import fuse
 from sharding.memory.instruction import Body
@@ -84,7 +84,7 @@ def test_what_a_block_of_threads_reduces_is_stored_for_it(elements, found):
     x = argument()
     term = make("term", x, elementwise=True)
     total = make("reduce_sum", term, shape=(1,))
-    assert stored(x, term, total, block_elements=elements) == found
+    assert stored(x, term, total, traits=CompilerTraits(block_elements=elements)) == found
 
 
 def test_a_tpu_computes_an_activation_in_the_products_that_read_it():

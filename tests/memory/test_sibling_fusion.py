@@ -8,7 +8,7 @@ from sharding.memory.fusion import Kernel
 from sharding.memory.instruction import Instruction
 from sharding.memory.sibling_fusion import fuse_siblings
 
-LARGE = 2**20
+LARGE, SMALL = 2**20, 16
 
 
 def kernel(name, *operands, elements=LARGE):
@@ -61,6 +61,18 @@ def test_small_arrays_and_other_kernels_stay_apart():
     assert fused(x, small, a, b, c, total) == [[name] for name in ("x", "small", "a", "b", "c", "reduce_sum")]
 
 
+def test_what_picks_from_a_large_array_runs_with_another_reader_of_a_small_one():
+    """As the logits of labels, with the gradient of a logarithm, so that the logits are free."""
+    logits, sums = kernel("logits"), kernel("sums", elements=SMALL)
+    inverse, unrelated = kernel("inverse", sums, elements=SMALL), kernel("unrelated")
+    loss = kernel("loss", logits, sums, elements=SMALL)
+    written = (logits, sums, inverse, unrelated, loss)
+    assert fused(*written, reorders=True) == [["logits"], ["sums"], ["inverse", "loss"], ["unrelated"]]
+    assert fused(*written) == [[name] for name in ("logits", "sums", "inverse", "unrelated", "loss")]
+    apart = logits, kernel("scaled", logits), unrelated, kernel("picked", logits, elements=SMALL)
+    assert fused(*apart, reorders=True) == [[k.root.name] for k in apart]
+
+
 @pytest.mark.parametrize("reorders", [False, True])
 @pytest.mark.parametrize("seed", range(60))
 def test_kernels_of_a_random_program_run_once_and_after_what_they_read(seed, reorders):
@@ -69,7 +81,7 @@ def test_kernels_of_a_random_program_run_once_and_after_what_they_read(seed, reo
     for _ in range(20):
         name = r.choice(["reduce_sum", "add"])
         kernels.append(
-            kernel(name, *r.sample(kernels[-6:], min(2, len(kernels))), elements=r.choice([LARGE, LARGE, 1]))
+            kernel(name, *r.sample(kernels[-6:], min(2, len(kernels))), elements=r.choice([LARGE, LARGE, SMALL]))
         )
     units = fuse_siblings(kernels, reorders=reorders)
     assert sorted(id(k) for unit in units for k in unit) == sorted(map(id, kernels))
@@ -78,5 +90,6 @@ def test_kernels_of_a_random_program_run_once_and_after_what_they_read(seed, reo
         assert all(done.issuperset(k.operands) for k in unit)
         done |= {k.root for k in unit}
         if len(unit) > 1:
-            assert any(k.root.name == "reduce_sum" for k in unit)
+            assert any(k.root.name == "reduce_sum" or k.root.num_elements == SMALL for k in unit)
+            assert reorders or any(k.root.name == "reduce_sum" for k in unit)
             assert all(any({*k.operands} & {*other.operands} for other in unit if other is not k) for k in unit)
