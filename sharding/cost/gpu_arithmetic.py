@@ -76,9 +76,11 @@ def read_us(num_bytes: float, array_bytes: float, num_blocks: int) -> float:
     """The time to read so many bytes of an array, of which those beyond its size are read again, from the cache if it
     fits."""
     most = BLOCK_BYTES_PER_US * num_blocks
-    first = min(num_bytes, array_bytes)
-    again = BYTES_PER_US * next((speedup for size, speedup in CACHES if first < size), 1.0)
-    return first / min(BYTES_PER_US, most) + (num_bytes - first) / min(again, most)
+    rate = BYTES_PER_US if most > BYTES_PER_US else most
+    if num_bytes <= array_bytes:
+        return num_bytes / rate
+    speedup = next((speedup for size, speedup in CACHES if array_bytes < size), 1.0)
+    return array_bytes / rate + (num_bytes - array_bytes) / min(BYTES_PER_US * speedup, most)
 
 
 def kernel_us(arithmetic: float, memory: float) -> float:

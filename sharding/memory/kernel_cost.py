@@ -49,6 +49,13 @@ class KernelCost:
     reduces: bool
     """Whether it computes a reduction of many elements."""
     reads: Reads
+    memory_us: float = -1.0
+    """The time of its reads and of its write; negative: not summed up yet."""
+
+    def __post_init__(self) -> None:
+        if self.memory_us < 0:
+            reads = sum([self.read_us(x, sum(roots.values())) for x, roots in self.reads.items()])
+            self.memory_us = _written_bytes(self.root) / BYTES_PER_US + reads
 
     @classmethod
     def of(cls, one: Instruction) -> KernelCost:
@@ -66,24 +73,15 @@ class KernelCost:
 
     def with_producer(self, producer: KernelCost) -> KernelCost:
         """That of the kernel if it computes a producer, too."""
-        outer = self.reads[producer.root]
-        times = sum(outer.values())
         reads = {x: roots for x, roots in self.reads.items() if x is not producer.root}
-        for x, inner in producer.reads.items():
-            roots = dict(reads.get(x, ()))
-            for root, count in inner.items():
-                if root is producer.root:
-                    roots |= outer
-                else:
-                    roots[root] = roots.get(root, 0.0) + count * times
-            reads[x] = roots
         return KernelCost(
             root=self.root,
-            cycles=self.cycles + producer.cycles * times,
+            cycles=self.cycles_with(producer),
             blocks=producer.blocks if producer.is_reduction else self.blocks,
             is_reduction=self.is_reduction or producer.is_reduction,
             reduces=self.reduces or producer.reduces,
-            reads=reads,
+            reads=reads | {x: self.joined_reads(producer, x) for x in producer.reads},
+            memory_us=-1.0 if producer.is_reduction else self.memory_us_with(producer),
         )
 
     def with_rows(self, producer: KernelCost) -> KernelCost:
@@ -97,13 +95,50 @@ class KernelCost:
         }
         return KernelCost(self.root, self.cycles + producer.cycles, self.blocks, False, False, reads)
 
+    def cycles_with(self, producer: KernelCost) -> float:
+        """The cycles if it computes a producer, too, as often as it reads each of its elements."""
+        return self.cycles + producer.cycles * sum(self.reads[producer.root].values())
+
+    def joined_reads(self, producer: KernelCost, x: Source) -> Mapping[Source, float]:
+        """How often it reads an operand of a producer if it computes that, too."""
+        outer = self.reads[producer.root]
+        times = sum(outer.values())
+        roots = dict(self.reads.get(x, ()))
+        for root, count in producer.reads[x].items():
+            if root is producer.root:
+                roots |= outer
+            else:
+                roots[root] = roots.get(root, 0.0) + count * times
+        return roots
+
+    @property
     def us(self) -> float:
         """Its time in microseconds."""
-        memory = _written_bytes(self.root) / BYTES_PER_US
-        for x, roots in self.reads.items():
-            size = x.num_bytes if isinstance(x, Instruction) else self.root.itemsize
-            memory += read_us(sum(roots.values()) * size, size, self.blocks)
-        return kernel_us(arithmetic_us(self.cycles, self.blocks), memory)
+        return kernel_us(arithmetic_us(self.cycles, self.blocks), self.memory_us)
+
+    def us_with(self, producer: KernelCost) -> float:
+        """Its time if it computes a producer, too."""
+        if producer.is_reduction:  # which changes the blocks of threads
+            return self.with_producer(producer).us
+        return kernel_us(arithmetic_us(self.cycles_with(producer), self.blocks), self.memory_us_with(producer))
+
+    def memory_us_with(self, producer: KernelCost) -> float:
+        """The time of its reads and its write if as many blocks of threads compute a producer, too."""
+        outer = self.reads[producer.root]
+        times = sum(outer.values())
+        found = self.memory_us - self.read_us(producer.root, times)
+        for x, inner in producer.reads.items():
+            if x in self.reads:
+                joined = sum(self.joined_reads(producer, x).values())
+                found += self.read_us(x, joined) - self.read_us(x, sum(self.reads[x].values()))
+            else:
+                found += self.read_us(x, times * sum(inner.values()))
+        return found
+
+    def read_us(self, x: Source, times: float) -> float:
+        """The time to read an array so often."""
+        size = x.num_bytes if isinstance(x, Instruction) else self.root.itemsize
+        return read_us(times * size, size, self.blocks)
 
 
 def _reads(one: Instruction) -> Reads:

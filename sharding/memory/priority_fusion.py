@@ -35,12 +35,13 @@ class PriorityFusion:
         self.readers = {one: dict.fromkeys(found) for one, found in users(instructions).items()}
         """Array -> the roots of the kernels that read it."""
         self.kernels = {one: KernelCost.of(one) for one in instructions if _computes_operands(one)}
-        self.us: dict[Instruction, float] = {}
         self.savings: dict[Instruction, dict[Instruction, float | None]] = {}
         """Producer -> reader -> microseconds that it saves to compute the one in the kernel of the other; None where
         that is impossible."""
+        self.totals: dict[Instruction, tuple[float, int]] = {}
+        """Producer -> the sum of these, and the number of readers that can't compute it."""
         self.saved: dict[Instruction, float] = {}
-        """Producer -> microseconds that it saves in all."""
+        """Producer that waits -> microseconds that it saves in all."""
         self.waiting: list[tuple[float, int, Instruction]] = []
         self.fused: set[Instruction] = set()
         self.rows_of: dict[Instruction, Instruction] = {}
@@ -54,7 +55,6 @@ class PriorityFusion:
         for one in sorted(self.kernels, key=self.place.__getitem__, reverse=True):
             if one.role == "bitcast" and one not in self.kept:
                 self.view(one)
-        self.us = {one: kernel.us() for one, kernel in self.kernels.items()}
         for one in self.kernels:
             self.weigh(one)
         while self.waiting:
@@ -124,16 +124,32 @@ class PriorityFusion:
 
     def weigh(self, one: Instruction) -> None:
         """Finds what a producer saves for each reader."""
-        self.savings[one] = {reader: self.saving(one, reader) for reader in self.readers[one]}
+        self.savings[one], self.totals[one] = {}, (0.0, 0)
+        for reader in self.readers[one]:
+            self.set_saving(one, reader, self.saving(one, reader))
         self.queue(one)
+
+    def set_saving(self, one: Instruction, reader: Instruction, us: float | None) -> None:
+        """Notes what a producer saves for a reader."""
+        self.drop_saving(one, reader)
+        self.savings[one][reader] = us
+        total, impossible = self.totals[one]
+        self.totals[one] = total + (us or 0.0), impossible + (us is None)
+
+    def drop_saving(self, one: Instruction, reader: Instruction) -> None:
+        """Forgets what a producer saves for a reader."""
+        if reader in self.savings[one]:
+            us = self.savings[one].pop(reader)
+            total, impossible = self.totals[one]
+            self.totals[one] = total - (us or 0.0), impossible - (us is None)
 
     def queue(self, one: Instruction) -> None:
         """Has a producer wait for its turn by what it saves, if it does."""
         self.saved.pop(one, None)
-        found = self.savings[one].values()
-        if one in self.kept or one.role == "unfusible" or not found or None in found:
+        total, impossible = self.totals[one]
+        if one in self.kept or one.role == "unfusible" or not self.savings[one] or impossible:
             return
-        saved = LAUNCH_US + self.us[one] + sum(us for us in found if us is not None)
+        saved = LAUNCH_US + self.kernels[one].us + total
         if saved >= 0:
             self.saved[one] = saved
             heapq.heappush(self.waiting, (-saved, -self.place[one], one))
@@ -149,21 +165,20 @@ class PriorityFusion:
             return None
         if len(producer.reads) + len(consumer.reads) > MOST_OPERANDS:
             return None
-        return self.us[reader] - consumer.with_producer(producer).us()
+        return consumer.us - consumer.us_with(producer)
 
     def fuse(self, one: Instruction) -> None:
         """Computes a producer in the kernels of all that read it."""
         readers, operands = [*self.readers[one]], self.arrays(one)
         for reader in readers:
             self.merge(one, reader)
-            self.us[reader] = self.kernels[reader].us()
         self.remove(one)
         for x in operands:
-            self.savings[x].pop(one, None)
+            self.drop_saving(x, one)
         affected = dict.fromkeys(operands)
         for reader in readers:
             for x in self.arrays(reader):
-                self.savings[x][reader] = self.saving(x, reader)
+                self.set_saving(x, reader, self.saving(x, reader))
                 affected[x] = None
         for x in affected:
             self.queue(x)

@@ -104,9 +104,9 @@ def _looped_over(kernel: Kernel, *, picks: bool) -> list[Instruction]:
     """The large arrays that a kernel reads element by element, or those of its result's size if it picks that."""
     if kernel.root.role not in ("fusible", "bitcast"):
         return []
-    most, size = max(m.num_elements for m in kernel.members), kernel.root.num_elements
+    most, size = max([m.num_elements for m in kernel.members]), kernel.root.num_elements
     large = [x for x in kernel.operands if x.num_bytes >= MIN_BYTES and x.num_elements >= most]
-    if not picks or any(m.name in REDUCTIONS for m in kernel.members):
+    if not picks or not REDUCTIONS.isdisjoint([m.name for m in kernel.members]):
         return large
     alike = [x for x in kernel.operands if x.num_elements == size > 1]
     return alike if _picks(kernel) else [*dict.fromkeys([*large, *alike])]
@@ -115,10 +115,12 @@ def _looped_over(kernel: Kernel, *, picks: bool) -> list[Instruction]:
 def _picks(kernel: Kernel) -> bool:
     """Whether a kernel reads some elements of a much larger array, and reduces none."""
     least = max(MIN_BYTES, MANY_TIMES * kernel.root.num_bytes)
-    is_loop = kernel.root.role == "fusible" and not any(m.name in REDUCTIONS for m in kernel.members)
-    return is_loop and any(x.num_bytes >= least for x in kernel.operands)
+    if kernel.root.role != "fusible" or not [x for x in kernel.operands if x.num_bytes >= least]:
+        return False
+    return REDUCTIONS.isdisjoint([m.name for m in kernel.members])
 
 
 def _is_reduction(kernel: Kernel) -> bool:
     """Whether a kernel's result is that of a reduction."""
-    return any(m.name in REDUCTIONS and m.num_elements == kernel.root.num_elements for m in kernel.members)
+    sizes = [m.num_elements for m in kernel.members if m.name in REDUCTIONS]
+    return kernel.root.num_elements in sizes
