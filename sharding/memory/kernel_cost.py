@@ -143,8 +143,9 @@ class KernelCost:
 
 def _reads(one: Instruction) -> Reads:
     found: dict[Source, dict[Source, float]] = {}
+    keeps_elements = one.elementwise or one.name == "transpose"  # often another layout
     for x in one.operands:
-        if one.elementwise and x.num_elements == one.num_elements:
+        if keeps_elements and x.num_elements == one.num_elements:
             found.setdefault(x, {})[one] = 1.0
         else:
             roots = found.setdefault(x, {})

@@ -37,6 +37,12 @@ def scaled(times):
     return f
 
 
+def transposed_alike(x, y, w):
+    """What reads a result of several transposed arrays runs in their order of dims, and may write over them."""
+    z = x @ y.T
+    return (jnp.log1p(jnp.abs(z.T)) * jnp.sin(z).T) @ w
+
+
 def softmax_of_products(x, y):
     scores = x @ y.T
     return jax.nn.softmax(scores, -1) @ y
@@ -55,6 +61,7 @@ PROGRAMS = {
     "rows: two constants": (two_sums_of_rows(scaled(2)), (X,), 0),
     "two results": (lambda x, y: (jnp.log(x) * y, (jnp.log(x) - y) * 3), (X, Y), 0),
     "written over, beside a sum": (lambda x: (jnp.tanh(x).sum(), jnp.tanh(x) * 2), (X,), 0),
+    "transposed alike": (transposed_alike, (floats(ROWS, 64), floats(COLUMNS, 64), X), 1),
     "a softmax": (softmax_of_products, (floats(ROWS, 64), floats(COLUMNS, 64)), 2),
 }
 """A program, its arguments, and how many arrays of `WHOLE` bytes it stores."""
