@@ -87,6 +87,7 @@ class CompilerTraits:
 
 
 DEFAULT = CompilerTraits()
+"""Of a compiler that does nothing special."""
 
 TRAITS: Mapping[Platform, CompilerTraits] = {
     "cpu": CompilerTraits(

@@ -113,7 +113,7 @@ class Fusion:
         """Producer -> kernels (by root) that read it so far."""
         found = []
         for one in reversed(self.instructions):
-            if one in self.stored or readers[one] or not (is_fusible(one) or one.fuses_operands):
+            if one in self.stored or readers[one] or not one.computes_operands:
                 found.append(self.kernel_of(one, readers))
         return found[::-1]
 
@@ -237,7 +237,7 @@ class _AcceleratorFusion(Fusion):
         if one.expensive:
             return True
         read_bytes = sum(x.num_bytes for x in reads)
-        if not all(is_fusible(x) or x.fuses_operands for x in users):
+        if not all(x.computes_operands for x in users):
             return read_bytes > one.num_bytes  # it is stored for one of them anyway
         return len(users) * read_bytes > read_bytes + (len(users) + 1) * one.num_bytes
 

@@ -66,6 +66,11 @@ class Instruction:
     def __repr__(self) -> str:
         return f"{self.name}{list(self.shape)}"
 
+    @property
+    def computes_operands(self) -> bool:
+        """Whether a kernel with it as its root computes operands, instead of reading them."""
+        return self.role in ("fusible", "bitcast") or self.fuses_operands
+
     def is_in_order(self, order: Sequence[int]) -> bool:
         """Whether only dims of size 1 move if its dims are ordered so."""
         large = [d for d in order if self.shape[d] > 1]

@@ -34,7 +34,7 @@ class PriorityFusion:
         self.kept = stored
         self.readers = {one: dict.fromkeys(found) for one, found in users(instructions).items()}
         """Array -> the roots of the kernels that read it."""
-        self.kernels = {one: KernelCost.of(one) for one in instructions if _computes_operands(one)}
+        self.kernels = {one: KernelCost.of(one) for one in instructions if one.computes_operands}
         self.savings: dict[Instruction, dict[Instruction, float | None]] = {}
         """Producer -> reader -> microseconds that it saves to compute the one in the kernel of the other; None where
         that is impossible."""
@@ -84,12 +84,12 @@ class PriorityFusion:
     def reduced_rows(self, x: Instruction, source: Instruction) -> Sequence[Instruction]:
         """What lies between an array and its reduced and broadcast rows; nothing if something else does."""
         found: list[Instruction] = []
-        names: list[str] = []
         while x is not source:
             is_alone = x in self.kernels and x not in self.kept and len(self.readers[x]) == 1
             if not is_alone or len({*x.operands}) != 1:
                 return ()
-            is_reduced = any(name in REDUCTIONS for name in names)
+            names = {inner.name for inner in found}
+            is_reduced = not REDUCTIONS.isdisjoint(names)
             if x.name in REDUCTIONS:
                 rows = (len(x.operands[0].shape) - 1,)
                 is_of_rows = (
@@ -100,9 +100,8 @@ class PriorityFusion:
             elif not x.elementwise and (is_reduced or not (x.role == "bitcast" or x.name == "broadcast_in_dim")):
                 return ()
             found.append(x)
-            names.append(x.name)
             x = x.operands[0]
-        return found if any(name in REDUCTIONS for name in names) else ()
+        return found if any(inner.name in REDUCTIONS for inner in found) else ()
 
     def is_only_for(self, one: Instruction, reader: Instruction) -> bool:
         """Whether only the kernel of an op on rows reads an op, which has one array, too."""
@@ -205,7 +204,3 @@ class PriorityFusion:
                 self.readers[x].pop(one, None)
         self.saved.pop(one, None)
         self.fused.add(one)
-
-
-def _computes_operands(one: Instruction) -> bool:
-    return one.role in ("fusible", "bitcast") or one.fuses_operands
