@@ -250,3 +250,12 @@ def test_no_paths_of_one_machine():
 def test_python_is_ascii():
     bad = [path for path in texts() if path.suffix == ".py" and not path.read_text().isascii()]
     assert not bad, listed(bad)
+
+
+def test_heavy_subpackages_are_imported_on_first_access():
+    program = "import sharding; print(sharding.zero.__name__, sharding.planner.__name__, sharding.plan.__name__)"
+    found = subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, capture_output=True, text=True)
+    assert found.stdout.split() == ["sharding.zero", "sharding.planner", "plan"]
+    program = "import sharding; sharding.elsewhere"
+    found = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert "has no attribute 'elsewhere'" in found.stderr

@@ -47,7 +47,8 @@ def main() -> None:
         starts = [{"process": mpi_rank(), "environment": environment}]
         events.put({"is": "start", "command": args[separator + 1 :], "processes": starts})
     else:
-        threading.Thread(target=_listen, args=(sys.stdin.buffer, events), daemon=True).start()
+        messages = os.fdopen(os.dup(sys.stdin.fileno()), "rb")  # `sys.stdin` itself cannot be closed while it is read
+        threading.Thread(target=_listen, args=(messages, events), daemon=True).start()
     agent = Agent(send, events)
     send({"is": "ready", "name": socket.gethostname(), "port": processes.free_port()})
     try:

@@ -17,9 +17,10 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from .compiler_traits import DEFAULT, CompilerTraits
-from .instruction import Instruction, Users, users
-from .primitive_traits import REDUCTIONS, reverses_lanes, strided_dims, updates
+from .instruction import Instruction, array_bytes, users
+from .primitive_traits import REDUCTIONS, element_bytes, reverses_lanes, strided_dims
 from .priority_fusion import PriorityFusion
+from .product_ends import is_product, is_small_product, num_vector_ops, product_ends
 from .tile_layouts import keeps_tiles
 
 SLICES = frozenset({"slice", "dynamic_slice"})
@@ -28,12 +29,14 @@ PARTS = SLICES | {"split"}
 """What takes a part of an array."""
 JOINS = frozenset({"concatenate", "pad", "stack"})
 """What places arrays in a larger one."""
-MOST_AFTER_PRODUCT = 100
-"""Ops after a product among which the last one of its kernel is searched."""
-FEW_SUMMED = 64
-"""A matrix product that sums fewer elements is computed again in the tiles of another one that reads it."""
 AFTER_PRODUCTS = REDUCTIONS | {"transpose", "dynamic_update_slice"}
 """What a product's kernel computes of its result besides elementwise ops."""
+MOST_KERNELS = 4
+"""That are counted."""
+HIDDEN_OPS = 8
+"""On each element that a kernel computes in the time that it takes to read it."""
+AGAIN_PER_OP = {False: 0.5, True: 0.12}
+"""Bytes that are read in the time of one op on each element; products hide more of it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -57,11 +60,26 @@ def fuse(
         results: always stored.
         traits: of the compiler.
     """
+    fusion = _fusion(instructions, results, traits)
+    return fusion.by_products(fusion.kernels())
+
+
+def stored_for_several(
+    instructions: Sequence[Instruction], results: Sequence[Instruction], traits: CompilerTraits
+) -> Iterator[Instruction]:
+    """The products and elementwise instructions that are stored since several others read them."""
+    fusion = _fusion(instructions, results, traits)
+    stored = fusion.stored | fusion.once
+    return (one for one in instructions if is_product(one) or (one.elementwise and one in stored))
+
+
+def _fusion(
+    instructions: Sequence[Instruction], results: Sequence[Instruction], traits: CompilerTraits
+) -> _AcceleratorFusion:
     stored = {*results, *_reduced_in_a_block(instructions, traits.block_elements)}
     if traits.stores_parts:
         stored.update(_in_parts(instructions))
-    fusion = _AcceleratorFusion(instructions, stored, by_cost=traits.fuses_by_cost)
-    return fusion.by_products(fusion.kernels())
+    return _AcceleratorFusion(instructions, stored, by_cost=traits.fuses_by_cost)
 
 
 def _reduced_in_a_block(instructions: Sequence[Instruction], block_elements: int) -> Iterator[Instruction]:
@@ -161,10 +179,13 @@ class _AcceleratorFusion(Fusion):
         super().__init__(instructions)
         self.stored.update(stored)
         """Not computed inside any consumer."""
-        self.stored.update(self.ends_of_products())
+        self.ends = product_ends(instructions, self.users, self.stored)
+        """The last ops in the kernels of products."""
+        forked = self.store_ends_of_products()
         if by_cost:
             self.stored.update(PriorityFusion(instructions, self.stored).stored())
         self.once = set() if by_cost else self.costly()
+        self.stored.update(self.once.intersection(forked))
 
     def growth(self, root: Instruction) -> Growth:
         return _Growth(self, has_product=is_product(root))
@@ -194,24 +215,37 @@ class _AcceleratorFusion(Fusion):
                     heapq.heappush(ready, (keys[reader], reader))
         return found
 
-    def ends_of_products(self) -> Iterator[Instruction]:
-        """The last of the elementwise ops after a product, if several or a product read it: its kernel stores that."""
-        for end, inside in product_ends(self.instructions, self.users, self.stored).items():
+    def store_ends_of_products(self) -> list[Instruction]:
+        """Stores the last of the elementwise ops after a product, if several or a product read it.
+
+        Returns:
+            Those that aren't stored as the product is: if several ops read it, and it is no larger than what it reads.
+        """
+        found = []
+        for end, inside in self.ends.items():
             readers = self.users[end]
             is_nested = len(readers) == 1 and all(x.elementwise or is_small_product(x) for x in inside)
-            if end.elementwise and (len(readers) > 1 or (any(map(is_product, readers)) and not is_nested)):
-                yield end
+            if not end.elementwise or (len(readers) == 1 and (is_nested or not is_product(readers[0]))):
+                continue
+            product = min(inside, key=self.place.__getitem__)
+            largest = max((x.num_elements for x in product.operands), default=0)
+            if len(self.users[product]) > 1 and product.num_elements <= largest:
+                found.append(end)
+            else:
+                self.stored.add(end)
+        return found
 
     def costly(self) -> set[Instruction]:
         """What is read faster from memory than computed again by each of several users."""
         found: set[Instruction] = set()
+        kernels = self.several_kernels()
         sources: dict[Instruction, set[Instruction]] = {}
         """Per instruction what must be read to compute it: itself if it is stored."""
         for one in self.instructions:
             sources[one] = {one}
             if is_fusible(one) and one not in self.stored and not is_read_in_part(one):
                 reads = self.united_sources(one, sources)
-                if self.is_costly(one, reads):
+                if self.is_costly(one, reads) or (one in kernels and self.is_slow(one, reads, kernels[one])):
                     found.add(one)
                 else:
                     sources[one] = reads
@@ -239,7 +273,25 @@ class _AcceleratorFusion(Fusion):
         read_bytes = sum(x.num_bytes for x in reads)
         if not all(x.computes_operands for x in users):
             return read_bytes > one.num_bytes  # it is stored for one of them anyway
-        return len(users) * read_bytes > read_bytes + (len(users) + 1) * one.num_bytes
+        return len(users) * read_bytes > read_bytes + (len(users) + 1) * _unrounded_bytes(one)
+
+    def several_kernels(self) -> dict[Instruction, set[Instruction]]:
+        """What several users need -> the roots of the kernels that compute it, some of them, if there are several."""
+        found: dict[Instruction, set[Instruction]] = {}
+        for one in reversed(self.instructions):
+            roots = found.setdefault(one, set())
+            for user in self.users[one]:
+                if len(roots) < MOST_KERNELS:
+                    roots |= {user} if user in self.stored or not is_fusible(user) else found[user]
+        return {one: roots for one, roots in found.items() if len(self.users[one]) > 1 < len(roots)}
+
+    def is_slow(self, one: Instruction, reads: Collection[Instruction], roots: Collection[Instruction]) -> bool:
+        """Whether computing it in each of several kernels takes longer than storing and reading it."""
+        again = sum(sorted(AGAIN_PER_OP[is_product(x) or x in self.ends] for x in roots)[1:])
+        read_bytes, num_bytes = sum(x.num_bytes for x in reads), _unrounded_bytes(one)
+        limit = (len(roots) + 1) * num_bytes - (len(roots) - 1) * read_bytes
+        most_ops = limit / (again * max(1, one.num_elements)) + HIDDEN_OPS
+        return num_vector_ops(one, reads, limit=most_ops) > most_ops
 
     def ends_product(self, product: Instruction, inside: Collection[Instruction]) -> bool:
         """Whether a kernel's instructions that depend on a product can run on its tiles, in the product's kernel."""
@@ -280,42 +332,6 @@ class _Growth:
         return True
 
 
-def product_ends(
-    instructions: Sequence[Instruction], readers: Users, stored: Collection[Instruction]
-) -> dict[Instruction, set[Instruction]]:
-    """The last ops in the kernels of products: those on a product's tiles, as long as no other kernel reads one before.
-
-    Returns:
-        Last op -> the product and what runs on its tiles.
-    """
-    place = {one: k for k, one in enumerate(instructions)}
-    found: dict[Instruction, set[Instruction]] = {}
-    for product in filter(is_product, instructions):
-        end, inside = product, {product}
-        unread = {product: len(readers[product])}
-        """Those inside that others read -> by how many, which aren't inside yet."""
-        waiting = [place[x] for x in readers[product]]
-        heapq.heapify(waiting)
-        while waiting and len(inside) <= MOST_AFTER_PRODUCT and end not in stored:
-            one = instructions[heapq.heappop(waiting)]
-            if not (one.elementwise or one.name == "transpose" or one.role == "bitcast"):
-                break
-            inside.add(one)
-            for x in inside.intersection(one.operands):
-                unread[x] -= 1
-                if not unread[x]:
-                    del unread[x]
-            new = readers[one]
-            unread |= {one: len(new)} if new else {}
-            for x in new:
-                if place[x] not in waiting:
-                    heapq.heappush(waiting, place[x])
-            if not unread.keys() - {one}:
-                end = one
-        found[end] = {x for x in inside if place[x] <= place[end]}
-    return found
-
-
 def computed_operands(root: Instruction) -> set[Instruction]:
     """The operands that a root's kernel may compute: not the array that a scatter adds to."""
     if is_fusible(root):
@@ -323,19 +339,16 @@ def computed_operands(root: Instruction) -> set[Instruction]:
     return set(root.operands) - {root.operands[at] for at, _ in root.in_place} if root.fuses_operands else set()
 
 
+def _unrounded_bytes(one: Instruction) -> int:
+    """Bytes before what is only read in 16 bits is stored so."""
+    if one.eqn is None or len(one.eqn.outvars) != 1:
+        return one.num_bytes
+    return max(one.num_bytes, array_bytes(one.num_elements, element_bytes(one.eqn.outvars[0].aval.dtype)))
+
+
 def is_read_in_part(one: Instruction) -> bool:
     """Whether a kernel reads as much as it computes of it, not its whole operand."""
     return one.name in SLICES or (one.name == "gather" and not one.expensive)
-
-
-def is_product(one: Instruction) -> bool:
-    """Whether it is a product whose kernel computes more: what fuses operands and is no scatter."""
-    return one.fuses_operands and not updates(one.name)
-
-
-def is_small_product(one: Instruction) -> bool:
-    """Whether it is a product of two matrices that sums few elements."""
-    return one.product is not None and one.product.batch == 1 and one.product.summed < FEW_SUMMED
 
 
 def is_fusible(one: Instruction) -> bool:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
-from .fusion import is_product, product_ends
+from .fusion import stored_for_several
 from .instruction import Body, Instruction, users
 from .primitive_traits import REDUCTIONS
+from .product_ends import is_product, product_ends
 from .tile_layouts import rounds
 
 
@@ -14,8 +15,8 @@ def settle_rounding(body: Body) -> None:
     """Stores 16-bit floats that are only read in float32 as they were before rounding, and once what is rounded for
     products of many matrices, whose kernels compute no operands.
 
-    What ends a product's kernel and only other products and reductions read is stored in 16 bits: the kernel computes
-    the reductions, and the others round what they read.
+    Products, and what is computed element by element, are stored in 16 bits if only other products and reductions read
+    them: the kernel computes the reductions, and products round what they read.
     """
     readers = users(body.instructions)
     for one in body.instructions:
@@ -34,12 +35,13 @@ def settle_rounding(body: Body) -> None:
         is_inside = one.elementwise and one not in results
         if one.name in REDUCTIONS or (is_inside and readers[one] and reduced.issuperset(readers[one])):
             reduced.add(one)
-    for end, inside in product_ends(body.instructions, readers, results).items():
-        if any(x.role == "bitcast" for x in inside):
+    ends = product_ends(body.instructions, readers, results)
+    for one in stored_for_several(body.instructions, body.results, body.traits):
+        if one in results or not _is_wide(one) or any(x.role == "bitcast" for x in ends.get(one, ())):
             continue
-        others = [x for x in readers[end] if not (is_product(x) and rounds(x))]
-        if _is_wide(end) and end not in results and 0 < len(others) < len(readers[end]) and reduced.issuperset(others):
-            end.num_bytes //= 2
+        others = [x for x in readers[one] if not (is_product(x) and rounds(x))]
+        if 0 < len(others) < len(readers[one]) and reduced.issuperset(others):
+            one.num_bytes //= 2
 
 
 def _is_wide(one: Instruction) -> bool:

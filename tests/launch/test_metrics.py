@@ -74,3 +74,14 @@ def test_ticks_lie_inside_and_are_few(low, high, scale):
     assert 3 <= len(ticks) <= 16
     assert all(low <= tick <= high for tick in ticks)
     assert ticks == sorted(ticks)
+
+
+def test_steps_are_written_below_the_frame_and_values_beside_it():
+    root = xml.fromstring(loss_plot.svg(POINTS, POINTS[::50]))
+    texts = list(root.iter("{http://www.w3.org/2000/svg}text"))
+    numbers = [one.attrib for one in texts if (one.text or "").replace(".", "").isdigit()]
+    steps = [one for one in numbers if one["text-anchor"] == "middle"]
+    values = [one for one in numbers if one["text-anchor"] == "end"]
+    assert len(steps) > 2 and len(values) > 2
+    assert all(float(one["y"]) > loss_plot.HEIGHT - loss_plot.BOTTOM for one in steps)
+    assert all(float(one["x"]) < loss_plot.LEFT for one in values)

@@ -1,9 +1,13 @@
 """Steps with a sharded vocabulary and residual stream equal those of one device."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.short_runs import check_same, error_output, run_two_steps
 
+import sharding
+from sharding.launch import tensor_parallel
 from sharding.launch.commands import explain
 from sharding.launch.config.explain_config import Explain
 from sharding.launch.config.model_config import ModelOptions
@@ -86,3 +90,14 @@ def test_explain(is_sharded):
 )
 def test_invalid_options(args, words, capsys):
     assert words in error_output(capsys, *args, "--sequence-parallel")
+
+
+def test_lengths_that_the_axis_does_not_divide_stay_as_they_are():
+    hooks = tensor_parallel.stream()
+    with sharding.mesh(data=2, tensor=4):
+        odd, even = (
+            jax.make_jaxpr(lambda x: hooks.branch_output(hooks.branch_input(x)))(jnp.zeros((2, length, 8)))
+            for length in (6, 12)
+        )
+    assert len(odd.eqns) == 0
+    assert len(even.eqns) > 0

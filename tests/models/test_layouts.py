@@ -144,3 +144,14 @@ def test_annotate_places_parameters():
     assert placed.blocks[0].mlp.w1.sharding.shard_shape((32, 64)) == (32, 8)
     assert placed.blocks[1].attention.qkv.sharding.shard_shape((32, 8, 3, 4)) == (32, 1, 3, 4)
     assert placed.embed.table.sharding.shard_shape((32, 32)) == (4, 32)
+
+
+def test_staged_layers_are_sharded_over_their_first_dim_and_open_along_the_others():
+    state = nnx.state(_model(scan=True))
+    with sharding.mesh(pipe=2, data=4):
+        equations = jax.make_jaxpr(lambda state: jax.tree.leaves(layouts.staged(state)))(state).eqns
+    specs = [eqn.params["spec"].dims for eqn in equations if eqn.primitive.name == "annotate"]
+    assert [len(dims) for dims in specs] == [leaf.ndim for leaf in jax.tree.leaves(state["blocks"])]
+    for first, *others in specs:
+        assert first.axes == ("pipe",) and not first.open
+        assert all(dim.open and not dim.axes for dim in others)

@@ -90,3 +90,12 @@ def test_faults_of_a_config(changes, faults):
     config.head_features = config.features // config.heads
     found = transformer.config_errors(config, ("features", "layers"))
     assert len(found) == len(faults) and all(map(str.startswith, found, faults))
+
+
+@pytest.mark.parametrize("layers", [1, 8])
+def test_branches_leave_the_variance_of_the_stream_to_the_depth(layers):
+    """Two branches per layer add to it, each of inputs of variance one, 1 / (2 x layers)."""
+    config = gpt.Config(vocab=8, context=8, layers=layers, features=128, heads=4, kv_heads=4, mlp_features=512)
+    attention = transformer_layers.Attention(config, rngs=nnx.Rngs(0))
+    np.testing.assert_allclose(128 * np.var(attention.out[...]), 1 / (2 * layers), rtol=0.05)
+    np.testing.assert_allclose(128 * np.var(attention.qkv[...]), 1, rtol=0.05)

@@ -76,3 +76,12 @@ def test_a_limit_at_several_times_is_refused():
     with pytest.raises(sharding.ShardingError, match="2 times at which different nodes"):
         planner.solve(problem, "galvatron")
     assert planner.solve(problem, "galvatron", memory_bytes=8).cost == 3
+
+
+@pytest.mark.parametrize(("most", "is_proven"), [(7, False), (8, True), (9, True)])
+def test_memory_is_counted_exactly_up_to_the_most_units(most, is_proven, monkeypatch):
+    monkeypatch.setattr(chain_memory, "MEMORY_UNITS", most)
+    problem = planner.Problem.of([[5, 0]] * 3, [], usages=[[0, 3], [0, 5], [0, 7]]).limited(8)
+    solution = planner.solve(problem, "galvatron")
+    assert solution.is_proven == is_proven
+    assert solution.peak_bytes <= 8

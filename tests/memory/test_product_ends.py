@@ -1,0 +1,86 @@
+"""What XLA:TPU computes in the kernel of a product after it, and what in each kernel that reads that."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from support import compilers
+from support.peak_memory import check_compiled_temporaries, check_temporaries, floats
+
+from sharding.memory.instruction import Instruction
+from sharding.memory.product_ends import num_vector_ops
+
+ROWS, SIZE, WIDE = 65536, 1024, 1024
+X, W, V, H = floats(ROWS, SIZE), floats(SIZE, WIDE), floats(WIDE, SIZE), floats(ROWS, WIDE)
+WHOLE = 2 * ROWS * WIDE
+"""Bytes of a product's result in 16 bits."""
+
+
+def gradient(activation):
+    """Of a cotangent and what the activation reads."""
+    return lambda g, z: jax.vjp(activation, z)[1](g)[0]
+
+
+def exact_gelu(x):
+    return jax.nn.gelu(x, approximate=False)
+
+
+def for_products(f):
+    """Two products of a function of a product and another array: those of a layer's gradients."""
+    return lambda x, w, h, v: (lambda e: (x.T @ e, e @ v))(f(x @ w, h))
+
+
+def and_a_bias(f):
+    """Its sum, too: a bias's gradient."""
+    return lambda x, w, h, v: (lambda e: (x.T @ e, e @ v, e.sum(0)))(f(x @ w, h))
+
+
+def of_arguments(build, f):
+    """The same, of an argument instead of a product."""
+    return lambda x, q, h, v: build(lambda _, h: f(q, h))(x, v.T, h, v)
+
+
+ARGUMENTS = (X, W, H, V)
+NARROW = (floats(ROWS, SIZE // 2), floats(SIZE // 2, WIDE), H, floats(WIDE, SIZE // 2))
+GIVEN = (X, H, H, V)
+PROGRAMS = {
+    "used once": (for_products(lambda y, h: y * (1 - h * h)), ARGUMENTS, 1),
+    "used once, beside much else": (for_products(lambda y, h: y * jax.nn.gelu(h)), ARGUMENTS, 1),
+    "used twice": (for_products(lambda y, _: y * (y + 1)), ARGUMENTS, 2),
+    "used twice, from less": (for_products(lambda y, _: y * (y + 1)), NARROW, 1),
+    "GELU": (for_products(lambda y, _: jax.nn.gelu(y)), ARGUMENTS, 2),
+    "used twice after a tanh": (for_products(lambda y, _: (lambda t: t * (t + 1))(jnp.tanh(y))), ARGUMENTS, 1),
+    "gradient of SiLU": (for_products(gradient(jax.nn.silu)), ARGUMENTS, 2),
+    "gradient of SiLU, a bias": (and_a_bias(gradient(jax.nn.silu)), ARGUMENTS, 1),
+    "gradient of a cube, a bias": (and_a_bias(gradient(lambda x: x * x * x)), ARGUMENTS, 2),
+    "gradient of the exact GELU": (for_products(gradient(exact_gelu)), ARGUMENTS, 1),
+    "two arguments": (of_arguments(for_products, lambda q, h: q * (h + q)), GIVEN, 0),
+    "arguments, gradient of SiLU": (of_arguments(for_products, gradient(jax.nn.silu)), GIVEN, 0),
+    "arguments, gradient of SiLU, a bias": (of_arguments(and_a_bias, gradient(jax.nn.silu)), GIVEN, 1),
+    "arguments, gradient of a cube, a bias": (of_arguments(and_a_bias, gradient(lambda x: x * x * x)), GIVEN, 0),
+    "arguments, gradient of the exact GELU": (of_arguments(for_products, gradient(exact_gelu)), GIVEN, 1),
+    "a sine": (of_arguments(for_products, lambda q, _: jnp.sin(q)), GIVEN, 1),
+}
+"""A program, its arguments, and how many results of the large product, in 16 bits, it stores."""
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_what_is_stored_of_what_follows_a_product(name):
+    check_temporaries(PROGRAMS[name], WHOLE)
+
+
+@pytest.mark.slow
+@compilers.needs("libtpu")
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_compiler_for_tpus_stores_as_much_of_it(name):
+    check_compiled_temporaries(PROGRAMS[name], WHOLE)
+
+
+def test_vector_ops_are_those_on_each_element_of_the_result():
+    row = Instruction("argument", "argument", [], (8,), 32)
+    small = Instruction("erf", "fusible", [row], (8,), 32, elementwise=True)
+    wide = Instruction("broadcast_in_dim", "fusible", [small], (8, 128), 4096)
+    read = Instruction("argument", "argument", [], (8, 128), 4096)
+    twice = Instruction("add", "fusible", [read, read], (8, 128), 4096, elementwise=True)
+    end = Instruction("mul", "fusible", [wide, twice], (8, 128), 4096, elementwise=True)
+    assert num_vector_ops(end, {row, read}, limit=100) == 2
+    assert num_vector_ops(end, {row, read}, limit=0) == 1
