@@ -127,10 +127,11 @@ def test_what_fits():
         assert job.fits and all(row[-1] == "yes" for row in job.rows())
         step = next(phase for phase in job.phases if phase.name == "training step")
         assert job.highest == step
-        tight = job_memory(over, batch_size=BATCH, budget_bytes=step.peak_bytes - 1)
+        tight, exact = (job_memory(over, batch_size=BATCH, budget_bytes=step.peak_bytes - less) for less in (1, 0))
     assert tight.fits is False
     assert [row[0] for row in tight.rows() if row[-1] == "no"] == ["training step"]
     assert "training step: does not fit the budget" in str(tight)
+    assert exact.fits and "training step: fits the budget" in str(exact)
 
 
 def explain(capsys, *args):
