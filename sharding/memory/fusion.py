@@ -2,8 +2,8 @@
 
 Consumers compute a fusible producer
 
-- unless it has several, and is expensive, or storing it once moves fewer bytes than reading what each must read; on
-  GPUs as `priority_fusion` finds;
+- unless it has several, and is expensive, or storing it once moves fewer bytes than reading what each must read, or
+  takes less time than computing it in each (`vector_ops`); on GPUs as `priority_fusion` finds;
 - also a matrix product, on TPUs, if only they read it: a kernel has at most one.
 
 `cpu_fusion` has the rules of XLA:CPU.
@@ -20,8 +20,9 @@ from .compiler_traits import DEFAULT, CompilerTraits
 from .instruction import Instruction, array_bytes, users
 from .primitive_traits import REDUCTIONS, element_bytes, reverses_lanes, strided_dims
 from .priority_fusion import PriorityFusion
-from .product_ends import is_product, is_small_product, num_vector_ops, product_ends
+from .product_ends import is_product, is_small_product, product_ends
 from .tile_layouts import keeps_tiles
+from .vector_ops import AGAIN_PER_OP, HIDDEN_OPS, num_vector_ops
 
 SLICES = frozenset({"slice", "dynamic_slice"})
 """What a kernel reads at one place."""
@@ -32,11 +33,7 @@ JOINS = frozenset({"concatenate", "pad", "stack"})
 AFTER_PRODUCTS = REDUCTIONS | {"transpose", "dynamic_update_slice"}
 """What a product's kernel computes of its result besides elementwise ops."""
 MOST_KERNELS = 4
-"""That are counted."""
-HIDDEN_OPS = 8
-"""On each element that a kernel computes in the time that it takes to read it."""
-AGAIN_PER_OP = {False: 0.5, True: 0.12}
-"""Bytes that are read in the time of one op on each element; products hide more of it."""
+"""That are counted of those that compute the same."""
 
 
 @dataclass(slots=True, eq=False)

@@ -1,9 +1,9 @@
-"""What a kernel of a matrix product computes after it on TPUs, and how long that takes."""
+"""What a kernel of a matrix product computes after it on TPUs."""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 from .instruction import Instruction, Users
 from .primitive_traits import updates
@@ -12,13 +12,6 @@ MOST_AFTER_PRODUCT = 100
 """Ops after a product among which the last one of its kernel is searched."""
 FEW_SUMMED = 64
 """A matrix product that sums fewer elements is computed again in the tiles of another one that reads it."""
-VECTOR_OPS: Mapping[str, int] = {
-    **dict.fromkeys("div rem integer_pow log log1p expm1 cbrt".split(), 10),
-    **dict.fromkeys("logistic atan2 asin acos pow".split(), 15),
-    **dict.fromkeys("erf erfc erf_inv lgamma digamma".split(), 50),
-    **dict.fromkeys("sin cos tan".split(), 100),
-}
-"""Primitives that take more than one instruction of a vector unit -> about how many."""
 
 
 def product_ends(
@@ -65,15 +58,3 @@ def is_product(one: Instruction) -> bool:
 def is_small_product(one: Instruction) -> bool:
     """Whether it is a product of two matrices that sums few elements."""
     return one.product is not None and one.product.batch == 1 and one.product.summed < FEW_SUMMED
-
-
-def num_vector_ops(end: Instruction, reads: Collection[Instruction], *, limit: float) -> int:
-    """How many instructions of a vector unit compute an element from what is read, counted up to a limit."""
-    found, waiting, count = {end}, [end], 0
-    while waiting and count <= limit:
-        one = waiting.pop()
-        count += VECTOR_OPS.get(one.name, 1) if one.elementwise else 0
-        new = [x for x in one.operands if x not in reads and x not in found and x.num_elements >= end.num_elements]
-        found.update(new)
-        waiting += new
-    return count

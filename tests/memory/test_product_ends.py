@@ -6,9 +6,6 @@ import pytest
 from support import compilers
 from support.peak_memory import check_compiled_temporaries, check_temporaries, floats
 
-from sharding.memory.instruction import Instruction
-from sharding.memory.product_ends import num_vector_ops
-
 ROWS, SIZE, WIDE = 65536, 1024, 1024
 X, W, V, H = floats(ROWS, SIZE), floats(SIZE, WIDE), floats(WIDE, SIZE), floats(ROWS, WIDE)
 WHOLE = 2 * ROWS * WIDE
@@ -73,14 +70,3 @@ def test_what_is_stored_of_what_follows_a_product(name):
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_compiler_for_tpus_stores_as_much_of_it(name):
     check_compiled_temporaries(PROGRAMS[name], WHOLE)
-
-
-def test_vector_ops_are_those_on_each_element_of_the_result():
-    row = Instruction("argument", "argument", [], (8,), 32)
-    small = Instruction("erf", "fusible", [row], (8,), 32, elementwise=True)
-    wide = Instruction("broadcast_in_dim", "fusible", [small], (8, 128), 4096)
-    read = Instruction("argument", "argument", [], (8, 128), 4096)
-    twice = Instruction("add", "fusible", [read, read], (8, 128), 4096, elementwise=True)
-    end = Instruction("mul", "fusible", [wide, twice], (8, 128), 4096, elementwise=True)
-    assert num_vector_ops(end, {row, read}, limit=100) == 2
-    assert num_vector_ops(end, {row, read}, limit=0) == 1
