@@ -1,11 +1,13 @@
-"""Combining of collectives over the same devices, as on XLA:CPU and XLA:GPU.
+"""Combining of collectives over the same devices.
 
 Operands first, a collective joins the open batch of its group, unless it depends on that batch or is too large for it:
-then it opens the next (openxla/xla, `service/collective_combiner_utils.h`, `cpu/cpu_all_reduce_combiner.cc`).
+then it opens the next (openxla/xla, `service/collective_combiner_utils.h`, `cpu/cpu_all_reduce_combiner.cc`). On TPUs
+it joins the first batch that has space, so that small ones fill up earlier batches.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -16,6 +18,8 @@ def combined_collectives(
     ends: Sequence[int],
     sizes: Mapping[int, int],
     most_bytes: float = math.inf,
+    *,
+    refills: bool = False,
 ) -> list[list[int]]:
     """The ops of a program in a topological order, combined collectives as one entry.
 
@@ -25,9 +29,10 @@ def combined_collectives(
         ends: the ops from which the program is walked, operands first: those that make its results.
         sizes: collective -> its bytes.
         most_bytes: of a batch.
+        refills: whether a collective joins the first batch that has space, not only the last one.
     """
     groups = {k: group for k, group in groups.items() if sizes[k] <= most_bytes}
-    batches = _Batches(most_bytes)
+    batches = _Batches(most_bytes, refills)
     needed = [0] * len(operands)
     batch_of: dict[int, int] = {}
     for k in postorder([*ends, *range(len(operands))], operands):
@@ -48,11 +53,11 @@ def combined_collectives(
 class _Batches:
     """Combined collectives by number. Sets of batches are integers with a bit for each."""
 
-    def __init__(self, most_bytes: float):
-        self.most_bytes = most_bytes
+    def __init__(self, most_bytes: float, refills: bool):
+        self.most_bytes, self.refills = most_bytes, refills
         self.num_bytes: list[int] = []
         """Per batch."""
-        self.open: dict[object, int] = {}
+        self.open: dict[object, list[int]] = {}
         self.before: list[int] = []
         """Per batch those that it depends on, and itself."""
         self.read = 0
@@ -64,9 +69,11 @@ class _Batches:
         while rest:
             before = self.before[rest.bit_length() - 1]
             needed, rest = needed | before, rest & ~before
-        found = self.open.get(group)
-        if found is None or needed >> found & 1 or self.is_full(found, num_bytes):
-            found = self.open[group] = len(self.before)
+        batches = self.open.setdefault(group, [])
+        found = next((b for b in batches if not needed >> b & 1 and not self.is_full(b, num_bytes)), None)
+        if found is None:
+            found = len(self.before)
+            batches[:] = [*(batches if self.refills else ()), found]
             self.before.append(1 << found)
             self.num_bytes.append(0)
         self.num_bytes[found] += num_bytes
@@ -95,3 +102,23 @@ def postorder(ends: Iterable[int], operands: Mapping[int, Sequence[int]] | Seque
             else:
                 path.append((missing, iter(operands[missing])))
     return list(order)
+
+
+def first_ready(keys: Sequence[int], operands: Sequence[Iterable[int]]) -> list[int]:
+    """Nodes by their keys, each as soon as what it depends on is there."""
+    waiting, readers = [0] * len(keys), [list[int]() for _ in keys]
+    for k, sources in enumerate(operands):
+        for j in sources:
+            waiting[k] += 1
+            readers[j].append(k)
+    ready = [(keys[k], k) for k, count in enumerate(waiting) if not count]
+    heapq.heapify(ready)
+    order = []
+    while ready:
+        _, k = heapq.heappop(ready)
+        order.append(k)
+        for reader in readers[k]:
+            waiting[reader] -= 1
+            if not waiting[reader]:
+                heapq.heappush(ready, (keys[reader], reader))
+    return order

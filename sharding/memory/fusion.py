@@ -4,7 +4,7 @@ Consumers compute a fusible producer
 
 - unless it has several, and is expensive, or storing it once moves fewer bytes than reading what each must read, or
   takes less time than computing it in each (`vector_ops`); on GPUs as `priority_fusion` finds;
-- also a matrix product, on TPUs, if only they read it: a kernel has at most one.
+- also a matrix product, on TPUs, if only they read it: a kernel has at most one, and one that this reads.
 
 `cpu_fusion` has the rules of XLA:CPU.
 """
@@ -16,11 +16,12 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from ..cost.collective_combining import first_ready
 from .compiler_traits import DEFAULT, CompilerTraits
 from .instruction import Instruction, array_bytes, users
 from .primitive_traits import REDUCTIONS, element_bytes, reverses_lanes, strided_dims
 from .priority_fusion import PriorityFusion
-from .product_ends import is_product, is_small_product, product_ends
+from .product_ends import is_nested, is_product, product_ends
 from .tile_layouts import keeps_tiles
 from .vector_ops import AGAIN_PER_OP, HIDDEN_OPS, num_vector_ops
 
@@ -178,6 +179,10 @@ class _AcceleratorFusion(Fusion):
         """Not computed inside any consumer."""
         self.ends = product_ends(instructions, self.users, self.stored)
         """The last ops in the kernels of products."""
+        self.nested: dict[Instruction, Instruction] = {}
+        """Product -> the one whose kernel computes it, too."""
+        self.nesting: set[Instruction] = set()
+        """The products whose kernels compute another one."""
         forked = self.store_ends_of_products()
         if by_cost:
             self.stored.update(PriorityFusion(instructions, self.stored).stored())
@@ -195,22 +200,8 @@ class _AcceleratorFusion(Fusion):
             max((self.place[x] for x in kernel.members if is_product(x)), default=self.place[kernel.root])
             for kernel in kernels
         ]
-        waiting = [len(kernel.operands) for kernel in kernels]
-        readers: list[list[int]] = [[] for _ in kernels]
-        for k, kernel in enumerate(kernels):
-            for x in kernel.operands:
-                readers[made[x]].append(k)
-        ready = [(keys[k], k) for k, count in enumerate(waiting) if not count]
-        heapq.heapify(ready)
-        found = []
-        while ready:
-            _, k = heapq.heappop(ready)
-            found.append(kernels[k])
-            for reader in readers[k]:
-                waiting[reader] -= 1
-                if not waiting[reader]:
-                    heapq.heappush(ready, (keys[reader], reader))
-        return found
+        order = first_ready(keys, [[made[x] for x in kernel.operands] for kernel in kernels])
+        return [kernels[k] for k in order]
 
     def store_ends_of_products(self) -> list[Instruction]:
         """Stores the last of the elementwise ops after a product, if several or a product read it.
@@ -221,16 +212,27 @@ class _AcceleratorFusion(Fusion):
         found = []
         for end, inside in self.ends.items():
             readers = self.users[end]
-            is_nested = len(readers) == 1 and all(x.elementwise or is_small_product(x) for x in inside)
-            if not end.elementwise or (len(readers) == 1 and (is_nested or not is_product(readers[0]))):
-                continue
             product = min(inside, key=self.place.__getitem__)
+            if len(readers) == 1 and is_product(readers[0]) and self.nests(product, inside, readers[0]):
+                self.nested[product] = readers[0]
+                self.nesting.add(readers[0])
+                continue
+            if not end.elementwise or (len(readers) == 1 and not is_product(readers[0])):
+                continue
             largest = max((x.num_elements for x in product.operands), default=0)
             if len(self.users[product]) > 1 and product.num_elements <= largest:
                 found.append(end)
             else:
                 self.stored.add(end)
         return found
+
+    def nests(self, product: Instruction, inside: Collection[Instruction], reader: Instruction) -> bool:
+        """Whether the kernel of a product computes another one, too, which nothing else reads after elementwise ops."""
+        if product in self.nesting or reader in self.nesting or len({*reader.operands}) < 2:
+            return False
+        if not all(x.elementwise for x in inside if x is not product):
+            return False
+        return is_nested(product, reader, is_read_once=len(self.users[product]) == 1)
 
     def costly(self) -> set[Instruction]:
         """What is read faster from memory than computed again by each of several users."""
@@ -297,10 +299,8 @@ class _AcceleratorFusion(Fusion):
         )
 
     def is_nested(self, product: Instruction, inside: Collection[Instruction]) -> bool:
-        """Whether the kernel of another matrix product computes a small one with it."""
-        if not is_small_product(product):
-            return False
-        return all(x.elementwise or x.product is not None for x in self.dependents(product, inside))
+        """Whether a kernel is that of the product which computes it, too."""
+        return self.nested.get(product) in inside
 
     def dependents(self, source: Instruction, inside: Collection[Instruction]) -> set[Instruction]:
         """The instructions inside a kernel that depend on one."""

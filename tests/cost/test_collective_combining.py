@@ -4,10 +4,10 @@ import random
 
 import pytest
 
-from sharding.cost.collective_combining import combined_collectives
+from sharding.cost.collective_combining import combined_collectives, first_ready
 
 
-def combined(reads, groups, *, ends=None, sizes=None, most=float("inf")):
+def combined(reads, groups, *, ends=None, sizes=None, most=float("inf"), refills=False):
     """The batches of a program: op -> the ops that it reads."""
     names = list(reads)
     place = {name: k for k, name in enumerate(names)}
@@ -17,6 +17,7 @@ def combined(reads, groups, *, ends=None, sizes=None, most=float("inf")):
         [place[x] for x in ends or names[-1:]],
         {place[name]: n for name, n in (sizes or dict.fromkeys(reads, 0)).items()},
         most,
+        refills=refills,
     )
     return [frozenset(names[k] for k in unit) for unit in units]
 
@@ -64,7 +65,7 @@ def postorder(reads, ends, partner):
     return list(order)
 
 
-def slowly_combined(reads, groups, ends, sizes=None, most=float("inf")):
+def slowly_combined(reads, groups, ends, sizes=None, most=float("inf"), refills=False):
     """The batches, visiting every op again after each combination."""
     partner = {name: (name,) for name in reads}
     sizes = sizes or dict.fromkeys(reads, 0)
@@ -79,11 +80,11 @@ def slowly_combined(reads, groups, ends, sizes=None, most=float("inf")):
             depends = behind & {partner[x] for name in batch for x in reads[name]}
             is_same_group = groups.get(batch[0]) == groups[first[0]] and not done & {*batch}
             is_full = sum(sizes[name] for name in (*joined, *batch)) > most
-            if is_same_group and (depends or is_full):
+            if is_same_group and (depends or is_full) and not refills:
                 break
             if depends:
                 behind.add(batch)
-            elif is_same_group:
+            elif is_same_group and not is_full:
                 joined += batch
                 behind.add(batch)
         done |= {*joined}
@@ -107,13 +108,14 @@ def test_combining_agrees_with_the_reference(seed):
     assert {*combined(reads, groups, ends=ends)} == slowly_combined(reads, groups, ends)
 
 
+@pytest.mark.parametrize("refills", [False, True])
 @pytest.mark.parametrize("seed", range(30))
-def test_batches_of_limited_size_agree_with_the_reference(seed):
+def test_batches_of_limited_size_agree_with_the_reference(seed, refills):
     reads, groups, ends = random_program(seed, ["data"])
     rng = random.Random(seed)
     sizes, most = {k: rng.randint(1, 8) for k in reads}, rng.randint(4, 16)
-    found = combined(reads, groups, ends=ends, sizes=sizes, most=most)
-    assert {*found} == slowly_combined(reads, groups, ends, sizes, most)
+    found = combined(reads, groups, ends=ends, sizes=sizes, most=most, refills=refills)
+    assert {*found} == slowly_combined(reads, groups, ends, sizes, most, refills)
     assert all(len(unit) == 1 or sum(sizes[k] for k in unit) <= most for unit in found)
 
 
@@ -126,3 +128,22 @@ def test_every_op_runs_once_after_what_it_reads(seed):
         assert {x for k in unit for x in reads[k]} <= done
         done |= unit
     assert done == {*reads}
+
+
+def test_a_small_collective_fills_an_earlier_batch_up():
+    reads = {"x": "", "a": "x", "b": "x", "c": "x", "end": "abc"}
+    options = {"sizes": {"x": 0, "a": 6, "b": 5, "c": 2, "end": 0}, "most": 8}
+    assert combined(reads, dict.fromkeys("abc", 1), **options) == sets("x", "a", "b c", "end")
+    assert combined(reads, dict.fromkeys("abc", 1), **options, refills=True) == sets("x", "a c", "b", "end")
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_nodes_are_ordered_by_their_keys_once_they_are_ready(seed):
+    rng = random.Random(seed)
+    operands = [rng.sample(range(k), min(k, rng.randint(0, 3))) for k in range(20)]
+    keys = [rng.randrange(50) for _ in operands]
+    order = first_ready(keys, operands)
+    assert sorted(order) == [*range(20)]
+    for at, node in enumerate(order):
+        ready = [k for k in order[at:] if {*operands[k]} <= {*order[:at]}]
+        assert node in ready and keys[node] == min(keys[k] for k in ready)

@@ -1,4 +1,4 @@
-"""What XLA:TPU computes in the kernel of a product after it, and what in each kernel that reads that."""
+"""What XLA:TPU computes in the kernel of a product after it, and what in the kernels that read that, such as itself."""
 
 import jax
 import jax.numpy as jnp
@@ -58,6 +58,55 @@ PROGRAMS = {
     "a sine": (of_arguments(for_products, lambda q, _: jnp.sin(q)), GIVEN, 1),
 }
 """A program, its arguments, and how many results of the large product, in 16 bits, it stores."""
+
+
+def pair(second, summed, columns, made, after=lambda y, h: y * (1 - h * h)):
+    """A product of a function of a product, which nothing else reads, and their arguments."""
+    x, u = floats(ROWS, made), floats(columns, made)
+    args = (floats(ROWS, summed), floats(summed, columns), floats(ROWS, columns), u if second == "output" else x)
+    return (lambda y, v, h, x: SECOND[second](after(y @ v, h), x)), args
+
+
+def chain(y, v, h, x):
+    """Three products, one after the other."""
+    return x.T @ (((y @ v) * h @ v) * h)
+
+
+SECOND = {"output": lambda e, u: e @ u, "gradient": lambda e, x: x.T @ e}
+"""What reads a product's result: the next layer, or the gradient of the weights before it."""
+HALF = floats(ROWS, 512)
+NESTED = {
+    "output, narrow": (*pair("output", 512, 512, 512), 0),
+    "output, wider": (*pair("output", 1024, 1024, 512), 0),
+    "output, too wide": (*pair("output", 1024, 1024, 1024), 2 * ROWS * 1024),
+    "output, no function": (*pair("output", 256, 768, 1024, after=lambda y, _: y), 0),
+    "gradient, wide": (*pair("gradient", 1024, 1024, 1024), 0),
+    "gradient, too wide": (*pair("gradient", 1536, 1024, 1024), 2 * ROWS * 1024),
+    "gradient, classes": (*pair("gradient", 10, 512, 512), 0),
+    "gradient, read twice": (*pair("gradient", 512, 512, 512, after=lambda y, _: y * (1 - y)), 0),
+    "gradient, read twice, too wide": (
+        *pair("gradient", 1024, 1024, 1024, after=lambda y, _: y * jnp.tanh(y)),
+        4 * ROWS * 1024,
+    ),
+    "few summed": (*pair("output", 16, 4096, 2048), 0),
+    "sum of the output": ((lambda y, v, h, x: (((y @ v) * h) @ x).sum()), pair("output", 512, 512, 512)[1], 0),
+    "three products": (chain, (HALF, floats(512, 512), HALF, HALF), 2 * ROWS * 512),
+}
+"""A program, its arguments, and the bytes of what it stores between two products."""
+
+
+@pytest.mark.parametrize("name", NESTED)
+def test_a_product_inside_of_another_one(name):
+    f, args, stored = NESTED[name]
+    check_temporaries((f, args, stored / WHOLE), WHOLE)
+
+
+@pytest.mark.slow
+@compilers.needs("libtpu")
+@pytest.mark.parametrize("name", NESTED)
+def test_the_compiler_for_tpus_computes_it_there(name):
+    f, args, stored = NESTED[name]
+    check_compiled_temporaries((f, args, stored / WHOLE), WHOLE)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

@@ -100,13 +100,15 @@ def test_the_peak_is_the_sum_of_its_parts_and_donating_never_adds(platform):
 
 @ON_EVERY_PLATFORM
 def test_a_chain_takes_as_much_as_two_of_its_arrays(platform):
+    """On TPUs two products are one kernel: four of them store only one array."""
+
     def chain(x, n):
         for _ in range(n):
             x = jnp.sin(x) @ jnp.ones((256, 256))
         return x
 
     x, options = peak_memory.floats(4096, 256), {"in_shardings": (P("data"),), "platform": platform}
-    found = [memory_of(lambda x, n=n: chain(x, n), x, **options).temporary_bytes for n in (4, 8, 16)]
+    found = [memory_of(lambda x, n=n: chain(x, n), x, **options).temporary_bytes for n in (6, 8, 16)]
     assert found[0] == found[1] == found[2]
 
 
