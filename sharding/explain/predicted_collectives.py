@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,7 +20,7 @@ from ..rewrite import xla_workarounds
 from ..rewrite.constraint_emitter import MOVES_SHARDS
 from ..rewrite.executed_assignment import executed
 from ..rewrite.invariant_reshards import enters_loop
-from ..rewrite.op_strategy import OpStrategies, OpStrategy
+from ..rewrite.op_strategy import OpStrategies, OpStrategy, operand_steps
 from ..rewrite.reshard import Step, chain
 from ..spec import Axis, Spec, local_bytes, num_parts
 from ..xla.collective_lowering import is_gathered_by_all_reduce
@@ -92,6 +92,7 @@ class ProgramCollectives:
         self.strategies, self.hints = OpStrategies(assignment), Hints(assignment)
         self.live, self.times = self.graph.live_values, self.graph.times
         self.regions = ReshardRegions(assignment, platform)
+        self.operand_steps = functools.partial(operand_steps, assignment, self.strategies)
         self.resharded: set[tuple] = set()
         self.reduce_scattered = reduce_scattered(self.graph, self.specs, self.operand_steps, self.sizes)
         self.reassociation = self.reassociated(platform)
@@ -193,16 +194,6 @@ class ProgramCollectives:
             steps = [self.reduction(target, kind, axes) for kind, axes in behind.reductions]
             for c in self.sums(op, target, steps, None):
                 yield Transfer(c if c.dtype == behind.dtype else c.in_dtype(behind.dtype), target, False)
-
-    def operand_steps(self, op: Op) -> Iterable[tuple[int, Sequence[Step]]]:
-        """Each operand of an op, and the steps that reshard it for the op."""
-        if op.rule is None or not op.operands:
-            return ()
-        if op.name != "edge":
-            return zip(op.operands, self.strategies.of(op).operand_steps, strict=True)
-        want = self.specs[op.results[0]] if op.site else self.boundary_spec(op.results[0])
-        moved = [v for v in op.operands if v in self.times and self.specs[v].axes != want.axes]
-        return [(v, self.chain(op, v, self.specs[v], want)) for v in moved]
 
     def annotation(self, op: Op) -> Iterator[Transfer]:
         """Reshards an array to an annotation that its op's result does not have."""

@@ -68,6 +68,8 @@ class CompilerTraits:
     """Whether partial sums that are all-reduced and added are added first."""
     scatters_sums: bool = False
     """Whether all-reduces of which each device keeps a part are reduce-scatters."""
+    sums_slices: bool = False
+    """Whether reduce-scatters over all devices are all-reduces, of which each reader takes a part."""
     reshapes_products: bool = False
     """Whether products are of matrices, or of stacks of them, so that results with more dims are bitcasts."""
     transposes_operands: bool = False
@@ -101,6 +103,7 @@ TRAITS: Mapping[Platform, CompilerTraits] = {
     ),
     "tpu": CompilerTraits(
         reuses_results=False,
+        sums_slices=True,
         multiplies_mixed=True,
         rounds_early=True,
         merges_sums=True,

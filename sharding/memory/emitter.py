@@ -8,7 +8,8 @@ from typing import Any
 
 from ..cost.gpu_latencies import devices_in_host
 from ..rewrite.reshard import Step, chain
-from ..spec import Axis, Spec, local_shape
+from ..spec import Axis, Spec, local_shape, num_parts
+from ..xla.collective_lowering import is_slice_wide
 from .compiler_traits import CompilerTraits
 from .instruction import Body, Instruction, Phase, Role, array_bytes
 
@@ -20,6 +21,8 @@ class Cursor:
     eqn: Any = None
     rounded: Collection[int] = ()
     """Float32 values that are stored in bfloat16."""
+    rounded_moves: Collection[tuple[int, Any]] = ()
+    """Float32 values and the axes to which they are moved in bfloat16."""
 
 
 MOVES = frozenset({"all-gather", "all-to-all", "collective-permute"})
@@ -147,7 +150,10 @@ class Emitter:
     ) -> Instruction:
         """The array after some reshard steps."""
         for step in steps:
-            before, x = x, self.apply_step(x, self.local_shape(shape, step.spec), itemsize, step)
+            before = x
+            if step.kind in MOVES and (x.value, step.spec.axes) in self.cursor.rounded_moves:
+                x, itemsize = x if x.itemsize == 2 else self.rounded(x), 2
+            x = self.apply_step(x, self.local_shape(shape, step.spec), itemsize, step)
             if x is not before:
                 x.spec, x.asked_by = step.spec, x.asked_by or self.cursor.eqn
         return x
@@ -156,7 +162,8 @@ class Emitter:
         """The array after one reshard step.
 
         An all-to-all slices its operand and concatenates the result. A reduce-scatter is an all-reduce and a slice on
-        XLA:CPU, which sends 16-bit floats as float32; an all-reduce to a smaller local shape slices first.
+        XLA:CPU, which sends 16-bit floats as float32, and over all devices of a TPU slice; an all-reduce to a smaller
+        local shape slices first.
 
         Args:
             shape: local shape of the result.
@@ -174,7 +181,8 @@ class Emitter:
             pieces = self.emit("slice", "fusible", [x], shape, itemsize, key=key, **facts)
             received = self.emit(step.kind, "unfusible", [pieces], shape, itemsize, key=key, **sent)
             return self.emit("concatenate", "unfusible", [received], shape, itemsize, key=key, **facts)
-        if step.kind == "reduce-scatter" and self.traits.reduces_in_place and len(step.dims) == 1:
+        scatters = self.traits.reduces_in_place and not self.sums_everywhere(step.axes)
+        if step.kind == "reduce-scatter" and scatters and len(step.dims) == 1:
             group = (step.axes, itemsize) if self.traits.combines_all else None
             return self.emit(step.kind, "unfusible", [x], shape, itemsize, group=group, **sent)
         if step.kind == "reduce-scatter":
@@ -182,6 +190,10 @@ class Emitter:
         if x.shape != shape:
             x = self.emit("slice", "fusible", [x], shape, itemsize, key=key, **sent)
         return self.all_reduce(x, itemsize, step.axes) if step.kind == "all-reduce" else x
+
+    def sums_everywhere(self, axes: tuple[Axis, ...]) -> bool:
+        """Whether a reduce-scatter over some axes is an all-reduce, since it is over all devices of a TPU slice."""
+        return self.traits.sums_slices and is_slice_wide(num_parts(axes, self.sizes), math.prod(self.sizes.values()))
 
     def all_gather(self, x: Instruction, shape: Sequence[int], itemsize: float, step: Step) -> Instruction:
         """An all-gather that concatenates shards along a leading dim; other dims are moved there and back."""

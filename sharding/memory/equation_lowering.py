@@ -6,6 +6,7 @@ before an op and the reductions of partial sums after it become instructions, as
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,9 +17,9 @@ from .. import compat
 from ..graph import CALLS, Graph, Op, Scope
 from ..propagation import Assignment
 from ..rewrite import xla_workarounds
-from ..rewrite.bfloat16_propagation import PRODUCTS, rounded_values
+from ..rewrite.bfloat16_propagation import PRODUCTS, narrow_reshards, rounded_values
 from ..rewrite.constraint_emitter import AssignedProgram
-from ..rewrite.op_strategy import OpStrategies
+from ..rewrite.op_strategy import OpStrategies, operand_steps
 from ..rewrite.redundant_constraints import redundant
 from ..rewrite.reshard import Step
 from ..rewrite.rotation import rotations
@@ -54,7 +55,10 @@ class Lowering:
         """Scope -> the variables whose constraints are left out."""
         self.cursor = Cursor()
         if traits.rounds_early:
-            self.cursor.rounded = rounded_values(self.graph)
+            self.cursor.rounded = rounded = rounded_values(self.graph)
+            steps = functools.partial(operand_steps, assignment, self.strategies)
+            moves = narrow_reshards(self.graph, self.strategies, steps, rounded)
+            self.cursor.rounded_moves = {move for move in moves if self.graph.dtype_names[move[0]] == "float32"}
 
     def spec_of(self, var: Any, scope: Scope | None) -> Spec:
         """The spec of a variable; in manual code its shape is already local, so nothing is sharded."""

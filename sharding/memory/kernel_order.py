@@ -21,6 +21,7 @@ from .compiler_traits import Schedule
 from .contiguous_sums import contiguous
 from .fusion import Kernel
 from .instruction import Instruction
+from .list_schedule import list_order
 from .primitive_traits import BARRIER, updates
 from .sibling_fusion import fuse_siblings
 
@@ -49,7 +50,7 @@ MOST_REDUCED_BYTES = 120 * 2**20
 
 def as_written(kernels: Sequence[Kernel], results: Sequence[Instruction]) -> list[Step]:
     """As in the program, siblings fused and all-reduces combined, each with the last of them."""
-    units = fuse_siblings(kernels)
+    units = fuse_siblings(kernels, elementwise=True)
     place = {kernel.root: k for k, unit in enumerate(units) for kernel in unit}
     units = _combined(units, results, MOST_REDUCED_BYTES, refills=True)
     last = [max(place[kernel.root] for kernel in unit) for unit in units]
@@ -59,14 +60,25 @@ def as_written(kernels: Sequence[Kernel], results: Sequence[Instruction]) -> lis
 def result_by_result(kernels: Sequence[Kernel], results: Sequence[Instruction]) -> list[Step]:
     """All that the first result needs, then what else the second needs: each weight's gradient right before its update
     (openxla/xla, `service/hlo_memory_scheduler.cc`, `PostOrderScheduler`)."""
-    found: dict[Instruction, list[Kernel]] = {}
-    for unit in fuse_siblings(kernels):
-        root = unit[0].root
-        found.setdefault(root.operands[0] if root.role == "tuple-element" else root, []).extend(unit)
-    units = _combined([*found.values()], results, MOST_REDUCED_BYTES, refills=True)
+    units = _reduced_together(kernels, results)
     place = {kernel.root: k for k, unit in enumerate(units) for kernel in unit}
     order = postorder([*(place[x] for x in results), *range(len(units))], _dependencies(units))
     return [Step(units[k]) for k in order]
+
+
+def most_freed_first(kernels: Sequence[Kernel], results: Sequence[Instruction]) -> list[Step]:
+    """Greedily: see `list_schedule`."""
+    units = _reduced_together(kernels, results)
+    return [Step(units[k]) for k in list_order(units, _dependencies(units), results)]
+
+
+def _reduced_together(kernels: Sequence[Kernel], results: Sequence[Instruction]) -> list[list[Kernel]]:
+    """The kernels in a topological order: siblings, all-reduces that are combined, and the elements of a tuple."""
+    found: dict[Instruction, list[Kernel]] = {}
+    for unit in fuse_siblings(kernels, elementwise=True):
+        root = unit[0].root
+        found.setdefault(root.operands[0] if root.role == "tuple-element" else root, []).extend(unit)
+    return _combined([*found.values()], results, MOST_REDUCED_BYTES, refills=True)
 
 
 def xla_cpu_order(kernels: Sequence[Kernel], results: Sequence[Instruction]) -> list[Step]:
@@ -87,9 +99,9 @@ def xla_gpu_order(kernels: Sequence[Kernel], results: Sequence[Instruction]) -> 
 ORDERS: Mapping[Schedule, Sequence[Order]] = {
     "breadth first": [xla_cpu_order],
     "latency hiding": [xla_gpu_order],
-    "least memory": [as_written, result_by_result],
+    "least memory": [most_freed_first, as_written, result_by_result],
 }
-"""Those of which the compiler takes the one that needs least memory."""
+"""Those of which the compiler takes the one that needs least memory, the first one of equals."""
 
 
 def _combined(

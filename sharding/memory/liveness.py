@@ -20,6 +20,9 @@ from .instruction import Body, Instruction
 from .kernel_order import Order, Step
 from .primitive_traits import BARRIER, updates
 
+TIE = 1.01
+"""Largest ratio of peaks that count as equal: small arrays may be in memory that is not counted, such as VMEM."""
+
 
 @dataclass(slots=True, eq=False)
 class Buffer:
@@ -94,7 +97,7 @@ def lifetimes(
     Args:
         carried: (argument, result) pairs that share a buffer: a result that can't is a temporary, copied in the end.
         not_temporary: results whose buffers are counted elsewhere.
-        orders: of which the one with the lowest peak is taken.
+        orders: of which the one with the lowest peak is taken, the first of those that are almost equal.
         holders: results whose buffers hold temporaries before, those of donated arguments after their last use.
     """
     alive = body.live_instructions()
@@ -102,8 +105,10 @@ def lifetimes(
     kernels = fuse_on_cpu(alive, body.results) if traits.uses_library else fuse(alive, body.results, traits)
     roots = [kernel.root for kernel in kernels if kernel.root.bodies]
     nested = {root: [_nested(root, inner, orders) for inner in root.bodies] for root in roots}
-    found = (_BufferAssignment(order(kernels, body.results), body, carried, not_temporary, nested) for order in orders)
-    return min((one.lifetimes(holders) for one in found), key=Lifetimes.peak_bytes)
+    made = (_BufferAssignment(order(kernels, body.results), body, carried, not_temporary, nested) for order in orders)
+    found = [one.lifetimes(holders) for one in made]
+    least = min(one.peak_bytes() for one in found)
+    return next(one for one in found if one.peak_bytes() <= TIE * least)
 
 
 def _nested(source: Instruction, body: Body, orders: Sequence[Order]) -> Lifetimes:

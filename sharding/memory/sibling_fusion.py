@@ -1,4 +1,8 @@
-"""Multi-output fusion: a reduction runs with another reader of its array (openxla/xla, `multi_output_fusion.cc`)."""
+"""Multi-output fusion: kernels that read the same array run as one (openxla/xla, `multi_output_fusion.cc`).
+
+These are a reduction and another reader of its array. On TPUs also elementwise kernels, such as those of a weight and
+of its moments, which one kernel updates.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,9 @@ MOST_MOVED_OVER = 64
 """Kernels that a reduction moves down over together with what reads it."""
 
 
-def fuse_siblings(kernels: Sequence[Kernel], *, reorders: bool = False) -> list[list[Kernel]]:
+def fuse_siblings(
+    kernels: Sequence[Kernel], *, reorders: bool = False, elementwise: bool = False
+) -> list[list[Kernel]]:
     """The kernels in a topological order, reductions with a kernel that reads the same array.
 
     A reduction moves up to the array's last reader before it, or down to the next one, where its operands and readers
@@ -28,6 +34,8 @@ def fuse_siblings(kernels: Sequence[Kernel], *, reorders: bool = False) -> list[
         kernels: in program order.
         reorders: whether what reads a reduction moves down with it, and kernels that pick from a large array are fused
             like reductions. Otherwise all others stay in program order.
+        elementwise: whether kernels of elementwise ops move down to the next one that reads the same array, and makes
+            one of their shape, also if it reads theirs.
     """
     found = _Units(kernels)
     readers: dict[Instruction, list[int]] = {}
@@ -42,6 +50,15 @@ def fuse_siblings(kernels: Sequence[Kernel], *, reorders: bool = False) -> list[
                 target = k if sibling is None else found.owner[kernels[sibling].root]
                 if target != k and found.join(k, target, reorders=reorders):
                     break
+    for siblings in readers.values() if elementwise else ():
+        alike: dict[tuple[int, ...], int] = {}
+        for k in reversed(siblings):
+            if not kernels[k].root.elementwise:
+                continue
+            after = alike.get(kernels[k].root.shape)
+            unit, target = (found.owner[kernels[j].root] for j in (k, k if after is None else after))
+            if target == unit or not found.join_reader(unit, target):
+                alike[kernels[k].root.shape] = k
     return [found.units[u] for u in found.order if found.units[u]]
 
 
@@ -76,10 +93,23 @@ class _Units:
             if not is_possible and reorders:
                 is_possible = self.moved_behind(unit, target)
         if is_possible:
-            self.owner.update((kernel.root, target) for kernel in self.units[unit])
-            self.units[target] += self.units[unit]
-            self.units[unit] = []
+            self.merge(unit, target)
         return is_possible
+
+    def join_reader(self, unit: int, target: int) -> bool:
+        """Adds a unit to a later one, which may read it, if nothing between them does; whether it did."""
+        readers = {self.owner[root] for kernel in self.units[unit] for root in self.read_by.get(kernel.root, ())}
+        last = self.place[target]
+        if self.place[unit] > last or any(self.place[reader] <= last for reader in readers - {target}):
+            return False
+        self.merge(unit, target)
+        return True
+
+    def merge(self, unit: int, target: int) -> None:
+        """Adds the kernels of a unit to another one."""
+        self.owner.update((kernel.root, target) for kernel in self.units[unit])
+        self.units[target] += self.units[unit]
+        self.units[unit] = []
 
     def moved_behind(self, unit: int, target: int) -> bool:
         """Moves what reads a unit behind a later one, unless that reads it, too; whether it did."""

@@ -374,3 +374,16 @@ def _spec(form: OpForm, array: int, factors: Factors, table: AtomTable) -> Spec 
 def _sharding(spec: Spec, table: AtomTable) -> ValueSharding:
     axes = tuple(map(table.atoms_of, spec.axes))
     return ValueSharding(axes, (False,) * len(axes))
+
+
+def operand_steps(assignment: Assignment, strategies: OpStrategies, op: Op) -> Iterable[tuple[int, Sequence[Step]]]:
+    """Each operand of an op, and the steps that reshard it for the op; those that move, of the edges of bodies."""
+    if op.rule is None or not op.operands:
+        return ()
+    if op.name != "edge":
+        return zip(op.operands, strategies.of(op).operand_steps, strict=True)
+    graph, specs, sizes = assignment.graph, assignment.specs, assignment.sizes
+    want = specs[op.results[0]] if op.site else assignment.boundary_spec(op.results[0])
+    moved = [v for v in op.operands if v in graph.times and specs[v].axes != want.axes]
+    permutes = not graph.diverges(op)
+    return [(v, chain(specs[v], want, graph.shapes[v], graph.itemsize(v), sizes, permutes=permutes)) for v in moved]

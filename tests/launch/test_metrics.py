@@ -85,3 +85,10 @@ def test_steps_are_written_below_the_frame_and_values_beside_it():
     assert len(steps) > 2 and len(values) > 2
     assert all(float(one["y"]) > loss_plot.HEIGHT - loss_plot.BOTTOM for one in steps)
     assert all(float(one["x"]) < loss_plot.LEFT for one in values)
+
+
+def test_each_step_has_its_throughput(finished_run):
+    """All steps of a run have as many tokens."""
+    lines = [line for line in metrics.read(finished_run / metrics.FILE_NAME) if "seconds" in line]
+    tokens = [line["tokens_per_second"] * line["seconds"] for line in lines]
+    assert len(tokens) > 1 and tokens == pytest.approx([round(tokens[0])] * len(tokens))

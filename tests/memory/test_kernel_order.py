@@ -12,7 +12,7 @@ from sharding import P, cost
 from sharding.memory.fusion import Kernel
 from sharding.memory.instruction import Body, Instruction
 from sharding.memory.kernel_order import ORDERS, as_written, result_by_result, xla_cpu_order, xla_gpu_order
-from sharding.memory.liveness import lifetimes
+from sharding.memory.liveness import TIE, lifetimes
 
 MEGABYTES = 2**20
 COLLECTIVES = ["all-reduce", "all-gather", "reduce-scatter", "all-to-all"]
@@ -148,7 +148,7 @@ def test_a_random_program_runs_every_kernel_once_after_its_operands(seed, name):
             assert {x for k in step.kernels for x in k.operands} <= done | inside
             done |= inside
     peaks = [peak([order]) for order in ORDERS[name]]
-    assert peak(ORDERS[name]) == min(peaks)
+    assert peak(ORDERS[name]) == next(one for one in peaks if one <= TIE * min(peaks))
     assert min(peaks) >= max(k.root.num_bytes for k in random_program(seed))
 
 

@@ -17,6 +17,13 @@ def test_same_text_every_time(stdlib: standard_library.Corpus):
     np.testing.assert_array_equal(again.heldout, stdlib.heldout)
 
 
+def test_the_text_says_what_it_is_of(stdlib: standard_library.Corpus, tmp_path):
+    for k in range(60):
+        (tmp_path / f"module_{k}.py").write_text("")
+    assert str(stdlib).startswith("standard library of Python 3.")
+    assert str(standard_library.read(tmp_path)).startswith("Python sources: 60 files")
+
+
 def test_size_and_split(stdlib: standard_library.Corpus):
     assert stdlib.num_bytes > 5_000_000
     assert 0.01 < len(stdlib.heldout) / stdlib.num_bytes < 0.15
