@@ -177,6 +177,7 @@ class _AcceleratorFusion(Fusion):
         super().__init__(instructions)
         self.stored.update(stored)
         """Not computed inside any consumer."""
+        self.stored.update(one for one in instructions if self.is_read_both_ways(one))
         self.ends = product_ends(instructions, self.users, self.stored)
         """The last ops in the kernels of products."""
         self.nested: dict[Instruction, Instruction] = {}
@@ -188,6 +189,13 @@ class _AcceleratorFusion(Fusion):
             self.stored.update(PriorityFusion(instructions, self.stored).stored())
         self.once = set() if by_cost else self.costly()
         self.stored.update(self.once.intersection(forked))
+
+    def is_read_both_ways(self, one: Instruction) -> bool:
+        """Whether a product's 16 bits are widened for kernels that do it themselves, and for others, as of a gather."""
+        wide = self.users[one]
+        if not is_product(one) or one.itemsize != 2 or not all(map(is_widened, wide)):
+            return False
+        return len({reader.computes_operands for x in wide for reader in self.users[x]}) > 1
 
     def growth(self, root: Instruction) -> Growth:
         return _Growth(self, has_product=is_product(root))
@@ -346,6 +354,11 @@ def _unrounded_bytes(one: Instruction) -> int:
 def is_read_in_part(one: Instruction) -> bool:
     """Whether a kernel reads as much as it computes of it, not its whole operand."""
     return one.name in SLICES or (one.name == "gather" and not one.expensive)
+
+
+def is_widened(one: Instruction) -> bool:
+    """Whether it is 16 bits in 32."""
+    return one.name == "convert_element_type" and one.itemsize == 4
 
 
 def is_fusible(one: Instruction) -> bool:

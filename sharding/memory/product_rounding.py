@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
-from .fusion import stored_for_several
+from .fusion import is_widened, stored_for_several
 from .instruction import Body, Instruction, users
 from .primitive_traits import REDUCTIONS
 from .product_ends import is_product, product_ends
@@ -15,6 +15,8 @@ def settle_rounding(body: Body) -> None:
     """Stores 16-bit floats that are only read in float32 as they were before rounding, and once what is rounded for
     products of many matrices, whose kernels compute no operands.
 
+    Where an op such as a gather reads them in float32, whose kernel computes no operands, both are stored.
+
     Products, and what is computed element by element, are stored in 16 bits if only other products and reductions read
     them: the kernel computes the reductions, and products round what they read.
     """
@@ -24,7 +26,8 @@ def settle_rounding(body: Body) -> None:
             settle_rounding(inner)
         reading = readers[one]
         is_computed = one.itemsize == 2 and one.fuses_operands and one not in body.results
-        if is_computed and reading and all(x.name == "convert_element_type" and x.itemsize == 4 for x in reading):
+        is_wide = all(is_widened(x) and all(y.computes_operands for y in readers[x]) for x in reading)
+        if is_computed and reading and is_wide:
             one.num_bytes *= 2
             for x in reading:
                 x.role = "bitcast"
