@@ -44,8 +44,9 @@ def memory(stage):
 
 
 def after_the_backward(report):
-    """Bytes in use once all gradients exist: the last entry of a layer in the timeline."""
-    return [moment.num_bytes for moment in report.timeline if "layer" in moment.source][-1]
+    """Bytes in use once all gradients exist: as the first weight is updated, behind the last entry of the loss."""
+    last = max(k for k, moment in enumerate(report.timeline) if "loss" in moment.source)
+    return report.timeline[last + 1].num_bytes
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
