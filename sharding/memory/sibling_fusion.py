@@ -51,14 +51,12 @@ def fuse_siblings(
                 if target != k and found.join(k, target, reorders=reorders):
                     break
     for siblings in readers.values() if elementwise else ():
-        alike: dict[tuple[int, ...], int] = {}
-        for k in reversed(siblings):
-            if not kernels[k].root.elementwise:
-                continue
-            after = alike.get(kernels[k].root.shape)
-            unit, target = (found.owner[kernels[j].root] for j in (k, k if after is None else after))
-            if target == unit or not found.join_reader(unit, target):
-                alike[kernels[k].root.shape] = k
+        alike: dict[tuple[int, ...], Instruction] = {}
+        """Shape -> the root of the next kernel that makes one."""
+        for root in [kernels[k].root for k in reversed(siblings) if kernels[k].root.elementwise]:
+            after = alike.get(root.shape)
+            if after is None or not found.join_reader(found.owner[root], found.owner[after]):
+                alike[root.shape] = root
     return [found.units[u] for u in found.order if found.units[u]]
 
 
@@ -82,14 +80,17 @@ class _Units:
         """The units whose results a unit reads."""
         return {self.owner[x] for kernel in self.units[unit] for x in kernel.operands} - {unit}
 
+    def readers(self, unit: int) -> set[int]:
+        """The units that read the results of a unit."""
+        return {self.owner[root] for kernel in self.units[unit] for root in self.read_by.get(kernel.root, ())}
+
     def join(self, unit: int, target: int, *, reorders: bool) -> bool:
         """Adds a unit to another one, if that leaves an order; whether it did."""
         first, last = self.place[unit], self.place[target]
         if first > last:
             is_possible = all(self.place[source] < last for source in self.sources(unit))
         else:
-            readers = {self.owner[root] for kernel in self.units[unit] for root in self.read_by.get(kernel.root, ())}
-            is_possible = all(self.place[reader] > last for reader in readers)
+            is_possible = all(self.place[reader] > last for reader in self.readers(unit))
             if not is_possible and reorders:
                 is_possible = self.moved_behind(unit, target)
         if is_possible:
@@ -98,9 +99,9 @@ class _Units:
 
     def join_reader(self, unit: int, target: int) -> bool:
         """Adds a unit to a later one, which may read it, if nothing between them does; whether it did."""
-        readers = {self.owner[root] for kernel in self.units[unit] for root in self.read_by.get(kernel.root, ())}
         last = self.place[target]
-        if self.place[unit] > last or any(self.place[reader] <= last for reader in readers - {target}):
+        is_later = all(self.place[reader] > last for reader in self.readers(unit) - {target})
+        if self.place[unit] >= last or not is_later:
             return False
         self.merge(unit, target)
         return True
