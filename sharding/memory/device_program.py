@@ -12,6 +12,7 @@ from .dead_results import drop_dead_results
 from .emitter import Emitter
 from .equation_lowering import Env, Handler, Lowering
 from .instruction import Body, Instruction
+from .loop_layouts import transpose_in_loops
 from .product_fusion import fuse_products
 from .product_layouts import transpose_operands, transpose_results
 from .product_merging import merge_products
@@ -87,6 +88,7 @@ def lower(assignment: Assignment, traits: CompilerTraits) -> DeviceProgram:
     if traits.rounds_early:
         settle_rounding(emitter.body)
     if traits.stores_tiles:
+        transpose_in_loops(emitter.body)
         move_reshapes(emitter.body)
         pad_tiles(emitter.body)
     kept = frozenset(x for x, is_used in zip(inputs, g.inputs_used, strict=True) if is_used)

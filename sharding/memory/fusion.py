@@ -22,8 +22,9 @@ from .instruction import Instruction, array_bytes, users
 from .primitive_traits import REDUCTIONS, element_bytes, reverses_lanes, strided_dims
 from .priority_fusion import PriorityFusion
 from .product_ends import is_nested, is_product, product_ends
+from .row_normalization import Rows, rows
 from .tile_layouts import keeps_tiles
-from .vector_ops import AGAIN_PER_OP, HIDDEN_OPS, num_vector_ops
+from .vector_ops import AGAIN_PER_OP, HIDDEN_OPS, most_ops_again, num_vector_ops
 
 SLICES = frozenset({"slice", "dynamic_slice"})
 """What a kernel reads at one place."""
@@ -77,7 +78,7 @@ def _fusion(
     stored = {*results, *_reduced_in_a_block(instructions, traits.block_elements)}
     if traits.stores_parts:
         stored.update(_in_parts(instructions))
-    return _AcceleratorFusion(instructions, stored, by_cost=traits.fuses_by_cost)
+    return _AcceleratorFusion(instructions, stored, traits)
 
 
 def _reduced_in_a_block(instructions: Sequence[Instruction], block_elements: int) -> Iterator[Instruction]:
@@ -173,21 +174,23 @@ class Growth(Protocol):
 
 
 class _AcceleratorFusion(Fusion):
-    def __init__(self, instructions: Sequence[Instruction], stored: Collection[Instruction], *, by_cost: bool):
+    def __init__(self, instructions: Sequence[Instruction], stored: Collection[Instruction], traits: CompilerTraits):
         super().__init__(instructions)
         self.stored.update(stored)
         """Not computed inside any consumer."""
         self.stored.update(one for one in instructions if self.is_read_both_ways(one))
         self.ends = product_ends(instructions, self.users, self.stored)
         """The last ops in the kernels of products."""
+        in_rows = rows(instructions, self.users, self.stored, self.ends) if traits.stores_parts else Rows()
+        self.stored.update(in_rows.ends)
         self.nested: dict[Instruction, Instruction] = {}
         """Product -> the one whose kernel computes it, too."""
         self.nesting: set[Instruction] = set()
         """The products whose kernels compute another one."""
-        forked = self.store_ends_of_products()
-        if by_cost:
+        forked = self.store_ends_of_products(in_rows.held)
+        if traits.fuses_by_cost:
             self.stored.update(PriorityFusion(instructions, self.stored).stored())
-        self.once = set() if by_cost else self.costly()
+        self.once = set() if traits.fuses_by_cost else self.costly()
         self.stored.update(self.once.intersection(forked))
 
     def is_read_both_ways(self, one: Instruction) -> bool:
@@ -211,8 +214,8 @@ class _AcceleratorFusion(Fusion):
         order = first_ready(keys, [[made[x] for x in kernel.operands] for kernel in kernels])
         return [kernels[k] for k in order]
 
-    def store_ends_of_products(self) -> list[Instruction]:
-        """Stores the last of the elementwise ops after a product, if several or a product read it.
+    def store_ends_of_products(self, held: Collection[Instruction]) -> list[Instruction]:
+        """Stores the last of the elementwise ops after a product, if several or a product read it, unless it is held.
 
         Returns:
             Those that aren't stored as the product is: if several ops read it, and it is no larger than what it reads.
@@ -221,11 +224,16 @@ class _AcceleratorFusion(Fusion):
         for end, inside in self.ends.items():
             readers = self.users[end]
             product = min(inside, key=self.place.__getitem__)
+            if end in held:
+                continue
             if len(readers) == 1 and is_product(readers[0]) and self.nests(product, inside, readers[0]):
                 self.nested[product] = readers[0]
                 self.nesting.add(readers[0])
                 continue
             if not end.elementwise or (len(readers) == 1 and not is_product(readers[0])):
+                continue
+            if is_widened(end) and product.itemsize == 2 and end.operands[0] is product:
+                self.stored.add(product)
                 continue
             largest = max((x.num_elements for x in product.operands), default=0)
             if len(self.users[product]) > 1 and product.num_elements <= largest:
@@ -296,6 +304,10 @@ class _AcceleratorFusion(Fusion):
         """Whether computing it in each of several kernels takes longer than storing and reading it."""
         again = sum(sorted(AGAIN_PER_OP[is_product(x) or x in self.ends] for x in roots)[1:])
         read_bytes, num_bytes = sum(x.num_bytes for x in reads), _unrounded_bytes(one)
+        products = [x.product for x in roots if x.product is not None]
+        if len(products) == len(roots):
+            most_ops = most_ops_again(one, num_bytes, read_bytes, products)
+            return num_vector_ops(one, reads, limit=most_ops) > most_ops
         limit = (len(roots) + 1) * num_bytes - (len(roots) - 1) * read_bytes
         most_ops = limit / (again * max(1, one.num_elements)) + HIDDEN_OPS
         return num_vector_ops(one, reads, limit=most_ops) > most_ops

@@ -45,6 +45,7 @@ class Lifetimes:
     buffers: list[Buffer]
     nested: dict[int, list[Lifetimes]]
     """Step -> the lifetimes in the bodies of its loops and branches."""
+    results: frozenset[Instruction] = frozenset()
     peak: int | None = None
     """What `peak_bytes` found: each level around asks for it."""
 
@@ -190,7 +191,7 @@ class _BufferAssignment:
         self.alias()
         if holders:
             self.hold_in(holders)
-        return Lifetimes(self.steps, self.buffers, nested)
+        return Lifetimes(self.steps, self.buffers, nested, frozenset(self.results))
 
     def assign(self, kernel: Kernel) -> None:
         """Assign a buffer to a kernel's result: an operand's or a new one."""
@@ -256,9 +257,17 @@ class _BufferAssignment:
         return self.pairs[source].get(element)
 
     def freed_buffer(self, operand: Instruction, step: int) -> Buffer | None:
-        """The buffer of an operand that is not read after a step."""
+        """The buffer of an operand that is not read after a step, and no result of a kernel with several."""
+        if self.is_one_of_several(operand):
+            return None
         buffer = self.buffer_of.get(operand)
         return buffer if buffer is not None and buffer.is_temporary and buffer.dies <= step else None
+
+    def is_one_of_several(self, x: Instruction) -> bool:
+        """Whether a kernel makes an array beside others, so that none is written over it later."""
+        made = self.origin.get(x, x)
+        together = [kernel.root for kernel in self.steps[self.step_of[made]].kernels] if made in self.step_of else []
+        return len(together) > 1 and made.role != "tuple-element" and made.group is None
 
     def alias(self) -> None:
         """Alias each new loop carry or donated result to the old one, unless a kernel needs both at once.

@@ -6,6 +6,7 @@ import heapq
 import math
 from collections.abc import Collection, Sequence
 
+from ..cost.gpu_latencies import Product
 from .instruction import Instruction, Users
 from .primitive_traits import updates
 
@@ -75,7 +76,7 @@ def is_nested(product: Instruction, reader: Instruction, *, is_read_once: bool) 
         reader: the second one.
         is_read_once: whether one op reads the first one.
     """
-    first, second = product.product, reader.product
+    first, second = product.product or _pointwise(product), reader.product or _matmul(reader)
     if first is None or second is None or second.batch not in (1, first.batch):
         return False
     if first.batch > 1 and first.summed % SUBLANES:
@@ -87,3 +88,27 @@ def is_nested(product: Instruction, reader: Instruction, *, is_read_once: bool) 
     largest = LARGEST_WINDOWS[is_read_once and second.summed > kept] * (IN_BATCHES if first.batch > 1 else 1)
     times = math.ceil(window * math.sqrt(max(1, columns / WIDE)) / largest)
     return first.summed * (times - 1) < MOST_SUMMED_AGAIN
+
+
+def _pointwise(one: Instruction) -> Product | None:
+    """A convolution of one element at a time, as the product that it is."""
+    found = _matmul(one)
+    if found is None or one.num_elements // found.columns != one.operands[0].num_elements // found.summed:
+        return None
+    return found if one.operands[1].num_elements == found.summed * found.columns else None
+
+
+def _matmul(one: Instruction) -> Product | None:
+    """A convolution as if its window had one element."""
+    if one.name != "conv_general_dilated" or one.eqn is None:
+        return None
+    dims = one.eqn.params["dimension_numbers"]
+    columns, summed = one.shape[dims.out_spec[1]], one.operands[0].shape[dims.lhs_spec[1]]
+    return Product(
+        batch=1,
+        rows=one.num_elements // columns,
+        columns=columns,
+        summed=summed,
+        operand_itemsize=int(one.operands[0].itemsize),
+        itemsize=int(one.itemsize),
+    )

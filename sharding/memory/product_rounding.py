@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
-from .fusion import is_widened, stored_for_several
+from .fusion import stored_for_several
 from .instruction import Body, Instruction, users
 from .primitive_traits import REDUCTIONS
 from .product_ends import is_product, product_ends
@@ -12,10 +12,7 @@ from .tile_layouts import rounds
 
 
 def settle_rounding(body: Body) -> None:
-    """Stores 16-bit floats that are only read in float32 as they were before rounding, and once what is rounded for
-    products of many matrices, whose kernels compute no operands.
-
-    Where an op such as a gather reads them in float32, whose kernel computes no operands, both are stored.
+    """Stores once what is rounded for products of many matrices, whose kernels compute no operands.
 
     Products, and what is computed element by element, are stored in 16 bits if only other products and reductions read
     them: the kernel computes the reductions, and products round what they read.
@@ -25,12 +22,6 @@ def settle_rounding(body: Body) -> None:
         for inner in one.bodies:
             settle_rounding(inner)
         reading = readers[one]
-        is_computed = one.itemsize == 2 and one.fuses_operands and one not in body.results
-        is_wide = all(is_widened(x) and all(y.computes_operands for y in readers[x]) for x in reading)
-        if is_computed and reading and is_wide:
-            one.num_bytes *= 2
-            for x in reading:
-                x.role = "bitcast"
         if one.name == "convert_element_type" and one.itemsize == 2:
             one.expensive = any(x.product is not None and x.product.batch > 1 for x in reading)
     reduced, results = set[Instruction](), set(body.results)

@@ -44,6 +44,8 @@ def fuse_siblings(
             readers.setdefault(x, []).append(k)
     for siblings in readers.values():
         for before, k, after in zip([None, *siblings], siblings, [*siblings[1:], None], strict=False):
+            if elementwise and _is_reduction(kernels[k]) and found.join_maker(k):
+                continue
             if len(found.units[k]) != 1 or not (_is_reduction(kernels[k]) or (reorders and _picks(kernels[k]))):
                 continue
             for sibling in (before, after):
@@ -96,6 +98,20 @@ class _Units:
         if is_possible:
             self.merge(unit, target)
         return is_possible
+
+    def join_maker(self, unit: int) -> bool:
+        """Adds a reduction to the kernel that makes what it reduces, if what else it reads is there; whether it did."""
+        if len(self.units[unit]) != 1:
+            return False
+        target = max(self.sources(unit), key=self.place.__getitem__)
+        (kernel,) = self.units[unit]
+        reduced = [x for x in kernel.operands if self.owner[x] == target]
+        made = {k.root for k in self.units[target]}
+        is_made = all(x.role == "unfusible" and x.fuses_operands or x.role == "fusible" for x in made)
+        if not is_made or not any(x.num_elements >= max(m.num_elements for m in kernel.members) for x in reduced):
+            return False
+        self.merge(unit, target)
+        return True
 
     def join_reader(self, unit: int, target: int) -> bool:
         """Adds a unit to a later one, which may read it, if nothing between them does; whether it did."""

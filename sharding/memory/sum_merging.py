@@ -24,12 +24,14 @@ def merge_sums(body: Body) -> None:
     found: list[Instruction] = []
     merged: set[Instruction] = set()
     for one in body.instructions:
-        if one.name in ADDS and one.operands and all(_is_read_by_it_alone(x, readers, results) for x in one.operands):
-            first, *others = one.operands
-            if others and all(x.group == first.group and x.shape == one.shape for x in one.operands):
+        sums = [_reduced(x, readers, results) for x in one.operands] if one.name in ADDS else []
+        reduced = [x for x in sums if x is not None]
+        if len(reduced) > 1 and len(reduced) == len(sums):
+            first = reduced[0]
+            if all(x.group == first.group for x in reduced) and all(x.shape == one.shape for x in one.operands):
                 inner_sum = _partial_sum(one)
                 found.append(inner_sum)
-                merged.update(one.operands)
+                merged.update(reduced)
                 one.name, one.role, one.elementwise, one.operands = first.name, first.role, False, [inner_sum]
                 one.group, one.axes, one.in_place = first.group, first.axes, first.in_place
                 one.num_devices = first.num_devices
@@ -41,9 +43,25 @@ def _is_read_by_it_alone(x: Instruction, readers: Users, results: set[Instructio
     return x.name == "all-reduce" and x.group is not None and len(readers[x]) == 1 and x not in results
 
 
+def _reduced(x: Instruction, readers: Users, results: set[Instruction]) -> Instruction | None:
+    """The all-reduce of which an array is a view, if nothing else reads it; None if there is none."""
+    while x.role == "bitcast" and len(readers[x]) == 1 and x not in results:
+        x = x.operands[0]
+    return x if _is_read_by_it_alone(x, readers, results) else None
+
+
 def _partial_sum(one: Instruction) -> Instruction:
-    """The sum of what the operands of an addition reduce."""
-    partial = [x.operands[0] for x in one.operands]
+    """The sum of what the operands of an addition reduce, of which they may be views."""
+    partial = []
+    for x in one.operands:
+        source, view = x, None
+        while source.role == "bitcast":
+            source, view = source.operands[0], source
+        if view is None:
+            partial.append(source.operands[0])
+        else:
+            view.operands = source.operands[:1]
+            partial.append(x)
     facts = {"elementwise": True, "value": one.value, "eqn": one.eqn, "phase": one.phase}
     return Instruction(one.name, "fusible", partial, one.shape, one.num_bytes, **facts)
 

@@ -15,6 +15,7 @@ from .device_program import DeviceProgram, lower
 from .heap_simulator import block_bytes, online_bytes
 from .kernel_order import ORDERS
 from .liveness import Lifetimes, lifetimes
+from .vector_memory import move_to_vmem
 
 POINTER_BYTES = 8
 """Per result of a program with several: XLA:CPU returns a table of pointers."""
@@ -62,6 +63,8 @@ def usage(assignment: Assignment, donated: Collection[int] = (), *, platform: Pl
     pairs = [(program.inputs[a], k) for k, a in aliases.items()]
     holders = program.outputs if traits.reuses_results else ()
     found = lifetimes(program.body, pairs, {*program.outputs}, ORDERS[traits.schedule], holders=holders)
+    if traits.packs_online:
+        move_to_vmem(found)
     return Usage(program, found, aliases, traits)
 
 

@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import math
+from collections.abc import Collection, Mapping, Sequence
 
+from ..cost.gpu_latencies import Product
 from .instruction import Instruction
 
 HIDDEN_OPS = 8
 """On each element that a kernel computes in the time that it takes to read it."""
 AGAIN_PER_OP = {False: 0.5, True: 0.12}
 """Bytes that are read in the time of one op on each element; products hide more of it."""
+MOST_AGAIN: Mapping[tuple[bool, bool], tuple[float, float]] = {
+    (False, False): (4.7, -0.7),
+    (False, True): (7.0, 8.0),
+    (True, False): (5.5, 2.3),
+    (True, True): (8.0, 10.0),
+}
+"""By whether an array has more than two dims, and whether its elements have 32 bits: the ops on each element that
+kernels of products compute again for every array of its size that needn't be written or read, and those besides."""
+COLUMNS = 1024
+"""Of a product whose kernel hides no more of them than that of a smaller one."""
 VECTOR_OPS: Mapping[str, int] = {
-    **dict.fromkeys("div rem integer_pow log log1p expm1 cbrt".split(), 10),
-    **dict.fromkeys("logistic atan2 asin acos pow".split(), 15),
+    "div": 7,
+    "logistic": 8,
+    **dict.fromkeys("cbrt rem".split(), 10),
+    "integer_pow": 2,
+    **dict.fromkeys("atan2 asin acos pow".split(), 15),
     **dict.fromkeys("erf erfc erf_inv lgamma digamma".split(), 50),
     **dict.fromkeys("sin cos tan".split(), 100),
 }
@@ -29,3 +44,19 @@ def num_vector_ops(end: Instruction, reads: Collection[Instruction], *, limit: f
         found.update(new)
         waiting += new
     return count
+
+
+def most_ops_again(one: Instruction, num_bytes: int, read_bytes: int, products: Sequence[Product]) -> float:
+    """The most vector ops on each element that kernels of products compute again rather than read what one stored.
+
+    Args:
+        one: what they compute.
+        num_bytes: of it, before rounding.
+        read_bytes: of what it is computed from.
+        products: that read it.
+    """
+    num_others = len(products) - 1
+    saved = (num_others + 2) / num_others - read_bytes / max(1, num_bytes)
+    per_array, besides = MOST_AGAIN[len(one.shape) > 2, num_bytes > 2 * one.num_elements]
+    columns = min([min(product.rows, product.columns) for product in products])
+    return (per_array * saved + besides) * math.sqrt(max(1, columns / COLUMNS))

@@ -20,6 +20,10 @@ def three_products(x, q, k, v):
     return jnp.sin(x @ q + x @ k + x @ v)
 
 
+def reshaped_products(x, q, k, v):
+    return jnp.sin((x @ q).reshape(8, 512) + (x @ k).reshape(8, 512))
+
+
 def reductions(f, platform):
     with sharding.mesh({"tensor": 8}):
         completed = sharding.jit(f, in_shardings=(P(None, "tensor"), *[P("tensor")] * 3)).complete(*[ARRAY] * 4)
@@ -30,6 +34,11 @@ def reductions(f, platform):
 @pytest.mark.parametrize(("platform", "count"), [("cpu", 3), ("gpu", 1), ("tpu", 1)])
 def test_partial_sums_of_three_products_are_reduced_once_but_on_cpus(platform, count):
     assert len(reductions(three_products, platform)) == count
+
+
+def test_partial_sums_are_added_through_reshapes():
+    (found,) = reductions(reshaped_products, "tpu")
+    assert found.shape == (8, 512)
 
 
 def test_a_sum_that_something_else_reads_is_reduced_by_itself():

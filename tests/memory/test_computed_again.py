@@ -1,0 +1,59 @@
+"""What kernels of two products of XLA:TPU compute each, and from how many vector ops on one stores it for both."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from support import compilers
+from support.peak_memory import check_compiled_temporaries, check_temporaries
+
+ROWS, SUMMED, COLUMNS = 8192, 4608, 512
+LIMITS = {
+    ("matrices", "bfloat16", 1): (6, 12),
+    ("matrices", "bfloat16", 2): (1, 6),
+    ("matrices", "float32", 1): (17, 28),
+    ("matrices", "float32", 2): (9, 20),
+    ("stacks", "bfloat16", 1): (10, 17),
+    ("stacks", "bfloat16", 2): (4, 11),
+    ("stacks", "float32", 1): (20, 34),
+    ("stacks", "float32", 2): (13, 25),
+    ("many columns", "bfloat16", 2): (4, 11),
+    ("many columns", "float32", 1): (30, 60),
+}
+"""Kind of arrays, their type, how many are read -> ops that are few, and many."""
+
+
+def program(kind, dtype, num_read, num_ops):
+    """Two products of what some ops compute of one array or two, and of a number for each row."""
+    columns = 8 * COLUMNS if kind == "many columns" else COLUMNS
+    stack = (16,) if kind == "stacks" else ()
+    rows = (*stack, ROWS // 16 if stack else ROWS)
+    shapes = (*rows, SUMMED), (*rows, SUMMED), (*rows, 1), (SUMMED, columns), (*rows, columns)
+
+    def apply(a, b, scale, v, u):
+        x = a * b if num_read == 2 else a
+        for k in range(num_ops):
+            x = jnp.maximum(x, scale) if k % 2 else x * scale
+        return x @ v, jnp.tensordot(x, u, (tuple(range(len(rows))),) * 2)
+
+    return apply, [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
+
+
+PROGRAMS = {
+    f"{' '.join(map(str, key))}, {'many' if is_many else 'few'}": (*program(*key, count), int(is_many))
+    for key, counts in LIMITS.items()
+    for is_many, count in enumerate(counts)
+}
+UNIT = 2 * ROWS * SUMMED
+"""Both products read it in 16 bits."""
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_many_ops_are_computed_once(name):
+    check_temporaries(PROGRAMS[name], UNIT, parts=2)
+
+
+@pytest.mark.slow
+@compilers.needs("libtpu")
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_as_the_compiler_for_tpus_does(name):
+    check_compiled_temporaries(PROGRAMS[name], UNIT, parts=2)
