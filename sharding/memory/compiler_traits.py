@@ -81,9 +81,12 @@ class CompilerTraits:
     moves_alone: bool = False
     """Whether no other op runs in the kernels of gathers of several rows and of pads between elements."""
     stores_parts: bool = False
-    """Whether arrays are stored of which kernels read or write parts: see `fusion`."""
+    """Whether arrays are stored of which kernels read or write parts, and what reductions make: see `fusion`."""
+    keeps_several: bool = False
+    """Whether no kernel writes over one of several results of another one."""
     packs_online: bool = False
-    """Whether buffers are placed in memory in the order of the schedule, not the largest first."""
+    """Whether buffers are placed in memory in the order of the schedule, not the largest first, and small arrays in
+    memory of their own: see `vector_memory`."""
     fuses_windows: bool = False
     """Whether kernels compute sums of windows, and cumulative ones."""
 
@@ -111,6 +114,7 @@ TRAITS: Mapping[Platform, CompilerTraits] = {
         stores_tiles=True,
         moves_alone=True,
         stores_parts=True,
+        keeps_several=True,
         packs_online=True,
     ),
     "gpu": CompilerTraits(

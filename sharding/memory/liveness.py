@@ -34,7 +34,7 @@ class Buffer:
     makers: list[tuple[int, Instruction]] = field(default_factory=list)
     """The instructions that write it, each with its step, in order."""
     is_temporary: bool = True
-    """Whether it is a temporary of this body: neither an argument nor in a result's buffer."""
+    """Whether it is a temporary of this body: not an argument, in a result's buffer, or in VMEM."""
 
 
 @dataclass(slots=True, eq=False)
@@ -46,6 +46,7 @@ class Lifetimes:
     nested: dict[int, list[Lifetimes]]
     """Step -> the lifetimes in the bodies of its loops and branches."""
     results: frozenset[Instruction] = frozenset()
+    """Of the body."""
     peak: int | None = None
     """What `peak_bytes` found: each level around asks for it."""
 
@@ -257,14 +258,14 @@ class _BufferAssignment:
         return self.pairs[source].get(element)
 
     def freed_buffer(self, operand: Instruction, step: int) -> Buffer | None:
-        """The buffer of an operand that is not read after a step, and no result of a kernel with several."""
-        if self.is_one_of_several(operand):
+        """The buffer of an operand that is not read after a step, unless the compiler keeps it."""
+        if self.body.traits.keeps_several and self.is_one_of_several(operand):
             return None
         buffer = self.buffer_of.get(operand)
         return buffer if buffer is not None and buffer.is_temporary and buffer.dies <= step else None
 
     def is_one_of_several(self, x: Instruction) -> bool:
-        """Whether a kernel makes an array beside others, so that none is written over it later."""
+        """Whether a kernel makes an array beside others."""
         made = self.origin.get(x, x)
         together = [kernel.root for kernel in self.steps[self.step_of[made]].kernels] if made in self.step_of else []
         return len(together) > 1 and made.role != "tuple-element" and made.group is None

@@ -34,8 +34,8 @@ def fuse_siblings(
         kernels: in program order.
         reorders: whether what reads a reduction moves down with it, and kernels that pick from a large array are fused
             like reductions. Otherwise all others stay in program order.
-        elementwise: whether kernels of elementwise ops move down to the next one that reads the same array, and makes
-            one of their shape, also if it reads theirs.
+        elementwise: whether reductions run in the kernel that makes their array, and kernels of elementwise ops move
+            down to the next one that reads the same array, and makes one of their shape, also if it reads theirs.
     """
     found = _Units(kernels)
     readers: dict[Instruction, list[int]] = {}
@@ -100,15 +100,15 @@ class _Units:
         return is_possible
 
     def join_maker(self, unit: int) -> bool:
-        """Adds a reduction to the kernel that makes what it reduces, if what else it reads is there; whether it did."""
+        """Adds a reduction to the unit that makes what it reduces, if all else it reads is there; whether it did."""
         if len(self.units[unit]) != 1:
             return False
-        target = max(self.sources(unit), key=self.place.__getitem__)
         (kernel,) = self.units[unit]
-        reduced = [x for x in kernel.operands if self.owner[x] == target]
-        made = {k.root for k in self.units[target]}
-        is_made = all(x.role == "unfusible" and x.fuses_operands or x.role == "fusible" for x in made)
-        if not is_made or not any(x.num_elements >= max(m.num_elements for m in kernel.members) for x in reduced):
+        target = max(self.sources(unit), key=self.place.__getitem__)
+        made = [k.root for k in self.units[target]]
+        most = max(m.num_elements for m in kernel.members)
+        is_reduced = any(x.num_elements >= most for x in kernel.operands if self.owner[x] == target)
+        if not is_reduced or not all(x.role == "fusible" or x.fuses_operands for x in made):
             return False
         self.merge(unit, target)
         return True

@@ -39,16 +39,17 @@ class _Value:
     """An array of a buffer."""
 
     num_bytes: int
-    born: int
-    """The step of its body that makes it."""
-    dies: int
-    """The last step of its body that reads it."""
-    instants: list[int]
-    """At which it is written and read, over the whole program, if VMEM may hold it; none otherwise."""
+    steps: list[int]
+    """Of its body, at which it is written and read."""
+    fits: bool
+    """Whether VMEM may hold it."""
+    instants: list[int] = field(default_factory=list)
+    """Those of the steps."""
     saved_us: float = 0.0
 
     @property
     def priority(self) -> float:
+        """What XLA sorts by."""
         return self.saved_us / math.sqrt(self.num_bytes)
 
 
@@ -61,52 +62,26 @@ class _Timeline:
     values: list[tuple[Buffer, list[_Value]]] = field(default_factory=list)
 
     def add(self, lifetimes: Lifetimes, runs: int) -> None:
-        """Adds the steps and buffers of a body."""
-        ended: list[int] = []
-        times: dict[int, list[float]] = {}
-        readers: dict[Instruction, list[int]] = {}
+        """Adds the steps and values of a body, and how much time each saves."""
+        instants, is_bound = [], []
         for k, step in enumerate(lifetimes.steps):
             for inner in lifetimes.nested.get(k, ()):
                 self.add(inner, runs * LOOP_RUNS)
-            ended.append(len(self.elapsed_us) - 1)
             moved, computed = _step_us(step)
-            times[k] = [moved, computed]
+            instants.append(len(self.elapsed_us) - 1)
+            is_bound.append(moved >= computed)
             self.elapsed_us.append(self.elapsed_us[-1] + runs * max(moved, computed))
-            for kernel in step.kernels:
-                if not _passes_on(kernel):
-                    for x in kernel.operands:
-                        readers.setdefault(x, []).append(k)
-        kernels = {kernel.root: (step, kernel) for step in lifetimes.steps for kernel in step.kernels}
-        loops = set(lifetimes.nested)
-        for buffer in lifetimes.buffers:
-            if not buffer.is_temporary or not buffer.num_bytes:
-                continue
-            found: list[_Value] = []
-            fits: list[bool] = []
-            for k, root in buffer.makers:
-                step, kernel = kernels[root]
-                is_view = _passes_on(kernel) and bool(found)
-                reads = readers.get(root, [])
-                if is_view:
-                    found[-1].instants += reads
-                else:
-                    found.append(_Value(buffer.num_bytes, k, k, [k, *reads]))
-                    fits.append(_writes_to_vmem(step, kernel))
-                if root in lifetimes.results or not loops.isdisjoint(reads):
-                    fits[-1] = False
-            for at, value in enumerate(found):
-                steps = sorted({*value.instants})
-                value.dies = steps[-1] if at + 1 < len(found) else buffer.dies
-                bound = [k for k in steps if times[k][0] >= times[k][1]]
-                value.saved_us = runs * len(bound) * buffer.num_bytes / BYTES_PER_US
-                value.instants = [ended[k] for k in steps] if fits[at] and len(steps) > 1 and bound else []
-            self.values.append((buffer, found))
+        for buffer, values in _values(lifetimes):
+            for v in values:
+                v.instants = [instants[k] for k in v.steps]
+                v.saved_us = runs * sum(is_bound[k] for k in v.steps) * v.num_bytes / BYTES_PER_US
+            self.values.append((buffer, values))
 
     def assigned(self) -> set[_Value]:
         """The values that VMEM holds from the first to the last access."""
         used = np.zeros(len(self.elapsed_us), np.int64)
         found = set()
-        candidates = [v for _, values in self.values for v in values if v.instants and v.num_bytes <= NUM_BYTES]
+        candidates = [v for _, values in self.values for v in values if v.fits and v.saved_us]
         for v in sorted(candidates, key=lambda v: (-v.priority, v.instants[0])):
             gaps = zip(v.instants, v.instants[1:], strict=False)
             if max(self.elapsed_us[b] - self.elapsed_us[a + 1] for a, b in gaps) > LONGEST_US:
@@ -128,9 +103,36 @@ def move_to_vmem(lifetimes: Lifetimes) -> None:
         if not rest:
             buffer.is_temporary = False
         elif len(rest) < len(values):
-            buffer.born, buffer.dies = rest[0].born, rest[-1].dies
+            buffer.born, buffer.dies = rest[0].steps[0], rest[-1].steps[-1]
     for body in _all(lifetimes):
         body.peak = None
+
+
+def _values(lifetimes: Lifetimes) -> Iterator[tuple[Buffer, list[_Value]]]:
+    """The temporary buffers of a body, and the arrays that each holds in turn."""
+    readers: dict[Instruction, list[int]] = {}
+    kernels: dict[Instruction, tuple[Step, Kernel]] = {}
+    for k, step in enumerate(lifetimes.steps):
+        for kernel in step.kernels:
+            kernels[kernel.root] = step, kernel
+            for x in () if _passes_on(kernel) else kernel.operands:
+                readers.setdefault(x, []).append(k)
+    for buffer in lifetimes.buffers:
+        if not buffer.is_temporary or not buffer.num_bytes:
+            continue
+        found: list[_Value] = []
+        for k, root in buffer.makers:
+            step, kernel = kernels[root]
+            if not found or not _passes_on(kernel):
+                found.append(_Value(buffer.num_bytes, [k], _writes_to_vmem(step, kernel)))
+            read = readers.get(root, ())
+            found[-1].steps += read
+            found[-1].fits &= root not in lifetimes.results and lifetimes.nested.keys().isdisjoint(read)
+        for v in found:
+            v.steps = sorted({*v.steps})
+            v.fits &= len(v.steps) > 1
+        found[-1].steps[-1] = max(found[-1].steps[-1], buffer.dies)
+        yield buffer, found
 
 
 def _all(lifetimes: Lifetimes) -> Iterator[Lifetimes]:
@@ -177,6 +179,7 @@ def _read_bytes(x: Instruction, kernel: Kernel) -> int:
 
 
 def _flops(one: Instruction) -> float:
+    """Of a product or a convolution."""
     product = one.product
     if product is not None:
         return 2.0 * product.batch * product.rows * product.columns * product.summed

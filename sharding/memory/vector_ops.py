@@ -13,10 +13,10 @@ HIDDEN_OPS = 8
 AGAIN_PER_OP = {False: 0.5, True: 0.12}
 """Bytes that are read in the time of one op on each element; products hide more of it."""
 MOST_AGAIN: Mapping[tuple[bool, bool], tuple[float, float]] = {
-    (False, False): (4.7, -0.7),
-    (False, True): (7.0, 8.0),
-    (True, False): (5.5, 2.3),
-    (True, True): (8.0, 10.0),
+    (False, False): (3.3, 2.2),
+    (False, True): (5.5, 11.5),
+    (True, False): (3.3, 5.6),
+    (True, True): (5.0, 16.0),
 }
 """By whether an array has more than two dims, and whether its elements have 32 bits: the ops on each element that
 kernels of products compute again for every array of its size that needn't be written or read, and those besides."""
@@ -57,6 +57,8 @@ def most_ops_again(one: Instruction, num_bytes: int, read_bytes: int, products: 
     """
     num_others = len(products) - 1
     saved = (num_others + 2) / num_others - read_bytes / max(1, num_bytes)
+    if saved <= 0:
+        return 0.0
     per_array, besides = MOST_AGAIN[len(one.shape) > 2, num_bytes > 2 * one.num_elements]
     columns = min([min(product.rows, product.columns) for product in products])
     return (per_array * saved + besides) * math.sqrt(max(1, columns / COLUMNS))
