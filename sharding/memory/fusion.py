@@ -232,8 +232,9 @@ class _AcceleratorFusion(Fusion):
                 continue
             if not end.elementwise or (len(readers) == 1 and not is_product(readers[0])):
                 continue
-            if is_widened(end) and product.itemsize == 2 and end.operands[0] is product:
-                self.stored.add(product)
+            narrow = [x.operands[0] for x in inside if is_widened(x) and x.operands[0].itemsize == 2]
+            if len(narrow) == 1 and narrow[0] in inside:
+                self.stored.update(narrow)
                 continue
             largest = max((x.num_elements for x in product.operands), default=0)
             if len(self.users[product]) > 1 and product.num_elements <= largest:
