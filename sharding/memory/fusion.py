@@ -284,9 +284,9 @@ class _AcceleratorFusion(Fusion):
         users = self.users[one]
         if len(users) < 2:
             return False
-        if one.expensive:
-            return True
         read_bytes = sum(x.num_bytes for x in reads)
+        if one.expensive:
+            return one.name != "convert_element_type" or 2 * read_bytes > 3 * one.num_bytes
         if not all(x.computes_operands for x in users):
             return read_bytes > one.num_bytes  # it is stored for one of them anyway
         return len(users) * read_bytes > read_bytes + (len(users) + 1) * _unrounded_bytes(one)
