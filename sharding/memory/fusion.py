@@ -48,6 +48,11 @@ class Kernel:
     operands: list[Instruction] = field(default_factory=list)
     """Reads from memory: roots of other kernels, arguments and tuple elements."""
 
+    @property
+    def is_view(self) -> bool:
+        """Whether it only names an array anew, under another shape."""
+        return all(m.role == "bitcast" for m in self.members)
+
 
 def fuse(
     instructions: Sequence[Instruction], results: Sequence[Instruction], traits: CompilerTraits = DEFAULT

@@ -208,7 +208,7 @@ def _kernel_us(kernel: Kernel) -> float:
 
 def _is_view(kernel: Kernel) -> bool:
     """Whether a kernel only names an array."""
-    return kernel.root.role in ("argument", "tuple-element") or all(m.role == "bitcast" for m in kernel.members)
+    return kernel.root.role in ("argument", "tuple-element") or kernel.is_view
 
 
 def _overlapped_steps(units: Sequence[list[Kernel]], order: Sequence[tuple[int, Part]]) -> list[Step]:

@@ -98,8 +98,7 @@ def _arrays(units: Sequence[Sequence[Kernel]]) -> Mapping[Instruction, Instructi
     found: dict[Instruction, Instruction] = {}
     for unit in units:
         for kernel in unit:
-            is_view = kernel.root.role == "bitcast" and all(m.role == "bitcast" for m in kernel.members)
-            found[kernel.root] = found[kernel.operands[0]] if is_view and kernel.operands else kernel.root
+            found[kernel.root] = found[kernel.operands[0]] if kernel.is_view and kernel.operands else kernel.root
     return found
 
 

@@ -179,8 +179,7 @@ class _BufferAssignment:
         if root.role == "tuple-element" and root.operands[0].name == BARRIER:
             at = self.operand_in_place(root.operands[0], root.element)
             return None if at is None else root.operands[0].operands[at]
-        is_view = root.role == "bitcast" and all(m.role == "bitcast" for m in kernel.members)
-        return kernel.operands[0] if is_view else None
+        return kernel.operands[0] if kernel.is_view else None
 
     def lifetimes(self, holders: Sequence[Instruction]) -> Lifetimes:
         nested: dict[int, list[Lifetimes]] = {}

@@ -146,7 +146,7 @@ def _passes_on(kernel: Kernel) -> bool:
     """Whether a kernel only names an array."""
     root = kernel.root
     is_held_back = root.name == BARRIER or (root.role == "tuple-element" and root.operands[0].name == BARRIER)
-    return is_held_back or all(m.role == "bitcast" for m in kernel.members)
+    return is_held_back or kernel.is_view
 
 
 def _writes_to_vmem(step: Step, kernel: Kernel) -> bool:

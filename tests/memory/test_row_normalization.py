@@ -9,7 +9,6 @@ from support.peak_memory import check_compiled_temporaries, check_temporaries, f
 LENGTH = 1024
 SCORES = (4, 8, LENGTH, LENGTH)
 ROWS = (64, 128, 2048)
-HALF = jnp.bfloat16
 
 
 def arrays(dtype, *shapes):
