@@ -78,12 +78,16 @@ class CompilerTraits:
     """Whether products that share an operand are slices of one."""
     stores_tiles: bool = False
     """Whether arrays are stored in tiles."""
+    sinks_broadcasts: bool = False
+    """Whether loops compute masks and other broadcasts themselves in each iteration: see `loop_sinking`."""
     moves_alone: bool = False
     """Whether no other op runs in the kernels of gathers of several rows and of pads between elements."""
     stores_parts: bool = False
     """Whether arrays are stored of which kernels read or write parts, and what reductions make: see `fusion`."""
     keeps_several: bool = False
     """Whether no kernel writes over one of several results of another one."""
+    copies_moved_results: bool = False
+    """Whether results of a program that other devices write are copied in the end: see `moved_results`."""
     packs_online: bool = False
     """Whether buffers are placed in memory in the order of the schedule, not the largest first, and small arrays in
     memory of their own: see `vector_memory`."""
@@ -111,10 +115,12 @@ TRAITS: Mapping[Platform, CompilerTraits] = {
         rounds_early=True,
         merges_sums=True,
         fuses_into_products=True,
+        sinks_broadcasts=True,
         stores_tiles=True,
         moves_alone=True,
         stores_parts=True,
         keeps_several=True,
+        copies_moved_results=True,
         packs_online=True,
     ),
     "gpu": CompilerTraits(

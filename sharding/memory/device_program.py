@@ -13,6 +13,7 @@ from .emitter import Emitter
 from .equation_lowering import Env, Handler, Lowering
 from .instruction import Body, Instruction
 from .loop_layouts import transpose_in_loops
+from .loop_sinking import sink_into_loops
 from .product_fusion import fuse_products
 from .product_layouts import transpose_operands, transpose_results
 from .product_merging import merge_products
@@ -72,6 +73,7 @@ def lower(assignment: Assignment, traits: CompilerTraits) -> DeviceProgram:
             x = emitter.emit("copy", "unfusible", [x], x.shape, itemsize, value=v)
         outputs.append(x)
     emitter.body.results = outputs
+    sink_into_loops(emitter.body)
     drop_dead_results(emitter.body)
     fold_scatters(emitter.body)
     if traits.merges_sums:

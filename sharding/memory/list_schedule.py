@@ -103,4 +103,4 @@ def _arrays(units: Sequence[Sequence[Kernel]]) -> Mapping[Instruction, Instructi
 
 
 def _is_made(kernel: Kernel) -> bool:
-    return kernel.root.role != "argument" and not kernel.root.is_constant
+    return kernel.root.role != "argument"

@@ -19,7 +19,7 @@ CONVERT = "convert_element_type"
 PASSED_ON = frozenset({"broadcast_in_dim", "max", "reshape", "squeeze", "stop_gradient"})
 """What may be between a reduction and what reads it: a softmax bounds its maximum."""
 LEAST_DIMS = 3
-"""Of an array, each of more than one element."""
+"""Of an array, each of more than one element; there are no others, but such as a product drops."""
 
 
 @dataclass(slots=True)
@@ -64,12 +64,20 @@ def rows(
 def _is_row(one: Instruction, after_products: Collection[Instruction]) -> bool:
     """Whether a kernel may hold the rows that a reduction sums."""
     (x, *others) = one.operands
-    if others or len(x.shape) < LEAST_DIMS or min(x.shape) == 1 or x.num_elements // one.num_elements > MOST_IN_ROW:
+    if others or sum(n > 1 for n in x.shape) < LEAST_DIMS or x.num_elements // one.num_elements > MOST_IN_ROW:
+        return False
+    if min(x.shape) == 1 and not (x in after_products and _is_written_so(x)):
         return False
     axes = () if one.eqn is None else one.eqn.params.get("axes", ())
     if len(axes) != 1 or axes[0] < len(x.shape) - 2:
         return False
     return x.name != CONVERT and (x not in after_products or _is_widened(x))
+
+
+def _is_written_so(x: Instruction) -> bool:
+    """Whether each dim of one element is one of the program, and none of a part on one device."""
+    shape = () if x.eqn is None else x.eqn.outvars[0].aval.shape
+    return [n == 1 for n in shape] == [n == 1 for n in x.shape]
 
 
 def _is_widened(x: Instruction) -> bool:

@@ -15,6 +15,7 @@ from .device_program import DeviceProgram, lower
 from .heap_simulator import block_bytes, online_bytes
 from .kernel_order import ORDERS
 from .liveness import Lifetimes, lifetimes
+from .moved_results import copy_moved_results
 from .vector_memory import move_to_vmem
 
 POINTER_BYTES = 8
@@ -65,6 +66,8 @@ def usage(assignment: Assignment, donated: Collection[int] = (), *, platform: Pl
     found = lifetimes(program.body, pairs, {*program.outputs}, ORDERS[traits.schedule], holders=holders)
     if traits.packs_online:
         move_to_vmem(found)
+    if traits.copies_moved_results:
+        copy_moved_results(found, program.outputs, {program.outputs[k]: argument for argument, k in pairs})
     return Usage(program, found, aliases, traits)
 
 

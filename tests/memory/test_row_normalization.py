@@ -34,6 +34,7 @@ ALONE = {
     "over the first dim": (softmax_gradient(axis=0), floats(*ROWS), 0),
     "of a matrix": (softmax_gradient(), floats(8192, 4096), 0),
     "with a dim of one element": (softmax_gradient(), floats(1, 4096, 4096), 0),
+    "with a fourth dim of one element": (softmax_gradient(), floats(1, *ROWS), 0),
     "of long rows": (softmax_gradient(), floats(64, 64, 16384), 0),
     "a logarithm": (softmax_gradient(function=jax.nn.log_softmax), floats(*ROWS), 1),
     "rows less their mean": (softmax_gradient(function=less_its_mean), floats(*ROWS), 0),
@@ -71,12 +72,19 @@ ATTENTION["bfloat16, a float32 softmax of capped scores"] = (
 )
 
 
+ONE_SEQUENCE = ("bfloat16, masked", "bfloat16, a float32 softmax, masked")
+"""Of `ATTENTION`, also with a batch of one."""
+
+
 def programs():
     for name, (f, shape, count) in ALONE.items():
         yield name, (f, (shape, shape), count), 4 * shape.size
     for name, (f, dtype, count) in ATTENTION.items():
-        operands = arrays(dtype, *[(SCORES[0], LENGTH, SCORES[1], 64)] * 3)
-        yield name, (f, operands, count), jnp.dtype(dtype).itemsize * SCORES[0] * SCORES[1] * LENGTH**2
+        for batch in (SCORES[0], 1) if name in ONE_SEQUENCE else SCORES[:1]:
+            heads = SCORES[0] * SCORES[1] // batch
+            operands = arrays(dtype, *[(batch, LENGTH, heads, 64)] * 3)
+            itemsize = jnp.dtype(dtype).itemsize
+            yield f"{name}, {batch}", (f, operands, count), itemsize * batch * heads * LENGTH**2
 
 
 PROGRAMS = {name: (program, unit) for name, program, unit in programs()}
