@@ -257,20 +257,31 @@ class _AcceleratorFusion(Fusion):
         return is_nested(product, reader, is_read_once=len(self.users[product]) == 1)
 
     def costly(self) -> set[Instruction]:
-        """What is read faster from memory than computed again by each of several users."""
-        found: set[Instruction] = set()
-        kernels = self.several_kernels()
+        """What is read faster from memory than computed again by each of several users.
+
+        What moves fewer bytes if it is stored counts as a kernel where the time of others is weighed.
+        """
+        large, _ = self.large_and_slow(())
+        large, slow = self.large_and_slow(large)
+        return large | slow
+
+    def large_and_slow(self, known: Collection[Instruction]) -> tuple[set[Instruction], set[Instruction]]:
+        """What takes more bytes to compute again, and what takes longer, with some instructions known to be stored."""
+        large, slow = set[Instruction](), set[Instruction]()
+        kernels = self.several_kernels(known)
         sources: dict[Instruction, set[Instruction]] = {}
         """Per instruction what must be read to compute it: itself if it is stored."""
         for one in self.instructions:
             sources[one] = {one}
             if is_fusible(one) and one not in self.stored and not is_read_in_part(one):
                 reads = self.united_sources(one, sources)
-                if self.is_costly(one, reads) or (one in kernels and self.is_slow(one, reads, kernels[one])):
-                    found.add(one)
+                if self.is_costly(one, reads):
+                    large.add(one)
+                elif one in kernels and self.is_slow(one, reads, kernels[one]):
+                    slow.add(one)
                 else:
                     sources[one] = reads
-        return found
+        return large, slow
 
     def united_sources(self, one: Instruction, sources: dict[Instruction, set[Instruction]]) -> set[Instruction]:
         """What must be read to compute the operands of an instruction.
@@ -296,14 +307,19 @@ class _AcceleratorFusion(Fusion):
             return read_bytes > one.num_bytes  # it is stored for one of them anyway
         return len(users) * read_bytes > read_bytes + (len(users) + 1) * _unrounded_bytes(one)
 
-    def several_kernels(self) -> dict[Instruction, set[Instruction]]:
-        """What several users need -> the roots of the kernels that compute it, some of them, if there are several."""
+    def several_kernels(self, known: Collection[Instruction]) -> dict[Instruction, set[Instruction]]:
+        """What several users need -> the roots of the kernels that compute it, some of them, if there are several.
+
+        Args:
+            known: stored, besides what is stored in any case.
+        """
         found: dict[Instruction, set[Instruction]] = {}
         for one in reversed(self.instructions):
             roots = found.setdefault(one, set())
             for user in self.users[one]:
                 if len(roots) < MOST_KERNELS:
-                    roots |= {user} if user in self.stored or not is_fusible(user) else found[user]
+                    is_root = user in self.stored or user in known or not is_fusible(user)
+                    roots |= {user} if is_root else found[user]
         return {one: roots for one, roots in found.items() if len(self.users[one]) > 1 < len(roots)}
 
     def is_slow(self, one: Instruction, reads: Collection[Instruction], roots: Collection[Instruction]) -> bool:

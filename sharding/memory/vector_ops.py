@@ -15,7 +15,7 @@ AGAIN_PER_OP = {False: 0.5, True: 0.12}
 MOST_AGAIN: Mapping[tuple[bool, bool], tuple[float, float]] = {
     (False, False): (3.3, 2.2),
     (False, True): (5.5, 11.5),
-    (True, False): (3.3, 5.6),
+    (True, False): (3.3, 5.9),
     (True, True): (5.0, 16.0),
 }
 """By whether an array has more than two dims, and whether its elements have 32 bits: the ops on each element that
