@@ -246,11 +246,19 @@ def _ready(timeline: Timeline, number: int) -> float:
 def _graph(tasks: tuple[Task, ...]) -> _TaskGraph:
     index_of = {task.name: index for index, task in enumerate(tasks)}
     _check(tasks, index_of)
+    dependencies = [[index_of[name] for name in dict.fromkeys(task.after)] for task in tasks]
     dependents: list[list[int]] = [[] for _ in tasks]
-    waiting = [len(set(task.after)) for task in tasks]
-    for index, task in enumerate(tasks):
-        for name in dict.fromkeys(task.after):
-            dependents[index_of[name]].append(index)
+    for index, own in enumerate(dependencies):
+        for other in own:
+            dependents[other].append(index)
+    if all(max(own, default=-1) < index for index, own in enumerate(dependencies)):  # in a topological order already
+        return _TaskGraph(
+            tasks=tasks,
+            numbers=index_of,
+            dependencies=tuple(map(tuple, dependencies)),
+            dependents=tuple(map(tuple, dependents)),
+        )
+    waiting = list(map(len, dependencies))
     order, heap = [], [index for index, count in enumerate(waiting) if not count]
     while heap:
         index = heapq.heappop(heap)
@@ -268,7 +276,7 @@ def _graph(tasks: tuple[Task, ...]) -> _TaskGraph:
     return _TaskGraph(
         tasks=tuple(tasks[index] for index in order),
         numbers=numbers,
-        dependencies=tuple(tuple(numbers[name] for name in dict.fromkeys(tasks[index].after)) for index in order),
+        dependencies=tuple(tuple(numbers[tasks[other].name] for other in dependencies[index]) for index in order),
         dependents=tuple(tuple(sorted(numbers[tasks[other].name] for other in dependents[index])) for index in order),
     )
 

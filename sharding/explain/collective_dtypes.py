@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
-from ..graph import Graph, Op
+from ..graph import Op
 from ..hardware import Platform
+from ..propagation import Assignment
 from ..rewrite.bfloat16_propagation import narrow_reshards, rounded_values, rounds
-from ..rewrite.op_strategy import OperandSteps, OpStrategies
 from ..spec import Spec
 from ..xla.collective_lowering import is_slice_wide
 from .collective_ledger import Collective
@@ -18,14 +18,15 @@ from .widened_values import MOVED, narrow_dtypes, narrow_maxima
 class CollectiveDtypes:
     """XLA:TPU first rounds what is only read in bfloat16, but no reduce-scatter; XLA:GPU widens last."""
 
-    def __init__(self, graph: Graph, strategies: OpStrategies, operand_steps: OperandSteps, platform: Platform):
+    def __init__(self, assignment: Assignment, platform: Platform):
+        graph = assignment.graph
         self._graph, self._is_tpu = graph, platform == "tpu"
         rounded = rounded_values(graph) if self._is_tpu else frozenset[int]()
         self._rounded = rounded | narrow_maxima(graph) if self._is_tpu else rounded
-        moved = narrow_reshards(graph, strategies, operand_steps, rounded) if self._is_tpu else frozenset()
+        moved = narrow_reshards(assignment) if self._is_tpu else frozenset()
         self._rounded_reshards = moved
         self._widened = narrow_dtypes(graph) if platform == "gpu" else {}
-        self._num_devices = math.prod(strategies.sizes.values())
+        self._num_devices = math.prod(assignment.sizes.values())
 
     def of_value(self, collective: Collective, v: int) -> Collective:
         """A collective whose result is a value, in the dtype in which it runs."""

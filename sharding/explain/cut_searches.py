@@ -13,7 +13,7 @@ from ..spec import Spec
 def cut_searches(assignment: Assignment) -> tuple[str, ...]:
     """One line per line of the program whose ops have more strategies or reshards than are compared."""
     assignment = executed(assignment)
-    graph, sizes, strategies = assignment.graph, assignment.sizes, OpStrategies(assignment)
+    graph, sizes, strategies = assignment.graph, assignment.sizes, OpStrategies.shared(assignment)
     live = graph.live_values
     found = []
     for op in graph.ops:

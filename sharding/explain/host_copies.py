@@ -45,10 +45,8 @@ class HostCopy:
 
 def host_copies(assignment: Assignment) -> tuple[HostCopy, ...]:
     """The copies of a completed program, in program order; without dead code."""
-    graph, live = assignment.graph, assignment.graph.live_values
-    return tuple(
-        copy for op in graph.ops if graph.is_live(op, live) for copy in host_copies_of(op, assignment) if copy.bytes
-    )
+    moving = (op for op in assignment.graph.live_ops if op.name == "device_put")
+    return tuple(copy for op in moving for copy in host_copies_of(op, assignment) if copy.bytes)
 
 
 def host_copies_of(op: Op, assignment: Assignment) -> Iterator[HostCopy]:

@@ -20,7 +20,8 @@ from ..rewrite import xla_workarounds
 from ..rewrite.constraint_emitter import MOVES_SHARDS
 from ..rewrite.executed_assignment import executed
 from ..rewrite.invariant_reshards import enters_loop
-from ..rewrite.op_strategy import OpStrategies, OpStrategy, operand_steps
+from ..rewrite.moving_ops import moving_ops, operand_steps
+from ..rewrite.op_strategy import OpStrategies, OpStrategy
 from ..rewrite.reshard import Step, chain
 from ..spec import Axis, Spec, local_bytes, num_parts
 from ..xla.collective_lowering import is_gathered_by_all_reduce
@@ -33,6 +34,7 @@ from .host_copies import host_copies
 from .reduce_scatter_creation import in_mesh_order, reduce_scattered, reduces_elementwise, stays_all_reduce
 from .reshard_regions import ReshardRegions
 from .runs_moved import loops_moved, read_by, times_moved
+from .sending_ops import sending_ops
 from .shard_exchanges import ShardExchanges, axis_names
 from .shard_map_collectives import MANUAL, explicit, in_bodies
 from .sum_reassociation import LOOKED_THROUGH, Reassociation, computation, reassociate, split_all_reduce, sums_and_rest
@@ -89,21 +91,26 @@ class ProgramCollectives:
         self.boundary_spec = assignment.boundary_spec
         self.arriving = {v for v in self.graph.inputs if self.boundary_spec(v).axes != self.specs[v].axes}
         """Arguments that no op has read yet, which arrive with fewer axes than they are then sharded over."""
-        self.strategies, self.hints = OpStrategies(assignment), Hints(assignment)
+        self.strategies, self.hints = OpStrategies.shared(assignment), Hints(assignment)
         self.live, self.times = self.graph.live_values, self.graph.times
         self.regions = ReshardRegions(assignment, platform)
         self.operand_steps = functools.partial(operand_steps, assignment, self.strategies)
         self.resharded: set[tuple] = set()
-        self.reduce_scattered = reduce_scattered(self.graph, self.specs, self.operand_steps, self.sizes)
+        self.moving_ops = moving_ops(assignment)
+        self.reduce_scattered = reduce_scattered(
+            self.graph, self.specs, self.operand_steps, self.sizes, ops=self.moving_ops
+        )
         self.reassociation = self.reassociated(platform)
-        self.dtypes = CollectiveDtypes(self.graph, self.strategies, self.operand_steps, platform)
+        self.dtypes = CollectiveDtypes(assignment, platform)
         self.exchanges = ShardExchanges(self.graph, self.specs, self.sizes, self.collective)
 
     @functools.cached_property
     def ops(self) -> Sequence[tuple[Op, tuple[Transfer, ...]]]:
         """(op, its collectives) in program order; none for empty arrays, which XLA replaces by constants."""
-        live = (op for op in self.graph.ops if self.graph.is_live(op, self.live))
-        return [(op, tuple(t for t in self.transfers(op) if t.collective.result_bytes)) for op in live]
+        left, exchanges = self.reassociation.left, self.exchanges
+        sending = sending_ops(self.graph, self.moving_ops, arriving=self.arriving, reduced=left, exchanges=exchanges)
+        pairs = ((op, self.transfers(op) if id(op) in sending else ()) for op in self.graph.live_ops)
+        return [(op, tuple([t for t in transfers if t.collective.result_bytes])) for op, transfers in pairs]
 
     def reassociated(self, platform: Platform) -> Reassociation:
         """The reductions that a platform's compiler leaves behind each op."""
@@ -111,8 +118,8 @@ class ProgramCollectives:
             return Reassociation()
         found = [
             (v, *self.sums_and_rest(v, steps))
-            for op in self.graph.ops
-            if op.rule is not None and op.name != "edge" and op.name not in MANUAL
+            for op in self.moving_ops
+            if op.name != "edge" and op.name not in MANUAL
             for v, steps in zip(op.results, self.strategies.of(op).result_steps, strict=True)
         ]
         makers, reductions = self.graph.makers, dict[int, list[Reduction]]()
@@ -125,7 +132,7 @@ class ProgramCollectives:
                 reductions[v] = split
 
         def moves(op: Op) -> bool:
-            return op.rule is None or any(self.strategies.of(op).steps)
+            return op.rule is None or not self.strategies.of(op).is_in_place
 
         def reads_in_place(op: Op) -> bool:
             strategy = None if op.rule is None else self.strategies.of(op)

@@ -33,6 +33,8 @@ def reduce_scattered(
     specs: Sequence[Spec],
     operand_steps: OperandSteps,
     sizes: Mapping[str, int],
+    *,
+    ops: Iterable[Op] | None = None,
 ) -> dict[int, frozenset[Axis]]:
     """Value -> the axes over which it is sliced, if that is all that it is used for.
 
@@ -43,9 +45,10 @@ def reduce_scattered(
         specs: of its values.
         operand_steps: op -> each operand, and the steps that reshard it for the op.
         sizes: the mesh axis sizes.
+        ops: that may reshard. Default: all.
     """
     seen: dict[int, list[tuple[Spec, frozenset[Axis]]]] = {}
-    for op in graph.ops:
+    for op in graph.ops if ops is None else ops:
         for v, steps in operand_steps(op):
             if steps and all(step.kind == "slice" for step in steps):
                 axes = frozenset(axis for step in steps for axis in step.axes)

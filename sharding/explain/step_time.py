@@ -15,36 +15,27 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import jax
-
 from ..cost import (
     KINDS,
     Kind,
     Task,
     Timeline,
     Topology,
-    Work,
     collective_seconds,
     latency_hiding,
-    op_seconds,
     simulate,
-    work,
 )
-from ..cost.op_time import is_compute_bound
 from ..display import Column, Table, Tabular
 from ..display.units import seconds_text
 from ..graph import Op
 from ..hardware import Chip, Platform
 from ..propagation import Assignment
-from ..rewrite.op_kind import op_kinds
-from ..spec import Spec, axis_name, local_shape, num_parts
+from ..spec import axis_name
 from .collective_ledger import Collective
-from .fused_ops import FUSED, NO_WORK, never_stored, read_by_siblings, slice_passes
 from .host_copies import HostCopy, host_copies_of
+from .op_runs import OpRuns
 from .predicted_collectives import ProgramCollectives
 
-EQUAL_WORK = FUSED | {"dot_general"}
-"""Ops whose work follows from their rule and their arrays."""
 DEVICE, LINKS = "device", "links"
 ASYNCHRONOUS: Mapping[Platform, Collection[Kind]] = {
     "cpu": (),
@@ -264,11 +255,8 @@ class _Tasks:
 
     def __init__(self, assignment: Assignment, on: Topology, program: ProgramCollectives):
         self.assignment, self.graph, self.on, self.program = assignment.as_run, assignment.graph, on, program
-        graph, platform = self.graph, on.chip.platform
-        self.fused = never_stored(graph, platform)
-        self.read_before, self.passes = read_by_siblings(graph, platform), slice_passes(graph, platform)
-        self.kinds, sizes = op_kinds(graph), dict(assignment.sizes)
-        self.works = graph.once(f"works on {platform} with {sizes}", dict[tuple, Work])
+        self.runs = OpRuns(self.assignment, on, program.strategies)
+        self.sources = self.graph.once("sources of ops", dict[int, str])
         self.asynchronous = asynchronous(on.chip)
         self.ready: dict[int, tuple[str, ...]] = {}  # value -> the tasks that it depends on
         self.number = 0
@@ -288,18 +276,16 @@ class _Tasks:
                     yield task
                     waits.append(task[0].name)
                     self.ready[transfer.value] = (task[0].name,)
-            copies = [*host_copies_of(op, self.assignment)]
+            copies = [*host_copies_of(op, self.assignment)] if op.name == "device_put" else []
             for copy in copies:
                 task = self.host_copy(copy, waits)
                 yield task
                 waits = [task[0].name]
                 self.copies += waits
-            done = None if copies else self.work(op)
-            seconds = 0.0 if done is None else self.seconds(op, done)
-            if done is not None and seconds:
-                flops = op.times * done.flops if done.matmul_dtype is not None else 0.0
-                limit = "compute" if is_compute_bound(done, self.on.chip) else "memory"
-                task = self.task(op.name, DEVICE, seconds, waits, op.source, limit=limit, matmul_flops=flops)
+            run = None if copies else self.runs.of(op)
+            if run is not None and run.seconds:
+                given = {"limit": run.limit, "matmul_flops": run.matmul_flops}
+                task = self.task(op.name, DEVICE, run.seconds, waits, self.source(op), **given)
                 yield task
                 waits = [task[0].name]
                 self.last = (task[0].name,)
@@ -342,51 +328,9 @@ class _Tasks:
             matmul_flops=matmul_flops,
         )
 
-    def work(self, op: Op) -> Work | None:
-        """The work of one run of an op on one device, without what it reads or writes inside a fusion."""
-        if passes := self.passes.get(id(op)):
-            v = op.results[0] if op.name == "scan xs" else op.operands[0]
-            num_bytes = math.prod(self.local(v, self.assignment.specs[v]).shape) * self.graph.itemsize(v)
-            return Work(flops=0, read_bytes=passes * num_bytes, written_bytes=0)
-        if op.name in NO_WORK or not op.site:
-            return None
-        values = (*op.operands, *op.results)
-        if op.rule is not None:
-            strategy = self.program.strategies.of(op)
-            specs = (*strategy.operand_specs, *strategy.result_specs)
-        else:
-            specs = tuple(self.assignment.specs[v] for v in values)
-        key: tuple = id(op), *(spec.axes for spec in specs)
-        if op.rule is not None and op.name in EQUAL_WORK:
-            kept = *(v in self.fused for v in values), *(v in self.read_before.get(id(op), ()) for v in op.operands)
-            key = self.kinds[id(op)].number, op.name, *key[1:], *kept
-        if key not in self.works:
-            self.works[key] = self.work_with(op, specs)
-        return self.works[key]
-
-    def work_with(self, op: Op, specs: Sequence[Spec]) -> Work:
-        """The work of an op whose operands and results are sharded so."""
-        values = (*op.operands, *op.results)
-        arrays = [self.local(v, spec) for v, spec in zip(values, specs, strict=True)]
-        n = len(op.operands)
-        done = work(op.name, arrays[:n], arrays[n:], op.site[0].params)
-        if op.name == "pallas_call":  # whose parameters are those of the whole grid
-            axes = {axis for spec in specs for part in spec.axes for axis in part}
-            done = dataclasses.replace(done, flops=done.flops / num_parts(axes, self.assignment.sizes))
-        again = self.read_before.get(id(op), ())
-        not_accessed = sum(
-            math.prod(a.shape) * self.graph.itemsize(v)
-            for k, (v, a) in enumerate(zip(values, arrays, strict=True))
-            if v in self.fused or (k < n and v in again)
-        )
-        return dataclasses.replace(done, read_bytes=max(0.0, done.num_bytes - not_accessed), written_bytes=0)
-
-    def seconds(self, op: Op, done: Work) -> float:
-        """Time of an op on one device, over all of its runs."""
-        if not done.num_bytes and op.name in FUSED:  # fused: its arithmetic alone
-            return op.times * done.flops / self.on.chip.rates.vector_flops_per_second
-        return op.times * op_seconds(done, self.on.chip)
-
-    def local(self, v: int, spec: Spec) -> jax.ShapeDtypeStruct:
-        shape = local_shape(spec.axes, self.graph.shapes[v], self.assignment.sizes)
-        return jax.ShapeDtypeStruct(shape, self.graph.dtypes[v])
+    def source(self, op: Op) -> str:
+        """The user's line of an op."""
+        found = self.sources.get(id(op))
+        if found is None:
+            found = self.sources[id(op)] = op.source
+        return found

@@ -72,7 +72,7 @@ class UnknownOps(tuple[UnknownOp, ...], Tabular):
 
 def unknown_ops(assignment: Assignment) -> UnknownOps:
     """The ops without a rule that a program runs."""
-    graph, specs, strategies = assignment.graph, assignment.specs, OpStrategies(assignment)
+    graph, specs, strategies = assignment.graph, assignment.specs, OpStrategies.shared(assignment)
     live = graph.live_values
     found = []
     for op in graph.unknown_ops:

@@ -222,6 +222,12 @@ class Graph:
         return any(v in live for v in op.results) or (bool(op.operands) and op.has_effects)
 
     @cached_property
+    def live_ops(self) -> tuple[Op, ...]:
+        """The ops of arrays that are run, in program order."""
+        live = self.live_values
+        return tuple(op for op in self.ops if self.is_live(op, live))
+
+    @cached_property
     def unknown_ops(self) -> tuple[Op, ...]:
         """The ops of arrays without a rule."""
         return tuple(

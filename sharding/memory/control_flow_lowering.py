@@ -169,7 +169,7 @@ def cond(lowering: Lowering, i: int, eqn: Any, scope: Scope | None, env: Env, em
 def shard_map(lowering: Lowering, i: int, eqn: Any, scope: Scope | None, env: Env, emitter: Emitter) -> None:
     """Lower a `shard_map` by inlining its body on local shapes."""
     if scope is None or i not in scope.entries:
-        lowering.lower_equation(i, eqn, scope, env, emitter)
+        lowering.lower_equation(lowering.equations.facts(i, eqn, scope), scope, env, emitter)
         return
     inputs: list[Instruction | None] = []
     body = compat.open_jaxpr(eqn.params["jaxpr"])

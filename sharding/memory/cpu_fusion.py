@@ -19,9 +19,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from .fusion import SLICES, Fusion, Growth, Kernel, is_fusible
-from .instruction import Instruction, Users
-from .primitive_traits import REDUCTIONS, dilates
+from .fusion import Fusion, Growth, Kernel, is_fusible
+from .instruction import Instruction, Users, users
+from .primitive_traits import REDUCTIONS, SLICES, dilates
 
 IN_LIBRARY = frozenset(
     "abs add add_any ceil convert convert_element_type cos div erf exp expm1 floor integer_pow log log1p logistic max "
@@ -56,7 +56,7 @@ def fuse_on_cpu(instructions: Sequence[Instruction], results: Sequence[Instructi
 
 class _CpuFusion(Fusion):
     def __init__(self, instructions: Sequence[Instruction], results: Sequence[Instruction]):
-        super().__init__(instructions)
+        super().__init__(instructions, users(instructions))
         self.results = set(results)
         self.library = _Library(self.users, self.results)
         for one in reversed(instructions):

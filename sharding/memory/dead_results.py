@@ -52,8 +52,11 @@ def _alive(body: Body, loops: list[Instruction]) -> tuple[set[Instruction], dict
             waiting += [*one.operands[: _shift(one)], *one.bodies[0].effects]
             needed = [(one, k) for k in _read_by_condition(one)]
         else:
-            waiting += [*one.operands, *(x for inner in one.bodies for x in (*inner.results, *inner.effects))]
-            needed = [(x, one.element) for x in one.operands if one.role == "tuple-element" and x in carries]
+            waiting += one.operands
+            for inner in one.bodies:
+                waiting += [*inner.results, *inner.effects]
+            if one.role == "tuple-element":
+                needed = [(x, one.element) for x in one.operands if x in carries]
         for loop, k in needed:
             read[loop].add(k)
             waiting += [loop.bodies[0].results[k], *(loop.operands[at] for at, result in loop.in_place if result == k)]

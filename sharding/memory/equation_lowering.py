@@ -6,7 +6,6 @@ before an op and the reductions of partial sums after it become instructions, as
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,21 +13,22 @@ from typing import Any
 import jax
 
 from .. import compat
-from ..graph import CALLS, Graph, Op, Scope
+from ..graph import CALLS, Graph, Scope
 from ..propagation import Assignment
 from ..rewrite import xla_workarounds
 from ..rewrite.bfloat16_propagation import PRODUCTS, narrow_reshards, rounded_values
 from ..rewrite.constraint_emitter import AssignedProgram
-from ..rewrite.op_strategy import OpStrategies, operand_steps
+from ..rewrite.op_strategy import OpStrategies
 from ..rewrite.redundant_constraints import redundant
 from ..rewrite.reshard import Step
-from ..rewrite.rotation import rotations
+from ..rewrite.rotation import Rotation
 from ..spec import Spec, closed_spec
 from . import library_calls, primitive_traits, shard_rotation
 from .compiler_traits import CompilerTraits
 from .emitter import Cursor, Emitter, before_rounding
+from .equation_facts import EquationFacts, KnownEquations, itemsize
 from .expansions import EXPANSIONS, sliced
-from .instruction import Instruction, Phase
+from .instruction import Instruction
 from .local_op import LocalOp
 from .products import matrix_product, of_one_type
 
@@ -48,16 +48,15 @@ class Lowering:
         self.graph: Graph = assignment.graph
         self.sizes = assignment.sizes
         self.specs = assignment.specs
-        self.strategies = OpStrategies(assignment)
+        self.strategies = OpStrategies.shared(assignment)
         self.program = AssignedProgram(assignment, jax.sharding.AbstractMesh((*self.sizes.values(),), (*self.sizes,)))
-        self.rotations = rotations(self.graph)
+        self.equations = KnownEquations.of(self.graph)
         self.unconstrained: dict[Scope, set[Any]] = {}
         """Scope -> the variables whose constraints are left out."""
         self.cursor = Cursor()
         if traits.rounds_early:
-            self.cursor.rounded = rounded = rounded_values(self.graph)
-            steps = functools.partial(operand_steps, assignment, self.strategies)
-            moves = narrow_reshards(self.graph, self.strategies, steps, rounded)
+            self.cursor.rounded = rounded_values(self.graph)
+            moves = narrow_reshards(assignment)
             self.cursor.rounded_moves = {move for move in moves if self.graph.dtype_names[move[0]] == "float32"}
 
     def spec_of(self, var: Any, scope: Scope | None) -> Spec:
@@ -67,7 +66,7 @@ class Lowering:
 
     def itemsize(self, aval: Any) -> float:
         """Bytes per element on the device, those of a PRNG key included; an array of the host has none."""
-        return 0 if compat.is_on_host(aval) else primitive_traits.element_bytes(aval.dtype)
+        return itemsize(aval)
 
     def read(self, atom: Any, env: Env) -> Instruction | None:
         """The instruction that produces an atom; None for constants."""
@@ -81,14 +80,14 @@ class Lowering:
         """Lower all equations of a jaxpr."""
         outer = self.cursor.phase
         for i, eqn in enumerate(jaxpr.eqns):
-            name = eqn.primitive.name
-            self.cursor.phase, self.cursor.eqn = phase(eqn, outer), eqn
-            if name in CALLS:
+            facts = self.equations.facts(i, eqn, scope)
+            self.cursor.phase, self.cursor.eqn = facts.phase(outer), eqn
+            if facts.name in CALLS:
                 self.inline_call(i, eqn, scope, env, emitter)
-            elif name in self.handlers:
-                self.handlers[name](self, i, eqn, scope, env, emitter)
+            elif facts.name in self.handlers:
+                self.handlers[facts.name](self, i, eqn, scope, env, emitter)
             else:
-                self.lower_equation(i, eqn, scope, env, emitter)
+                self.lower_equation(facts, scope, env, emitter)
         self.cursor.phase = outer
 
     def inline_call(self, i: int, eqn: Any, scope: Scope | None, env: Env, emitter: Emitter) -> None:
@@ -122,89 +121,82 @@ class Lowering:
         """Bind variables to the instructions that produce them."""
         env.update((v, x) for v, x in zip(variables, made, strict=True) if not compat.is_drop(v))
 
-    def op_of(self, i: int, eqn: Any, scope: Scope | None) -> Op | None:
-        """The graph's op of an equation, if both have the same operands and results."""
-        if scope is not None and i in scope.opaque:
-            return scope.opaque[i]
-        for var in eqn.outvars:
-            value = None if compat.is_drop(var) else self.graph_value(var, scope)
-            if value is not None:
-                op = self.graph.makers.get(value)
-                has_all = op is not None and len(op.operands) == len(eqn.invars) and len(op.results) == len(eqn.outvars)
-                return op if op is not None and has_all and op.site and op.site[0] is eqn else None
-        return None
-
-    def lower_equation(self, i: int, eqn: Any, scope: Scope | None, env: Env, emitter: Emitter) -> None:
+    def lower_equation(self, facts: EquationFacts, scope: Scope | None, env: Env, emitter: Emitter) -> None:
         """Lower an equation without a body."""
-        name = eqn.primitive.name
-        operands = [self.read(a, env) for a in eqn.invars]
+        eqn, name = facts.eqn, facts.name
+        operands = [None if a.variable is None else env.get(a.variable) for a in facts.operands]
         if name in primitive_traits.IDENTITIES:
             if name == primitive_traits.BARRIER:
                 operands = self.optimization_barrier(eqn, operands, emitter)
             self.identity(eqn, operands, scope, env, emitter)
             return
-        if all(x is None for x in operands) and self.is_constant(eqn, scope):
+        if facts.is_constant and all(x is None for x in operands):
             self.bind(eqn.outvars, [None] * len(eqn.outvars), env)
             return
-        if (turned := self.rotated(eqn, scope, env, emitter)) is not None:
+        turned = None if facts.rotation is None else self.rotated(facts, facts.rotation, scope, env, emitter)
+        if turned is not None:
             self.bind(eqn.outvars, [turned], env)
             return
-        operand_specs = [self.spec_of(a, scope) for a in eqn.invars]
-        final_specs = result_specs = [self.spec_of(v, scope) for v in eqn.outvars]
-        steps: list[Sequence[Step]] = [()] * len(result_specs)
-        op = self.op_of(i, eqn, scope)
-        if op is not None and op.rule is not None:
-            strategy = self.strategies.of(op)
-            steps = list(strategy.result_steps)
-            operands = [
-                emitter.apply_steps(x, a.aval.shape, self.itemsize(a.aval), path) if path and x is not None else x
-                for x, a, path in zip(operands, eqn.invars, strategy.operand_steps, strict=True)
-            ]
-            operand_specs, result_specs = strategy.operand_specs, strategy.result_specs
-        needs, gives = operand_specs, result_specs
+        final_specs = [a.spec(self.specs) for a in facts.results]
+        strategy = None if facts.op is None or facts.op.rule is None else self.strategies.of(facts.op)
+        if strategy is None:
+            needs, gives = [a.spec(self.specs) for a in facts.operands], final_specs
+            steps: Sequence[Sequence[Step]] = [()] * len(final_specs)
+        else:
+            needs, gives, steps = strategy.operand_specs, strategy.result_specs, strategy.result_steps
+            for k, path in () if strategy.is_in_place else enumerate(strategy.operand_steps):
+                x, a = operands[k], facts.operands[k]
+                operands[k] = x if x is None or not path else emitter.apply_steps(x, a.shape, a.itemsize, path)
         if name in xla_workarounds.AFFECTED:
-            shapes, found = [v.aval.shape for v in (*eqn.invars, *eqn.outvars)], [*needs, *gives]
             is_manual = scope is not None and bool(scope.manual)
-            safe = xla_workarounds.specs(name, eqn.params, shapes, found, self.sizes, is_manual=is_manual)
-            found = [a if b is None else b for a, b in zip(found, safe, strict=True)]
-            needs, gives = found[: len(needs)], found[len(needs) :]
-            steps = [() if a.axes != b.axes else path for a, b, path in zip(result_specs, gives, steps, strict=True)]
-        operands = [
-            x if x is None else emitter.reshard(x, a.aval.shape, self.itemsize(a.aval), have, need)
-            for a, x, have, need in zip(eqn.invars, operands, operand_specs, needs, strict=True)
-        ]
-        for k, (atom, x) in enumerate(zip(eqn.invars, operands, strict=True)):
-            if x is None and primitive_traits.stores_constant(name, atom.aval.shape):
-                shape = emitter.local_shape(atom.aval.shape, needs[k])
-                operands[k] = emitter.constant(shape, self.itemsize(atom.aval))
-        shapes = [emitter.local_shape(v.aval.shape, spec) for v, spec in zip(eqn.outvars, gives, strict=True)]
-        results = self.emit_op(eqn, operands, shapes, scope, emitter)
-        for var, x, path, have, need in zip(eqn.outvars, results, steps, gives, final_specs, strict=True):
-            if not compat.is_drop(var):
-                shape, itemsize = var.aval.shape, self.itemsize(var.aval)
-                x = emitter.apply_steps(x, shape, itemsize, path)
-                x = emitter.reshard(x, shape, itemsize, path[-1].spec if path else have, need)
-                env[var] = library_calls.kept_rounded(x, emitter) if self.keeps_rounding(x, var, scope) else x
+            needs, gives, steps = self.with_workarounds(facts, operands, needs, gives, steps, is_manual, emitter)
+        for k, a in enumerate(facts.operands) if None in operands else ():
+            if operands[k] is None and a.is_stored:
+                operands[k] = emitter.constant(emitter.local_shape(a.shape, needs[k]), a.itemsize)
+        shapes = [emitter.local_shape(a.shape, spec) for a, spec in zip(facts.results, gives, strict=True)]
+        results = self.emit_op(facts, operands, shapes, scope, emitter)
+        for a, x, path, have, need in zip(facts.results, results, steps, gives, final_specs, strict=True):
+            if a.variable is not None:
+                x = emitter.apply_steps(x, a.shape, a.itemsize, path) if path else x
+                x = emitter.reshard(x, a.shape, a.itemsize, path[-1].spec if path else have, need)
+                is_kept = self.keeps_rounding(x, a.variable, scope)
+                env[a.variable] = library_calls.kept_rounded(x, emitter) if is_kept else x
 
-    def rotated(self, eqn: Any, scope: Scope | None, env: Env, emitter: Emitter) -> Instruction | None:
+    def with_workarounds(
+        self,
+        facts: EquationFacts,
+        operands: list[Instruction | None],
+        needs: Sequence[Spec],
+        gives: Sequence[Spec],
+        steps: Sequence[Sequence[Step]],
+        is_manual: bool,
+        emitter: Emitter,
+    ) -> tuple[Sequence[Spec], Sequence[Spec], Sequence[Sequence[Step]]]:
+        """Operand specs, result specs and the steps after an op that XLA would compute wrongly, which this reshards."""
+        shapes, found = [a.shape for a in (*facts.operands, *facts.results)], [*needs, *gives]
+        safe = xla_workarounds.specs(facts.name, facts.eqn.params, shapes, found, self.sizes, is_manual=is_manual)
+        found = [a if b is None else b for a, b in zip(found, safe, strict=True)]
+        safe_needs, safe_gives = found[: len(needs)], found[len(needs) :]
+        for k, (a, x) in enumerate(zip(facts.operands, operands, strict=True)):
+            if x is not None:
+                operands[k] = emitter.reshard(x, a.shape, a.itemsize, needs[k], safe_needs[k])
+        pairs = zip(gives, safe_gives, steps, strict=True)
+        return safe_needs, safe_gives, [() if a.axes != b.axes else path for a, b, path in pairs]
+
+    def rotated(
+        self, facts: EquationFacts, found: Rotation, scope: Scope | None, env: Env, emitter: Emitter
+    ) -> Instruction | None:
         """The result of an equation that rotates an array along a sharded dim; None if it does not."""
-        if len(eqn.outvars) != 1 or compat.is_drop(eqn.outvars[0]):
-            return None
-        (var,) = eqn.outvars
-        value = self.graph_value(var, scope)
-        found = None if value is None else self.rotations.get(value)
-        if found is None:
-            return None
-        source = found.cut.site[0].invars[0]
+        source, (result,) = found.cut.site[0].invars[0], facts.results
         if (x := self.read(source, env)) is None:
             return None
-        shape, want = source.aval.shape, self.spec_of(var, scope)
+        shape, want = source.aval.shape, result.spec(self.specs)
         axes = want.dims[found.dim].axes
-        x = emitter.reshard(x, shape, self.itemsize(source.aval), self.spec_of(source, scope), want)
+        x = emitter.reshard(x, shape, itemsize(source.aval), self.spec_of(source, scope), want)
         if not axes:
             return None
-        facts = {"value": value, "eqn": eqn}
-        op = LocalOp(eqn=eqn, operands=[x], shape=x.shape, itemsize=x.itemsize, facts=facts, emitter=emitter)
+        made = {"value": result.value, "eqn": facts.eqn}
+        op = LocalOp(eqn=facts.eqn, operands=[x], shape=x.shape, itemsize=x.itemsize, facts=made, emitter=emitter)
         return shard_rotation.rotated(op, found, axes, shape[found.dim])
 
     def keeps_rounding(self, x: Instruction, var: Any, scope: Scope | None) -> bool:
@@ -230,12 +222,6 @@ class Lowering:
             self.unconstrained[scope] = found
         return var not in self.unconstrained[scope] and exact_spec(var) is not None
 
-    def is_constant(self, eqn: Any, scope: Scope | None) -> bool:
-        """Whether the results are constants, which each user recomputes."""
-        if scope is None:
-            return primitive_traits.is_fusible(eqn.primitive.name)
-        return all(compat.is_drop(v) or self.graph_value(v, scope) is None for v in eqn.outvars)
-
     def identity(
         self, eqn: Any, operands: Sequence[Instruction | None], scope: Scope | None, env: Env, emitter: Emitter
     ) -> None:
@@ -259,22 +245,22 @@ class Lowering:
 
     def emit_op(
         self,
-        eqn: Any,
+        known: EquationFacts,
         operands: Sequence[Instruction | None],
         shapes: Sequence[tuple[int, ...]],
         scope: Scope | None,
         emitter: Emitter,
     ) -> list[Any]:
         """The instructions of an equation on one device, one per result."""
-        name, traits = eqn.primitive.name, self.traits
+        eqn, name, traits = known.eqn, known.name, self.traits
         if name == "kernel_call":
             return self.emit_kernel(eqn, operands, scope, emitter)
         if name == "random_bits" and compat.is_threefry(eqn.invars[0].aval.dtype):
             name = "threefry2x32"
         present = [x for x in operands if x is not None]
         outputs = [
-            (shape, self.itemsize(v.aval), None if compat.is_drop(v) else self.graph_value(v, scope))
-            for v, shape in zip(eqn.outvars, shapes, strict=True)
+            (shape, a.itemsize, None if a.variable is None else a.value)
+            for a, shape in zip(known.results, shapes, strict=True)
         ]
         if name in primitive_traits.COLLECTIVES:
             kind = primitive_traits.COLLECTIVES[name]
@@ -288,12 +274,12 @@ class Lowering:
         is_window = traits.fuses_windows and name in primitive_traits.WINDOWS
         is_fusible = (primitive_traits.is_fusible(name) or is_window) and not is_alone
         if len(outputs) != 1 and not is_fusible:
-            results = emitter.emit(name, "unfusible", present, (0,), 1, eqn=eqn)
+            several = emitter.emit(name, "unfusible", present, (0,), 1, eqn=eqn)
             if compat.has_side_effects(eqn):
-                emitter.body.effects.append(results)
-            return emitter.tuple_elements(results, [(*output, eqn) for output in outputs])
+                emitter.body.effects.append(several)
+            return emitter.tuple_elements(several, [(*output, eqn) for output in outputs])
         shape, itemsize, value = outputs[0]
-        key = _key(eqn, operands)
+        key = known.key_with(operands)
         facts: dict[str, Any] = {"value": value, "eqn": eqn, "key": key}
         if name in primitive_traits.RESHAPES or (name == "broadcast_in_dim" and _only_reshapes(present, shape)):
             return [emitter.emit(name, "bitcast", present, shape, itemsize, **{**facts, "key": "bitcast"})]
@@ -305,10 +291,11 @@ class Lowering:
                 sliced(LocalOp(eqn=eqn, operands=present, shape=shape, itemsize=n, facts=part, emitter=emitter))
                 for (shape, n, _), part in zip(outputs, parts, strict=True)
             ]
-        op = LocalOp(eqn=eqn, operands=present, shape=shape, itemsize=itemsize, facts=facts, emitter=emitter)
-        expanded = EXPANSIONS[name](op) if name in EXPANSIONS else None
-        if expanded is not None:
-            return [expanded]
+        if name in EXPANSIONS:
+            op = LocalOp(eqn=eqn, operands=present, shape=shape, itemsize=itemsize, facts=facts, emitter=emitter)
+            expanded = EXPANSIONS[name](op)
+            if expanded is not None:
+                return [expanded]
         if name == "convert_element_type" and itemsize == 4 and present:
             wide = before_rounding(present[0])
             if wide is not present[0]:
@@ -360,24 +347,3 @@ def stretched(x: Instruction, shape: Sequence[int], emitter: Emitter) -> Instruc
     if len(x.shape) != len(shape) or x.num_elements == math.prod(shape):
         return x
     return emitter.emit("broadcast_in_dim", "fusible", [x], shape, x.itemsize, key="stretched", eqn=x.eqn)
-
-
-def _key(eqn: Any, operands: Sequence[Instruction | None]) -> Any:
-    """What equal equations share besides their operands; None where equality can't be decided."""
-    literals = tuple(str(a.val) if compat.is_literal(a) else None for a in eqn.invars)
-    if any(x is None and literal is None for x, literal in zip(operands, literals, strict=True)):
-        return None
-    params = tuple(v for p, v in eqn.params.items() if p not in ("sharding", "out_sharding"))
-    try:
-        hash(params)
-    except TypeError:
-        return None
-    return (params, literals)
-
-
-def phase(eqn: Any, outer: Phase) -> Phase:
-    """The pass of a gradient that an equation belongs to, by the transformations in its name stack."""
-    stack = compat.name_stack(eqn)
-    if outer == "backward" or "transpose(" in stack:
-        return "backward"
-    return "forward" if "jvp(" in stack else outer

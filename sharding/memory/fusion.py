@@ -18,20 +18,14 @@ from typing import Protocol
 
 from ..cost.collective_combining import first_ready
 from .compiler_traits import DEFAULT, CompilerTraits
-from .instruction import Instruction, array_bytes, users
-from .primitive_traits import REDUCTIONS, element_bytes, reverses_lanes, strided_dims
+from .instruction import Instruction, Users, array_bytes, users
+from .primitive_traits import REDUCTIONS, SLICES, element_bytes
 from .priority_fusion import PriorityFusion
 from .product_ends import is_nested, is_product, product_ends
 from .row_normalization import Rows, rows
-from .tile_layouts import keeps_tiles
+from .stored_parts import in_parts
 from .vector_ops import AGAIN_PER_OP, HIDDEN_OPS, most_ops_again, num_vector_ops
 
-SLICES = frozenset({"slice", "dynamic_slice"})
-"""What a kernel reads at one place."""
-PARTS = SLICES | {"split"}
-"""What takes a part of an array."""
-JOINS = frozenset({"concatenate", "pad", "stack"})
-"""What places arrays in a larger one."""
 AFTER_PRODUCTS = REDUCTIONS | {"transpose", "dynamic_update_slice"}
 """What a product's kernel computes of its result besides elementwise ops."""
 MOST_KERNELS = 4
@@ -51,7 +45,7 @@ class Kernel:
     @property
     def is_view(self) -> bool:
         """Whether it only names an array anew, under another shape."""
-        return all(m.role == "bitcast" for m in self.members)
+        return self.root.role == "bitcast" and all(m.role == "bitcast" for m in self.members)
 
 
 def fuse(
@@ -80,10 +74,10 @@ def stored_for_several(
 def _fusion(
     instructions: Sequence[Instruction], results: Sequence[Instruction], traits: CompilerTraits
 ) -> _AcceleratorFusion:
-    stored = {*results, *_reduced_in_a_block(instructions, traits.block_elements)}
+    readers, stored = users(instructions), {*results, *_reduced_in_a_block(instructions, traits.block_elements)}
     if traits.stores_parts:
-        stored.update(_in_parts(instructions))
-    return _AcceleratorFusion(instructions, stored, traits)
+        stored.update(in_parts(instructions, readers))
+    return _AcceleratorFusion(instructions, readers, stored, traits)
 
 
 def _reduced_in_a_block(instructions: Sequence[Instruction], block_elements: int) -> Iterator[Instruction]:
@@ -93,36 +87,13 @@ def _reduced_in_a_block(instructions: Sequence[Instruction], block_elements: int
             yield from one.operands
 
 
-def _in_parts(instructions: Sequence[Instruction]) -> Iterator[Instruction]:
-    """What XLA:TPU stores since kernels read or write parts of it.
-
-    That is what is padded, concatenated, or sliced in several places or at a distance (not along the last dim), an
-    array before and after a slice of it is updated, and one reversed along the last dim.
-    """
-    readers = users(instructions)
-    for one in instructions:
-        found = [one] if sum(x.name in PARTS for x in readers[one]) > 1 else []
-        if one.name in JOINS:
-            found += one.operands
-        elif one.name == "dynamic_update_slice":
-            found += [one, *(one.operands[at] for at, _ in one.in_place)]
-        elif one.eqn is not None and one.name in ("rev", "slice"):
-            found += [one] if reverses_lanes(one.eqn) else []
-            found += one.operands if set(strided_dims(one.eqn)) - {-1} else []
-        for x in found:
-            while x.role == "bitcast" or keeps_tiles(x):
-                x = x.operands[0]
-            if not x.is_constant:
-                yield x
-
-
 class Fusion:
     """Computes producers in the kernels of what reads them, from the last root to the first."""
 
-    def __init__(self, instructions: Sequence[Instruction]):
+    def __init__(self, instructions: Sequence[Instruction], readers: Users):
         self.instructions = instructions
         self.place = {one: k for k, one in enumerate(instructions)}
-        self.users = users(instructions)
+        self.users = readers
         self.stored: set[Instruction] = set()
         """What has a kernel of its own even if other kernels compute it too."""
 
@@ -179,8 +150,14 @@ class Growth(Protocol):
 
 
 class _AcceleratorFusion(Fusion):
-    def __init__(self, instructions: Sequence[Instruction], stored: Collection[Instruction], traits: CompilerTraits):
-        super().__init__(instructions)
+    def __init__(
+        self,
+        instructions: Sequence[Instruction],
+        readers: Users,
+        stored: Collection[Instruction],
+        traits: CompilerTraits,
+    ):
+        super().__init__(instructions, readers)
         self.stored.update(stored)
         """Not computed inside any consumer."""
         self.stored.update(one for one in instructions if self.is_read_both_ways(one))
@@ -268,11 +245,10 @@ class _AcceleratorFusion(Fusion):
     def large_and_slow(self, known: Collection[Instruction]) -> tuple[set[Instruction], set[Instruction]]:
         """What takes more bytes to compute again, and what takes longer, with some instructions known to be stored."""
         large, slow = set[Instruction](), set[Instruction]()
-        kernels = self.several_kernels(known)
+        kernels = self.several_kernels(self.stored.union(known))
         sources: dict[Instruction, set[Instruction]] = {}
         """Per instruction what must be read to compute it: itself if it is stored."""
         for one in self.instructions:
-            sources[one] = {one}
             if is_fusible(one) and one not in self.stored and not is_read_in_part(one):
                 reads = self.united_sources(one, sources)
                 if self.is_costly(one, reads):
@@ -281,6 +257,8 @@ class _AcceleratorFusion(Fusion):
                     slow.add(one)
                 else:
                     sources[one] = reads
+                    continue
+            sources[one] = {one}
         return large, slow
 
     def united_sources(self, one: Instruction, sources: dict[Instruction, set[Instruction]]) -> set[Instruction]:
@@ -288,6 +266,9 @@ class _AcceleratorFusion(Fusion):
 
         The largest of the sets that nothing else needs is extended: a sum of n arrays, added one by one, takes n steps.
         """
+        if len(one.operands) == 1:
+            (x,) = one.operands
+            return sources.pop(x) if len(self.users[x]) == 1 else {*sources[x]}
         operands = dict.fromkeys(one.operands)
         own = [x for x in operands if len(self.users[x]) == 1]
         largest = max(own, key=lambda x: len(sources[x]), default=None)
@@ -311,15 +292,15 @@ class _AcceleratorFusion(Fusion):
         """What several users need -> the roots of the kernels that compute it, some of them, if there are several.
 
         Args:
-            known: stored, besides what is stored in any case.
+            known: to be stored.
         """
         found: dict[Instruction, set[Instruction]] = {}
         for one in reversed(self.instructions):
-            roots = found.setdefault(one, set())
-            for user in self.users[one]:
-                if len(roots) < MOST_KERNELS:
-                    is_root = user in self.stored or user in known or not is_fusible(user)
-                    roots |= {user} if is_root else found[user]
+            several = [{user} if user in known or not is_fusible(user) else found[user] for user in self.users[one]]
+            found[one] = several[0] if len(several) == 1 else set()
+            for roots in several if len(several) > 1 else ():
+                if len(found[one]) < MOST_KERNELS:
+                    found[one] |= roots
         return {one: roots for one, roots in found.items() if len(self.users[one]) > 1 < len(roots)}
 
     def is_slow(self, one: Instruction, reads: Collection[Instruction], roots: Collection[Instruction]) -> bool:

@@ -153,7 +153,19 @@ def users(instructions: Sequence[Instruction]) -> dict[Instruction, list[Instruc
     """Instruction -> its users, in order, each once."""
     found: dict[Instruction, list[Instruction]] = {i: [] for i in instructions}
     for i in instructions:
-        for operand in dict.fromkeys(i.operands):
+        operands = i.operands
+        for operand in operands if len(operands) < 2 else dict.fromkeys(operands):
+            found[operand].append(i)
+    return found
+
+
+def users_of(
+    operands: Sequence[Instruction], instructions: Sequence[Instruction]
+) -> dict[Instruction, list[Instruction]]:
+    """Each of some operands -> its users among some instructions, in order, each once."""
+    found: dict[Instruction, list[Instruction]] = {i: [] for i in operands}
+    for i in instructions:
+        for operand in found.keys() & i.operands:
             found[operand].append(i)
     return found
 

@@ -12,6 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from graphlib import TopologicalSorter
 
 from ..cost import gpu_latencies
@@ -40,6 +41,43 @@ class Step:
         return list(dict.fromkeys([*(x for k in self.kernels for x in k.operands), *self.awaited]))
 
 
+class Kernels(list[Kernel]):
+    """The kernels of a body in program order, with what several orders begin with, found once.
+
+    Args:
+        kernels: in program order.
+        results: of the body.
+    """
+
+    def __init__(self, kernels: Sequence[Kernel], results: Sequence[Instruction]):
+        super().__init__(kernels)
+        self.results = results
+
+    @classmethod
+    def of(cls, kernels: Sequence[Kernel], results: Sequence[Instruction]) -> Kernels:
+        """Themselves, if this is known of them."""
+        return kernels if isinstance(kernels, cls) else cls(kernels, results)
+
+    @cached_property
+    def siblings(self) -> list[list[Kernel]]:
+        """Units that run at once, in a topological order."""
+        return fuse_siblings(self, elementwise=True)
+
+    @cached_property
+    def units(self) -> list[list[Kernel]]:
+        """Siblings, all-reduces that are combined, and the elements of a tuple, in a topological order."""
+        found: dict[Instruction, list[Kernel]] = {}
+        for unit in self.siblings:
+            root = unit[0].root
+            found.setdefault(root.operands[0] if root.role == "tuple-element" else root, []).extend(unit)
+        return _combined([*found.values()], self.results, MOST_REDUCED_BYTES, refills=True)
+
+    @cached_property
+    def dependencies(self) -> list[list[int]]:
+        """Per unit those whose results it reads."""
+        return _dependencies(self.units)
+
+
 Order = Callable[[Sequence[Kernel], Sequence[Instruction]], list[Step]]
 """Kernels in program order, and results -> steps in execution order."""
 
@@ -50,7 +88,7 @@ MOST_REDUCED_BYTES = 120 * 2**20
 
 def as_written(kernels: Sequence[Kernel], results: Sequence[Instruction]) -> list[Step]:
     """As in the program, siblings fused and all-reduces combined, each with the last of them."""
-    units = fuse_siblings(kernels, elementwise=True)
+    units = Kernels.of(kernels, results).siblings
     place = {kernel.root: k for k, unit in enumerate(units) for kernel in unit}
     units = _combined(units, results, MOST_REDUCED_BYTES, refills=True)
     last = [max(place[kernel.root] for kernel in unit) for unit in units]
@@ -60,25 +98,16 @@ def as_written(kernels: Sequence[Kernel], results: Sequence[Instruction]) -> lis
 def result_by_result(kernels: Sequence[Kernel], results: Sequence[Instruction]) -> list[Step]:
     """All that the first result needs, then what else the second needs: each weight's gradient right before its update
     (openxla/xla, `service/hlo_memory_scheduler.cc`, `PostOrderScheduler`)."""
-    units = _reduced_together(kernels, results)
-    place = {kernel.root: k for k, unit in enumerate(units) for kernel in unit}
-    order = postorder([*(place[x] for x in results), *range(len(units))], _dependencies(units))
-    return [Step(units[k]) for k in order]
+    known = Kernels.of(kernels, results)
+    place = {kernel.root: k for k, unit in enumerate(known.units) for kernel in unit}
+    order = postorder([*(place[x] for x in results), *range(len(known.units))], known.dependencies)
+    return [Step(known.units[k]) for k in order]
 
 
 def most_freed_first(kernels: Sequence[Kernel], results: Sequence[Instruction]) -> list[Step]:
     """Greedily: see `list_schedule`."""
-    units = _reduced_together(kernels, results)
-    return [Step(units[k]) for k in list_order(units, _dependencies(units), results)]
-
-
-def _reduced_together(kernels: Sequence[Kernel], results: Sequence[Instruction]) -> list[list[Kernel]]:
-    """The kernels in a topological order: siblings, all-reduces that are combined, and the elements of a tuple."""
-    found: dict[Instruction, list[Kernel]] = {}
-    for unit in fuse_siblings(kernels, elementwise=True):
-        root = unit[0].root
-        found.setdefault(root.operands[0] if root.role == "tuple-element" else root, []).extend(unit)
-    return _combined([*found.values()], results, MOST_REDUCED_BYTES, refills=True)
+    known = Kernels.of(kernels, results)
+    return [Step(known.units[k]) for k in list_order(known.units, known.dependencies, results)]
 
 
 def xla_cpu_order(kernels: Sequence[Kernel], results: Sequence[Instruction]) -> list[Step]:

@@ -12,13 +12,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from .contiguous_sums import is_contiguous_part
 from .cpu_fusion import fuse_on_cpu
 from .fusion import Kernel, fuse
 from .heap_simulator import Interval, Occupancy, aligned
 from .instruction import Body, Instruction
-from .kernel_order import Order, Step
-from .primitive_traits import BARRIER, updates
+from .kernel_order import Kernels, Order, Step
+from .primitive_traits import updates
+from .stored_arrays import StoredArrays, read_otherwise
 
 TIE = 1.01
 """Largest ratio of peaks that count as equal: small arrays may be in memory that is not counted, such as VMEM."""
@@ -107,7 +107,10 @@ def lifetimes(
     kernels = fuse_on_cpu(alive, body.results) if traits.uses_library else fuse(alive, body.results, traits)
     roots = [kernel.root for kernel in kernels if kernel.root.bodies]
     nested = {root: [_nested(root, inner, orders) for inner in root.bodies] for root in roots}
-    made = (_BufferAssignment(order(kernels, body.results), body, carried, not_temporary, nested) for order in orders)
+    known = Kernels(kernels, body.results)
+    schedules = [order(known, body.results) for order in orders]
+    arrays = StoredArrays([kernel for step in schedules[0] for kernel in step.kernels], body.traits)
+    made = (_BufferAssignment(steps, arrays, body, carried, not_temporary, nested) for steps in schedules)
     found = [one.lifetimes(holders) for one in made]
     least = min(one.peak_bytes() for one in found)
     return next(one for one in found if one.peak_bytes() <= TIE * least)
@@ -125,28 +128,20 @@ class _BufferAssignment:
     def __init__(
         self,
         steps: list[Step],
+        arrays: StoredArrays,
         body: Body,
         carried: Sequence[tuple[Instruction, int]],
         not_temporary: set[Instruction],
         nested: dict[Instruction, list[Lifetimes]],
     ):
         self.steps, self.body, self.carried, self.not_temporary = steps, body, carried, not_temporary
-        self.nested = nested
+        self.arrays, self.nested = arrays, nested
         self.step_of: dict[Instruction, int] = {}
         self.last_read: dict[Instruction, int] = {}
-        self.readers: dict[Instruction, list[Kernel]] = {}
-        self.kernel_of = {kernel.root: kernel for step in steps for kernel in step.kernels}
-        self.pairs: dict[Instruction, dict[int, int]] = {}
-        self.origin: dict[Instruction, Instruction] = {}
-        """Each stored array -> the one that reshapes and barriers pass on as it."""
         for k, step in enumerate(steps):
             for kernel in step.kernels:
                 root = kernel.root
                 self.step_of[root] = self.step_of[root.operands[0]] if root.role == "tuple-element" else k
-                source = self.passed_on(kernel)
-                self.origin[root] = root if source is None else self.origin[source]
-                for operand in kernel.operands:
-                    self.readers.setdefault(operand, []).append(kernel)
             for operand in step.operands:
                 self.last_read[operand] = k
         self.results = set(body.results)
@@ -160,8 +155,8 @@ class _BufferAssignment:
 
     def bound_values(self) -> set[Instruction]:
         """The carries of loops, the results of branches, and what is updated in place."""
-        found = {self.origin[self.body.results[number]] for _, number in self.carried}
-        for root in self.kernel_of:
+        found = {self.arrays.origin[self.body.results[number]] for _, number in self.carried}
+        for root in self.arrays.kernel_of:
             source = root.operands[0] if root.role == "tuple-element" else root
             if not is_bound(source):
                 continue
@@ -170,16 +165,8 @@ class _BufferAssignment:
                 operand = root.operands[at]
                 last_read = self.last_read.get(operand, math.inf)  # never where its own kernel computes it
                 if last_read <= self.step_of[root] and operand not in self.results:
-                    found.add(self.origin[operand])
+                    found.add(self.arrays.origin[operand])
         return found
-
-    def passed_on(self, kernel: Kernel) -> Instruction | None:
-        """The array that a kernel only reshapes, or a barrier holds back; None of others."""
-        root = kernel.root
-        if root.role == "tuple-element" and root.operands[0].name == BARRIER:
-            at = self.operand_in_place(root.operands[0], root.element)
-            return None if at is None else root.operands[0].operands[at]
-        return kernel.operands[0] if kernel.is_view else None
 
     def lifetimes(self, holders: Sequence[Instruction]) -> Lifetimes:
         nested: dict[int, list[Lifetimes]] = {}
@@ -221,15 +208,15 @@ class _BufferAssignment:
     def reused_buffer(self, kernel: Kernel, born: int) -> Buffer | None:
         """The operand's buffer that a kernel's result reuses, if any."""
         root = kernel.root
-        if self.origin[root] is not root:
-            return self.buffer_of.get(self.origin[root])
+        if self.arrays.origin[root] is not root:
+            return self.buffer_of.get(self.arrays.origin[root])
         if root.role == "tuple-element":
-            at = self.operand_in_place(root.operands[0], root.element)
+            at = self.arrays.operand_in_place(root.operands[0], root.element)
             return None if at is None else self.freed_buffer(root.operands[0].operands[at], born)
         is_update = is_bound(root)
         if root in self.bound and not is_update:
             return None
-        found = [x for x in self.overwritten(kernel) if is_update or self.origin.get(x) not in self.bound]
+        found = [x for x in self.overwritten(kernel) if is_update or self.arrays.origin.get(x) not in self.bound]
         return next(filter(None, (self.freed_buffer(x, born) for x in found)), None)
 
     def overwritten(self, kernel: Kernel) -> list[Instruction]:
@@ -237,24 +224,7 @@ class _BufferAssignment:
         root = kernel.root
         if root in self.not_temporary and not is_bound(root):
             return []
-        return [root.operands[root.in_place[0][0]]] if root.in_place else self.overwritable(kernel)
-
-    def overwritable(self, kernel: Kernel) -> list[Instruction]:
-        """The operands of an elementwise kernel that are stored as its result is."""
-        root = kernel.root
-        if not root.elementwise:
-            return []
-        alike = [x for x in kernel.operands if x.stored_bytes == root.stored_bytes and not is_contiguous_part(x)]
-        if self.body.traits.chooses_layouts and (found := read_alike(kernel)):
-            return [x for x in alike if x in found]
-        scattered = read_otherwise(kernel)
-        return [x for x in alike if x.shape == root.shape and x not in scattered]
-
-    def operand_in_place(self, source: Instruction, element: int) -> int | None:
-        """The index of the operand whose buffer a result of an instruction with several takes, if any."""
-        if source not in self.pairs:
-            self.pairs[source] = {result: at for at, result in reversed(source.in_place)}
-        return self.pairs[source].get(element)
+        return [root.operands[root.in_place[0][0]]] if root.in_place else self.arrays.overwritable(kernel)
 
     def freed_buffer(self, operand: Instruction, step: int) -> Buffer | None:
         """The buffer of an operand that is not read after a step, unless the compiler keeps it."""
@@ -265,7 +235,7 @@ class _BufferAssignment:
 
     def is_one_of_several(self, x: Instruction) -> bool:
         """Whether a kernel makes an array beside others."""
-        made = self.origin.get(x, x)
+        made = self.arrays.origin.get(x, x)
         together = [kernel.root for kernel in self.steps[self.step_of[made]].kernels] if made in self.step_of else []
         return len(together) > 1 and made.role != "tuple-element" and made.group is None
 
@@ -282,12 +252,12 @@ class _BufferAssignment:
                 new.dies = new.makers[-1][0]
                 new.is_temporary = new.is_temporary and len(new.makers) > 1
                 continue
-            first = self.kernel_of[new.makers[0][1]]
+            first = self.arrays.kernel_of[new.makers[0][1]]
             is_overwritten = any(first.root.operands[at] is argument for at, _ in first.root.in_place)
             is_moved = first.root.name == "copy" and self.last_read.get(argument, 0) <= new.born
             is_replaced = is_overwritten or is_moved
             needs_both = argument in first.operands and not is_replaced and argument in read_otherwise(first)
-            readers = (kernel for _, x in new.makers for kernel in self.readers.get(x, ()))
+            readers = (kernel for _, x in new.makers for kernel in self.arrays.readers.get(x, ()))
             is_early = new.is_temporary and new.born < self.last_read.get(argument, 0)
             new.is_temporary = is_early or needs_both or any(argument in kernel.operands for kernel in readers)
 
@@ -332,52 +302,13 @@ class _BufferAssignment:
 
     def replaced_by(self, result: Instruction) -> list[Instruction]:
         """The arrays over which the kernel of a result may write it, if all that read them run with it."""
-        kernel = self.kernel_of[result]
+        kernel = self.arrays.kernel_of[result]
         is_reduced = result.in_place and not is_bound(result)
-        found = result.operands[:1] if is_reduced else self.overwritable(kernel)
-        return [x for x in found if all(self.step_of[k.root] == self.step_of[result] for k in self.readers[x])]
+        found = result.operands[:1] if is_reduced else self.arrays.overwritable(kernel)
+        return [x for x in found if all(self.step_of[k.root] == self.step_of[result] for k in self.arrays.readers[x])]
 
 
 def is_bound(one: Instruction) -> bool:
     """Whether its results share the buffers of operands by its meaning, not only where that is possible; or none, as
     those of gathers that run on TPUs' sparse cores."""
     return bool(one.bodies) or updates(one.name) or (one.name == "gather" and one.role == "unfusible")
-
-
-def read_otherwise(kernel: Kernel) -> set[Instruction]:
-    """What a kernel reads on some path to its result that is not elementwise."""
-    found: set[Instruction] = set()
-    for m in reversed(kernel.members):
-        if not m.elementwise or m in found:
-            found.update(m.operands)
-    return found
-
-
-def read_alike(kernel: Kernel) -> set[Instruction]:
-    """The arrays of the size of a kernel's result, if the kernel transposes all of them alike; none otherwise.
-
-    A product's result in another order of dims counts as stored in that order.
-    """
-    inside = {*kernel.members}
-    orders: dict[Instruction, set[tuple[int, ...] | None]] = {kernel.root: {tuple(range(len(kernel.root.shape)))}}
-    found: dict[Instruction, tuple[int, ...]] = {}
-    """Operand -> its shape as it is stored."""
-    common: set[tuple[int, ...] | None] = set()
-    for m in reversed(kernel.members):
-        for order in orders[m]:
-            moved = m.eqn.params.get("permutation") if m.name == "transpose" and m.eqn is not None else None
-            is_stored_so = moved is not None and m.role == "bitcast"
-            if moved is not None and not is_stored_so and order is not None and len(moved) == len(order):
-                order = tuple(moved[d] for d in order)
-            elif not m.elementwise and not is_stored_so:
-                order = None
-            for x in m.operands:
-                if x in inside:
-                    orders.setdefault(x, set()).add(order)
-                elif x.num_elements == kernel.root.num_elements:
-                    common.add(order)
-                    found[x] = m.shape if is_stored_so else x.shape
-    order = common.pop() if len(common) == 1 else None
-    if order is None:
-        return set()
-    return {x for x, shape in found.items() if tuple(shape[d] for d in order) == kernel.root.shape}

@@ -12,6 +12,8 @@ LOOPS = frozenset({"scan", "while"})
 
 def transpose_in_loops(body: Body) -> None:
     """Makes bitcasts of the transposes of what a loop returns, if there is one order."""
+    if not any(one.bodies for one in body.instructions):
+        return
     readers, results = users(body.instructions), {*body.results}
     for one in body.instructions:
         for inner in one.bodies:

@@ -11,8 +11,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from .dead_results import LOOPS
-from .fusion import SLICES
 from .instruction import Body, Instruction, users
+from .primitive_traits import SLICES
 
 SPREADING = frozenset({"broadcast", "broadcast_in_dim", "iota"})
 """Ops whose result is larger than what they read."""

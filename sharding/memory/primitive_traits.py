@@ -101,19 +101,24 @@ def strided_dims(eqn: Any) -> tuple[int, ...]:
     return tuple(d - len(strides) for d, stride in enumerate(strides) if stride > 1) if strides else ()
 
 
+SLICES = frozenset({"slice", "dynamic_slice"})
+"""What a kernel reads at one place."""
 CONVERSIONS = frozenset({"bitcast_convert_type", "convert_element_type"})
 
 
+@cache
 def is_elementwise(name: str) -> bool:
     """Whether each element of the result depends only on the operands' elements at the same index."""
     return name in ELEMENTWISE or name in CONVERSIONS
 
 
+@cache
 def is_fusible(name: str) -> bool:
     """Whether a consumer may compute it inside its own kernel."""
     return is_elementwise(name) or name in DATA_MOVEMENT or name in REDUCTIONS or name in RESHAPES
 
 
+@cache
 def updates(name: str) -> bool:
     """Whether it writes into its first operand."""
     return name == "dynamic_update_slice" or name.startswith("scatter")

@@ -6,14 +6,19 @@ from __future__ import annotations
 from .instruction import Body, Instruction, users
 from .primitive_traits import ADDS
 
+SCATTER = "scatter-add"
+
 
 def fold_scatters(body: Body) -> None:
     """Rewrite a body, its loops and its branches."""
+    for one in body.instructions:
+        for inner in one.bodies:
+            fold_scatters(inner)
+    if not any(one.name == SCATTER for one in body.instructions):
+        return
     alive, results = body.live_instructions(), {*body.results}
     readers = users(alive)
     for one in alive:
-        for inner in one.bodies:
-            fold_scatters(inner)
         if one.name not in ADDS or len({*one.operands}) != 2:
             continue
         for other, scatter in (one.operands, one.operands[::-1]):
@@ -26,7 +31,7 @@ def fold_scatters(body: Body) -> None:
 
 def _adds_to_zeros(one: Instruction) -> bool:
     """Whether it scatters into a constant, or into a copy of one that another op updates too."""
-    if one.name != "scatter-add":
+    if one.name != SCATTER:
         return False
     base = one.operands[0]
     base = base.operands[0] if base.name == "copy" else base

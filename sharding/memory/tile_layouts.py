@@ -8,12 +8,13 @@ computed from that element by element is stored alike.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from ..rewrite.bfloat16_propagation import PRODUCTS, is_default
-from .instruction import Body, Instruction, array_bytes, users
+from .instruction import Body, Instruction, array_bytes, users, users_of
 from .primitive_traits import strided_dims
 
 LANES = 128
@@ -49,9 +50,9 @@ def pad_tiles(body: Body) -> None:
             made = body.results[k] = _copy(one, one.itemsize)
             made.padding, one.padding = one.padding, _added(one, minors[one])
             body.instructions.append(made)
-    readers = users(body.instructions)
+    reading = users_of(body.arguments, [x for x in body.instructions if x.name in PRODUCTS])
     for one in body.arguments:
-        products = [x for x in readers.get(one, ()) if x.name in PRODUCTS]
+        products = reading[one]
         if products and one in minors and _added(one, minors[one]) > one.padding:
             made = _copy(one, 2 if all(map(rounds, products)) else one.itemsize)
             made.padding = _added(made, minors[one])
@@ -96,6 +97,7 @@ def _carried(loop: Instruction) -> dict[int, Minor]:
     return found
 
 
+@functools.cache
 def padded_bytes(shape: tuple[int, ...], itemsize: float, minor: Minor | None = None) -> int:
     """Bytes of an array in tiles, its dims ordered so that they are fewest.
 
@@ -142,9 +144,10 @@ def _minors(body: Body, carried: Carried) -> Mapping[Instruction, Minor]:
             found[one] = own
     readers = users(body.instructions)
     for one in reversed(body.instructions):
-        needed = [need for x in readers[one] for need in _needed(x, one, found, carried)]
-        if one not in found and needed:
-            found[one] = needed[0]
+        if one not in found:
+            needed = next((need for x in readers[one] for need in _needed(x, one, found, carried)), None)
+            if needed is not None:
+                found[one] = needed
     return found
 
 

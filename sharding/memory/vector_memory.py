@@ -17,11 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..cost.flops import FLOPS
-from .fusion import SLICES, Kernel
+from .fusion import Kernel
 from .instruction import Instruction
 from .kernel_order import Step
 from .liveness import Buffer, Lifetimes
-from .primitive_traits import BARRIER, REDUCTIONS
+from .primitive_traits import BARRIER, REDUCTIONS, SLICES
 from .product_ends import is_product
 
 NUM_BYTES = 48 * 2**20

@@ -1,6 +1,7 @@
-"""The solver for large problems: reductions, an integer program if what is left is small, else prices for memory.
+"""The solver for large problems: reductions, then messages, an integer program of what is left, or prices for memory.
 
-Memory has a price per byte at each time (a Lagrange multiplier), which turns the limit into node costs. Prices rise at
+Of most programs little is left, and message passing proves the best choice, or else an integer program. Otherwise
+memory has a price per byte at each time (a Lagrange multiplier), which turns the limit into node costs. Prices rise at
 times that exceed the limit and fall at others, while message passing gives bounds and choices under them, and random
 forests of nodes improve those (`_price`). From the cheapest choice that fits, trees of further forests are changed if
 that costs less and still fits (`_descend`), and integer programs decide parts of the problem: the neighbourhood of a
@@ -26,6 +27,10 @@ from .solution import Solution, is_proven, nothing_found
 
 MOST_ENTRIES = 150_000
 """Entries of edges' matrices up to which the whole core is one integer program."""
+MOST_PASSES = 50
+"""Of messages before the integer program of the whole core."""
+LEAST_RISE = 0.01
+"""Of the bound by a pass, as part of what is missing for a proof, below which no more are made."""
 PART_ENTRIES = 30_000
 """Entries of the integer program of a part, at first."""
 LARGEST_TREE = 1000
@@ -118,7 +123,7 @@ class _Search:
             self.bound = self.best_cost
             return
         entries = sum(matrix.size for matrix in self.core.problem.edge_costs)
-        if entries <= MOST_ENTRIES and self._solved(0.6 * self.left):
+        if entries <= MOST_ENTRIES and (self._passed() or self._solved(0.6 * self.left)):
             return
         share = min(0.7, max(0.15, num_nodes / 6000))
         while self.left > 0 and not is_proven(self.best_cost, self.bound):
@@ -146,6 +151,22 @@ class _Search:
     def _merge_until(self, until: float) -> None:
         while time.monotonic() < until and self.left > 0.1:
             self._merge()
+
+    def _passed(self) -> bool:
+        """Whether message passing alone proves a choice, as it often does where memory is not tight."""
+        messages = Messages(self.core.arcs, np.random.default_rng(0))
+        before = -math.inf
+        for _ in range(MOST_PASSES):
+            bound = messages.run(self.core.soft)
+            self._bound(bound)
+            self._offer(messages.choice(self.core.soft))
+            if is_proven(self.best_cost, self.bound):
+                self.bound = self.best_cost
+                return True
+            if bound - before < LEAST_RISE * (self.best_cost - self.bound):
+                break
+            before = bound
+        return False
 
     def _solved(self, seconds: float) -> bool:
         """Whether the integer program of the whole core ended."""

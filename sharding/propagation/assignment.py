@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 from ..graph import Annotation, Graph, Op, Site, Trips, line
 from ..spec import Axis, Dim, Spec, divisible, indivisible, occupied
@@ -40,6 +39,7 @@ class Reason:
         return self.origin or line(self.site)
 
 
+Found = TypeVar("Found")
 FindReason = Callable[[int, int, Axis], Reason]
 """(value, dim, axis) -> why the dim is sharded over the axis."""
 
@@ -80,6 +80,15 @@ class Assignment:
     """The annotations and the policy that it was propagated from; None if another engine did."""
     searches: dict[str, Any] = field(default_factory=dict)
     """What was searched for its ops: how they run, and chains of reshards, by texts that are equal in all processes."""
+    derived: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
+    """What others found out about the program as it is sharded here; see `once`."""
+
+    def once(self, key: str, find: Callable[[], Found]) -> Found:
+        """What `find` finds out about the program as it is sharded here, which is kept under a key."""
+        if key not in self.derived:
+            self.derived[key] = find()
+        found: Found = self.derived[key]
+        return found
 
     def with_trips(self, trips: Trips) -> Assignment:
         """The same with trip counts for loops of unknown length."""
@@ -122,9 +131,13 @@ class Assignment:
         """
         graph, sizes, inputs = self.graph, self.sizes, {*self.graph.inputs}
 
-        @functools.cache
+        known: dict[tuple[int, tuple[int, ...], bool], Spec] = {}
+
         def limited(spec: Spec, shape: tuple[int, ...], is_input: bool) -> Spec:
-            return divisible(spec, shape, sizes) if is_input else occupied(spec, shape, sizes)
+            key = id(spec), shape, is_input
+            if key not in known:
+                known[key] = divisible(spec, shape, sizes) if is_input else occupied(spec, shape, sizes)
+            return known[key]
 
         pairs = enumerate(zip(self.specs, graph.shapes, strict=True))
         specs = [s if v in graph.annotations else limited(s, shape, v in inputs) for v, (s, shape) in pairs]

@@ -12,7 +12,9 @@ from collections import defaultdict
 from collections.abc import Collection
 
 from ..graph import Graph, Op
-from .op_strategy import OperandSteps, OpStrategies
+from ..propagation import Assignment
+from .moving_ops import moving_ops, operand_steps
+from .op_strategy import OpStrategies
 from .reshard_moves import DimAxes
 
 PRODUCTS = frozenset({"conv_general_dilated", "dot_general"})
@@ -55,22 +57,17 @@ def _rounded_values(graph: Graph) -> set[int]:
     return found
 
 
-def narrow_reshards(
-    graph: Graph, strategies: OpStrategies, operand_steps: OperandSteps, rounded: Collection[int]
-) -> Collection[tuple[int, DimAxes]]:
-    """(value, axes) of each reshard step whose result is only read in bfloat16.
+def narrow_reshards(assignment: Assignment) -> Collection[tuple[int, DimAxes]]:
+    """(value, axes) of each reshard step of a program whose result is only read in bfloat16."""
+    return assignment.once("narrow reshards", lambda: _narrow_reshards(assignment))
 
-    Args:
-        graph: the program.
-        strategies: the strategies of its ops.
-        operand_steps: also those of edges of loops and branches.
-        rounded: its values that are only read in bfloat16.
-    """
+
+def _narrow_reshards(assignment: Assignment) -> Collection[tuple[int, DimAxes]]:
+    graph, strategies = assignment.graph, OpStrategies.shared(assignment)
+    rounded = rounded_values(graph)
     readers: defaultdict[tuple[int, DimAxes], list[bool]] = defaultdict(list)
-    for op in graph.ops:
-        if op.rule is None:
-            continue
-        for k, (v, steps) in enumerate(operand_steps(op)):
+    for op in moving_ops(assignment):
+        for k, (v, steps) in enumerate(operand_steps(assignment, strategies, op)):
             for step in steps:
                 readers[v, step.spec.axes].append(rounds(graph, op, k, rounded))
         if op.name == "edge":

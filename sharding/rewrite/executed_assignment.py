@@ -9,4 +9,4 @@ from .unread_gathers import without_unread_gathers
 
 def executed(assignment: Assignment) -> Assignment:
     """The assignment without unread all-gathers, and with loop invariants resharded before their loops."""
-    return resharded_before_loops(without_unread_gathers(assignment.as_run))
+    return assignment.once("executed", lambda: resharded_before_loops(without_unread_gathers(assignment.as_run)))

@@ -17,6 +17,9 @@ from ..propagation.axis_atoms import AtomTable
 from ..spec import Axis, Spec, local_shape, num_parts
 from .sliding_windows import WINDOWS, Window
 
+EXCHANGING = WINDOWS.keys() | {"rev"}
+"""Primitives that may exchange halos."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Halo:

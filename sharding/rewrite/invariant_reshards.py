@@ -26,7 +26,7 @@ def resharded_before_loops(assignment: Assignment) -> Assignment:
     graph = assignment.graph
     if not any(op.name == "edge" for op in graph.ops):
         return assignment
-    strategies = OpStrategies(assignment)
+    strategies = OpStrategies.shared(assignment)
     specs = list(assignment.specs)
     kept = {*graph.annotations, *graph.manual, *graph.divergent}.union(*(group.members for group in graph.groups))
     for op in reversed(graph.ops):  # inner loops first

@@ -12,7 +12,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .. import cost
 from ..graph import Op
@@ -74,6 +74,11 @@ class OpStrategy:
     """Whether not all candidates were compared."""
     needed: tuple[Spec, ...]
     """The spec of each operand that agrees with how the op runs, which XLA reads shards of other operands by."""
+    is_in_place: bool = field(init=False, repr=False, compare=False)
+    """Whether nothing is moved or reduced."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "is_in_place", not any(self.operand_steps) and not any(self.result_steps))
 
     @property
     def steps(self) -> Iterator[Step]:
@@ -103,7 +108,14 @@ class OpStrategies:
         self._of: dict[int, OpStrategy] = {}
         """id of an op -> its strategy under the specs so far."""
         self._cache: dict[tuple, OpStrategy] = {}
+        self._cache_of_same: dict[tuple[int, ...], OpStrategy] = {}
+        """By the kind of an op and the identities of its specs, which are kept."""
         self._searches = assignment.searches
+
+    @staticmethod
+    def shared(assignment: Assignment) -> OpStrategies:
+        """Those of a program for all who change no spec."""
+        return assignment.once("strategies", lambda: OpStrategies(assignment))
 
     def of(self, op: Op) -> OpStrategy:
         """Returns the strategy of an op that has a rule."""
@@ -116,18 +128,24 @@ class OpStrategies:
         """Gives a value another spec."""
         self.specs[v] = spec
         self._of.clear()
+        self._cache_of_same.clear()
 
     def _alike(self, op: Op) -> OpStrategy:
         assert op.rule is not None
         number, kind, head = self._kinds[id(op)]
         specs = [self.specs[v] for v in (*op.operands, *op.results)]
-        axes = tuple(s.axes for s in specs)
+        same = (number, *map(id, specs))
+        found = self._cache_of_same.get(same)
+        if found is not None:
+            return found
+        axes = tuple([s.axes for s in specs])
         found = self._cache.get((number, axes))
         if found is None:
             text = f"{head} {axes}"
             if text not in self._searches:
                 self._searches[text] = _StrategySearch(self, self._form(op.rule), op, specs, kind).cheapest()
             found = self._cache[number, axes] = self._searches[text]
+        self._cache_of_same[same] = found
         return found
 
     def _form(self, rule: Rule) -> OpForm:
@@ -374,16 +392,3 @@ def _spec(form: OpForm, array: int, factors: Factors, table: AtomTable) -> Spec 
 def _sharding(spec: Spec, table: AtomTable) -> ValueSharding:
     axes = tuple(map(table.atoms_of, spec.axes))
     return ValueSharding(axes, (False,) * len(axes))
-
-
-def operand_steps(assignment: Assignment, strategies: OpStrategies, op: Op) -> Iterable[tuple[int, Sequence[Step]]]:
-    """Each operand of an op, and the steps that reshard it for the op; those that move, of the edges of bodies."""
-    if op.rule is None or not op.operands:
-        return ()
-    if op.name != "edge":
-        return zip(op.operands, strategies.of(op).operand_steps, strict=True)
-    graph, specs, sizes = assignment.graph, assignment.specs, assignment.sizes
-    want = specs[op.results[0]] if op.site else assignment.boundary_spec(op.results[0])
-    moved = [v for v in op.operands if v in graph.times and specs[v].axes != want.axes]
-    permutes = not graph.diverges(op)
-    return [(v, chain(specs[v], want, graph.shapes[v], graph.itemsize(v), sizes, permutes=permutes)) for v in moved]

@@ -14,6 +14,7 @@ from ..cost import SUMS
 from ..graph import Op
 from ..propagation import Assignment
 from ..spec import Spec, divisible
+from .moving_ops import moving_ops
 from .op_strategy import OpStrategies
 from .reshard_moves import DimAxes
 
@@ -23,11 +24,11 @@ ROTATED_BY = frozenset({"pad", "slice"})
 
 def without_unread_gathers(assignment: Assignment) -> Assignment:
     """The assignment without all-gathers of which every use slices what it had."""
-    graph, strategies = assignment.graph, OpStrategies(assignment)
+    graph, strategies = assignment.graph, OpStrategies.shared(assignment)
     kept = {*graph.outputs, *graph.manual, *graph.divergent}.union(*(group.members for group in graph.groups))
     live = graph.live_values
     specs = list(assignment.specs)
-    for op in graph.ops:
+    for op in moving_ops(assignment):  # others gather nothing
         if op.is_unknown or op.name == "edge" or live.isdisjoint(op.results) or not _loses_axes(op, specs):
             continue
         strategy = strategies.of(op)

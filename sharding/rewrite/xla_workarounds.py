@@ -66,6 +66,8 @@ def specs(
         return list(found)
     axes = [((),) * len(shape) if s is None else s.axes for s, shape in zip(found, shapes, strict=True)]
     replicated = workaround(ShardedOp(name, params, shapes, axes, sizes, is_manual))
+    if not replicated:
+        return list(found)
     return [_replicate(s, [d for t, d in replicated if t == i], shapes[i]) for i, s in enumerate(found)]
 
 

@@ -125,3 +125,20 @@ def test_an_interrupt_returns_the_best_so_far(monkeypatch):
     solution = lagrangian.solve(ring(20, 1), seconds=4)
     assert solution.problem.is_feasible(solution.choice)
     assert solution.seconds < 4
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_message_passing_alone_proves_what_it_finds(seed, monkeypatch):
+    """Chains with parallel ends, whose reductions are left out: no integer program is needed."""
+    monkeypatch.setattr(Reduction, "run", lambda self, until=0.0: None)
+    rng = np.random.default_rng(seed)
+    costs = [rng.integers(0, 20, 4).astype(float) for _ in range(7)]
+    problem = Problem.of(costs, [(i, i + 1, rng.integers(0, 20, (4, 4)).astype(float)) for i in range(6)])
+
+    def never(*args, **options):
+        raise AssertionError("an integer program")
+
+    monkeypatch.setattr(lagrangian, "minimise_core", never)
+    solution = lagrangian.solve(problem)
+    assert solution.is_proven
+    assert solution.cost == solution.bound == least_cost(problem)
