@@ -110,11 +110,19 @@ def own_specs(plan: planner.Plan) -> list[P]:
 
 
 def compiled(sizes: plain_gpt.Sizes, stepped: Stepped, plan: Any, devices: str, axes: dict[str, int]) -> Row:
-    """What a step that is sharded by a plan, or by the specs of its arguments, sends and holds on each device."""
+    """What a step that is sharded by a plan, or by the specs of its arguments, sends and holds on each device.
+
+    An `error` if it needs more memory than a device has.
+    """
     over = sharding.mesh(axes, devices=cost.compile_only(devices))
     with over:
         step, args = stepped(sizes, plan, over.mesh)
-        program = step.lower(*args).compile()
+        try:
+            program = step.lower(*args).compile()
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            return {"compiler": tpu_compiler(), "error": "needs more memory than a device has"}
     found = cost.read_compiled(program, mesh=axes)
     return {"compiler": tpu_compiler(), **traffic(found), "peak_bytes": program.memory_analysis().peak_memory_in_bytes}
 

@@ -229,7 +229,7 @@ def against(result: Result) -> list[str]:
         layers, budget = key
         head = f"GPT, {layers} layer{'s' * (layers > 1)}, {f'{budget} GB' if budget else 'no more memory'}"
         ours = own.get(compared_plans.OURS)
-        all_theirs = [row for name, row in own.items() if name.startswith(compared_plans.THEIRS)]
+        all_theirs = [row for name, row in own.items() if name.startswith(compared_plans.THEIRS) and "error" not in row]
         theirs = min(all_theirs, key=lambda row: row["sent_bytes"])
         if ours is None or "error" in ours:
             found.append(f"{head}: none of ours fits")
