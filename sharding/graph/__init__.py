@@ -5,6 +5,7 @@ In: a closed jaxpr and the annotations of its arguments and results. Out: a `Gra
 
 from .annotation import Annotation, joined, merged
 from .build import build
+from .derived_facts import DerivedFacts
 from .graph import Atom, Graph, Group, Loop, Op, Scope, Site, Trips, line, trip_count
 from .inlined_calls import CALLS
 from .places import Places
@@ -13,6 +14,7 @@ from .sharding_groups import group_annotations, value_annotations
 __all__ = [
     "CALLS",
     "Atom",
+    "DerivedFacts",
     "Graph",
     "Group",
     "Loop",

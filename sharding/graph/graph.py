@@ -13,22 +13,22 @@ import copy
 import dataclasses
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cache, cached_property
-from typing import Any, TypeVar
+from typing import Any
 
 from .. import compat
 from ..errors import ShardingError
 from ..paths import Layers
 from ..rules import Rule
 from .annotation import Annotation
+from .derived_facts import DerivedFacts
 
 Atom = int | None
 """A value's index; None for a constant expression."""
 
-Found = TypeVar("Found")
 
 Site = tuple[Any, ...]
 """An equation and those around it, innermost first; empty for the program's own edges."""
@@ -128,7 +128,7 @@ class Scope:
 
 
 @dataclass(eq=False)
-class Graph:
+class Graph(DerivedFacts):
     """Values and ops of a program, independent of devices."""
 
     shapes: list[tuple[int, ...]] = field(default_factory=list)
@@ -165,14 +165,7 @@ class Graph:
     trips: Trips = field(default_factory=dict)
     """The trip counts that were given for loops of unknown length."""
     derived: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
-    """What others found out about the program by its ops, whatever its annotations; see `once`."""
-
-    def once(self, key: str, find: Callable[[], Found]) -> Found:
-        """What `find` finds out about the program by its ops, which is kept under a key for all of its shardings."""
-        if key not in self.derived:
-            self.derived[key] = find()
-        found: Found = self.derived[key]
-        return found
+    """What `once` keeps: found out about the program by its ops, for all of its shardings, whatever its annotations."""
 
     @cached_property
     def live_values(self) -> frozenset[int]:

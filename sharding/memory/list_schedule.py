@@ -47,7 +47,11 @@ class _ListSchedule:
                 self.waiting.setdefault(x, set()).add(k)
         self.kept = {arrays.get(x, x) for x in results}
         self.defined = [
-            sum(kernel.root.num_bytes for kernel in unit if arrays[kernel.root] is kernel.root and _is_made(kernel))
+            sum(
+                kernel.root.num_bytes
+                for kernel in unit
+                if arrays[kernel.root] is kernel.root and kernel.root.role != "argument"
+            )
             for unit in units
         ]
         self.queue: list[tuple[float, int, int, int]] = []
@@ -100,7 +104,3 @@ def _arrays(units: Sequence[Sequence[Kernel]]) -> Mapping[Instruction, Instructi
         for kernel in unit:
             found[kernel.root] = found[kernel.operands[0]] if kernel.is_view and kernel.operands else kernel.root
     return found
-
-
-def _is_made(kernel: Kernel) -> bool:
-    return kernel.root.role != "argument"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any
 
-from ..graph import Annotation, Graph, Op, Site, Trips, line
+from ..graph import Annotation, DerivedFacts, Graph, Op, Site, Trips, line
 from ..spec import Axis, Dim, Spec, divisible, indivisible, occupied
 from .conflict_report import Conflict
 
@@ -39,7 +39,6 @@ class Reason:
         return self.origin or line(self.site)
 
 
-Found = TypeVar("Found")
 FindReason = Callable[[int, int, Axis], Reason]
 """(value, dim, axis) -> why the dim is sharded over the axis."""
 
@@ -66,7 +65,7 @@ class Reasons(Mapping[tuple[int, int, Axis], Reason]):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Assignment:
+class Assignment(DerivedFacts):
     """A spec for every value of a graph; reasons and conflicts are computed on first access."""
 
     graph: Graph
@@ -81,14 +80,7 @@ class Assignment:
     searches: dict[str, Any] = field(default_factory=dict)
     """What was searched for its ops: how they run, and chains of reshards, by texts that are equal in all processes."""
     derived: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
-    """What others found out about the program as it is sharded here; see `once`."""
-
-    def once(self, key: str, find: Callable[[], Found]) -> Found:
-        """What `find` finds out about the program as it is sharded here, which is kept under a key."""
-        if key not in self.derived:
-            self.derived[key] = find()
-        found: Found = self.derived[key]
-        return found
+    """What `once` keeps: found out about the program as it is sharded here."""
 
     def with_trips(self, trips: Trips) -> Assignment:
         """The same with trip counts for loops of unknown length."""
