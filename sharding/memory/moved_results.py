@@ -7,37 +7,47 @@ before anything runs, and read from the copy, unless it is what the collective m
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from .compiler_traits import CompilerTraits
 from .emitter import MOVES
-from .fusion import Kernel
 from .heap_simulator import aligned
 from .instruction import Instruction
 from .liveness import Buffer, Lifetimes
+from .stored_arrays import StoredArrays
 
 
 def copy_moved_results(
-    lifetimes: Lifetimes, results: Sequence[Instruction], donated: dict[Instruction, Instruction]
+    lifetimes: Lifetimes,
+    results: Sequence[Instruction],
+    donated: Mapping[Instruction, Instruction],
+    traits: CompilerTraits,
 ) -> None:
     """Add the copies to the buffers of a program.
 
     Args:
         donated: result -> the argument whose buffer it takes.
+        traits: of the compiler.
     """
-    kernels = {kernel.root: kernel for step in lifetimes.steps for kernel in step.kernels}
+    origin = StoredArrays([kernel for step in lifetimes.steps for kernel in step.kernels], traits).origin
     buffers = {x: buffer for buffer in lifetimes.buffers for _, x in buffer.makers}
+    last_read = {x: k for k, step in enumerate(lifetimes.steps) for x in step.operands}
     end = len(lifetimes.steps) - 1
     for result in dict.fromkeys(results):
-        made = _origin(result, kernels)
+        made = origin[result]
         if not is_moved(made) or result not in buffers:
             continue
         buffers[result].is_temporary, buffers[result].dies = True, end
         argument = donated.get(result)
-        readers = [k for k, step in enumerate(lifetimes.steps) if argument in step.operands]
-        if argument is not None and readers and made.role != "tuple-element" and made.operands != [argument]:
+        if (
+            argument is not None
+            and argument in last_read
+            and made.role != "tuple-element"
+            and made.operands != [argument]
+        ):
             copy = Instruction("copy", "unfusible", [argument], argument.shape, argument.num_bytes, argument.padding,
                                value=argument.value)  # fmt: skip
-            lifetimes.buffers.append(Buffer(aligned(copy.stored_bytes), 0, readers[-1], [(0, copy)]))
+            lifetimes.buffers.append(Buffer(aligned(copy.stored_bytes), 0, last_read[argument], [(0, copy)]))
     lifetimes.peak = None
 
 
@@ -48,10 +58,3 @@ def is_moved(one: Instruction) -> bool:
     if one.operands[0].name == "cond":
         return False
     return any(is_moved(x) for body in one.operands[0].bodies for x in body.results[one.element : one.element + 1])
-
-
-def _origin(x: Instruction, kernels: dict[Instruction, Kernel]) -> Instruction:
-    """The array that kernels only name anew, under other shapes."""
-    while x in kernels and kernels[x].is_view and kernels[x].operands:
-        x = kernels[x].operands[0]
-    return x

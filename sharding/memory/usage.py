@@ -67,7 +67,7 @@ def usage(assignment: Assignment, donated: Collection[int] = (), *, platform: Pl
     if traits.packs_online:
         move_to_vmem(found)
     if traits.copies_moved_results:
-        copy_moved_results(found, program.outputs, {program.outputs[k]: argument for argument, k in pairs})
+        copy_moved_results(found, program.outputs, {program.outputs[k]: argument for argument, k in pairs}, traits)
     return Usage(program, found, aliases, traits)
 
 

@@ -49,6 +49,7 @@ def gathered_in_a_loop(x):
 PROGRAMS = {
     "gathered": (gathered, (), 1),
     "gathered, donated": (gathered, (0,), 1),
+    "gathered and held back, donated": (lambda x: jax.lax.optimization_barrier(gathered(x)), (0,), 1),
     "two gathered, donated": (two_gathered, (0, 1), 2),
     "gathered and widened": (gathered_and_widened, (0,), 0.5),
     "gathered in a loop": (gathered_in_a_loop, (0,), 1),
