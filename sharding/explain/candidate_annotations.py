@@ -109,7 +109,9 @@ class _Targets:
 
     def __init__(self, assignment: Assignment):
         self.assignment, self.graph, self.sizes = assignment, assignment.graph, assignment.sizes
-        self.given: Mapping[int, Annotation] = assignment.given[0] if assignment.given else self.graph.annotations
+        self.given: Mapping[int, Annotation] = (
+            assignment.given.annotations if assignment.given else self.graph.annotations
+        )
         self.axes: tuple[Axis, ...] = tuple(axis for axis, size in self.sizes.items() if size > 1)
         self.inputs = set(self.graph.inputs)
 

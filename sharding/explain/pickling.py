@@ -23,9 +23,8 @@ from jax.sharding import Mesh
 from .. import compat
 from ..errors import ShardingError
 from ..graph import Annotation, Graph
-from ..propagation import Assignment, Conflict, Policy, Reason, complete
-from ..rewrite.host_memory import resharded_on_device
-from ..rewrite.reshard_placement import placed
+from ..propagation import Assignment, Conflict, Given, Reason, complete
+from ..rewrite.placed_reshards import with_placed_reshards
 from ..spec import Axis, Spec
 
 
@@ -85,7 +84,7 @@ def _assignment(
     specs: tuple[Spec, ...],
     reasons: dict[tuple[int, int, Axis], Reason],
     conflicts: tuple[Conflict, ...],
-    given: tuple[dict[int, Annotation], Policy] | None,
+    given: Given | None,
 ) -> Assignment:
     def with_annotations(annotations: Mapping[int, Annotation]) -> Assignment:
         if given is None:
@@ -95,8 +94,9 @@ def _assignment(
                 required='engine="sharding"',
                 fix="complete the program again",
             )
-        program = dataclasses.replace(graph, annotations={**given[0], **annotations})
-        return resharded_on_device(placed(complete(program, sizes, policy=given[1])))
+        program = dataclasses.replace(graph, annotations={**given.annotations, **annotations})
+        found = complete(program, sizes, policy=given.policy)
+        return with_placed_reshards(found, given.platform) if given.platform else found
 
     return Assignment(
         graph=graph,

@@ -22,7 +22,7 @@ from ..propagation import Assignment, Policy, shardy
 from ..propagation.added_annotation import named_annotations
 from ..rewrite import cpu_matmul_order
 from ..rewrite.host_memory import resharded_on_device
-from ..rewrite.reshard_placement import placed
+from ..rewrite.placed_reshards import with_placed_reshards
 from ..spec import MeshSizes, sizes_text
 from . import argument_shardings, tracing
 from .arguments import Arguments
@@ -205,7 +205,8 @@ def _assignment(
     if options.engine == "sharding":
 
         def complete() -> Assignment:
-            return resharded_on_device(placed(propagation.complete(built, sizes, policy=options.policy)))
+            found = propagation.complete(built, sizes, policy=options.policy)
+            return with_placed_reshards(found, platform(mesh))
 
         saved = SavedCompletion.of(
             built, sizes, mesh, platform=platform(mesh), policy=options.policy, complete=complete, function=function

@@ -19,7 +19,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from ..graph import Annotation, Graph
-from ..propagation import Assignment, Policy
+from ..propagation import Assignment, Given, Policy
 from ..rewrite.op_strategy import OpStrategy
 from ..rewrite.reshard import Step
 from ..spec import Axis, Dim, MeshSizes, Spec
@@ -69,7 +69,7 @@ class SavedCompletion:
         entry = disk_cache.read(key)
         if entry is not None:
             try:
-                found = _restored(entry, graph, sizes, policy, complete)
+                found = _restored(entry, graph, sizes, Given(graph.annotations, policy, platform), complete)
             except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
                 disk_cache.report_unusable(key, error)
             else:
@@ -103,7 +103,7 @@ def _entry(assignment: Assignment) -> dict[str, Any]:
 
 
 def _restored(
-    entry: Mapping[str, Any], graph: Graph, sizes: MeshSizes, policy: Policy, complete: Callable[[], Assignment]
+    entry: Mapping[str, Any], graph: Graph, sizes: MeshSizes, given: Given, complete: Callable[[], Assignment]
 ) -> Assignment:
     """The completion of an entry. Raises some error if the entry is not one of this program."""
     table = [_spec(row) for row in entry["specs"]]
@@ -119,7 +119,7 @@ def _restored(
         find_reason=lambda value, dim, axis: made_anew().find_reason(value, dim, axis),
         with_annotations=lambda annotations: made_anew().with_annotations(annotations),
         find_conflicts=lambda: made_anew().find_conflicts(),
-        given=(graph.annotations, policy),
+        given=given,
         searches={text: _decoded(row, table) for text, row in entry["searches"].items()},
     )
 

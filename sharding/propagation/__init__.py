@@ -4,14 +4,15 @@ In: a `Graph` and mesh axis sizes. Out: an `Assignment` of specs, with reasons a
 """
 
 from . import partial_sums, shardy
-from .assignment import Assignment, Reason
+from .assignment import POLICIES, Assignment, Given, Policy, Reason
 from .conflict_report import Claim, Conflict
 from .partial_sums import PendingSum
-from .propagate import POLICIES, Policy, complete, unannotated
+from .propagate import complete, unannotated
 
 __all__ = [
     "POLICIES",
     "Assignment",
+    "Given",
     "Claim",
     "Conflict",
     "PendingSum",

@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal, get_args
 
 from ..graph import Annotation, DerivedFacts, Graph, Op, Site, Trips, line
 from ..spec import Axis, Dim, Spec, divisible, indivisible, occupied
 from .conflict_report import Conflict
+
+Policy = Literal["storage", "shardy"]
+"""Which annotation takes an axis that several claim: `"storage"`, the batch before what is stored (`storage.py`);
+`"shardy"`, in Shardy's order."""
+POLICIES: tuple[Policy, ...] = get_args(Policy)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +69,16 @@ class Reasons(Mapping[tuple[int, int, Axis], Reason]):
         return sum(1 for _ in self)
 
 
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What an assignment was propagated from."""
+
+    annotations: Mapping[int, Annotation]
+    policy: Policy
+    platform: str = ""
+    """The platform that reshards were then placed for; empty if none were."""
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Assignment(DerivedFacts):
     """A spec for every value of a graph; reasons and conflicts are computed on first access."""
@@ -75,8 +90,8 @@ class Assignment(DerivedFacts):
     with_annotations: Callable[[Mapping[int, Annotation]], Assignment]
     """Propagates again with the given annotations added or replaced, reusing cached visits."""
     find_conflicts: Callable[[], tuple[Conflict, ...]] = tuple
-    given: tuple[Mapping[int, Annotation], str] | None = None
-    """The annotations and the policy that it was propagated from; None if another engine did."""
+    given: Given | None = None
+    """What it was propagated from; None if another engine did."""
     searches: dict[str, Any] = field(default_factory=dict)
     """What was searched for its ops: how they run, and chains of reshards, by texts that are equal in all processes."""
     derived: dict[str, Any] = field(default_factory=dict, init=False, repr=False)

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, get_args
+from typing import Any
 
 from ..graph import Annotation, Graph
 from ..spec import Dim, MeshSizes, Spec
 from . import conflict_detection
-from .assignment import Assignment, Reason
+from .assignment import Assignment, Given, Policy, Reason
 from .axis_atoms import AtomTable
 from .conflict_detection import ClaimOrigin
 from .fixed_point import Engine
 from .storage import Storage
-
-Policy = Literal["storage", "shardy"]
-"""Which annotation takes an axis that several claim: `"storage"`, the batch before what is stored (`storage.py`);
-`"shardy"`, in Shardy's order."""
-POLICIES: tuple[Policy, ...] = get_args(Policy)
 
 
 def complete(graph: Graph, sizes: Mapping[str, int], *, policy: Policy = "shardy") -> Assignment:
@@ -57,7 +52,7 @@ def _completed(
         with_annotations=with_annotations,
         find_reason=lambda v, d, axis: _reason(engine, v, d, engine.table.atoms_of((axis,))[0]),
         find_conflicts=lambda: conflict_detection.find(engine, specs, functools.partial(_claim_origin, engine, {})),
-        given=(as_annotated.annotations, policy),
+        given=Given(as_annotated.annotations, policy),
         searches={} if searches is None else searches,
     )
 

@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from ..graph import Op
+from ..graph import Graph, Op
 from ..propagation import Assignment, Reason
 from ..rules import Kind
 from ..spec import Axis, Spec
@@ -33,14 +33,11 @@ def placed(assignment: Assignment) -> Assignment:
         return assignment
 
     def find_reason(value: int, dim: int, axis: Axis) -> Reason:
-        return search.reason(value, dim, axis) if value in moved else assignment.find_reason(value, dim, axis)
+        if value not in moved:
+            return assignment.find_reason(value, dim, axis)
+        return search.free.reason(search.specs, value, dim, axis)
 
-    return dataclasses.replace(
-        assignment,
-        specs=tuple(search.strategies.specs),
-        find_reason=find_reason,
-        with_annotations=lambda annotations: placed(assignment.with_annotations(annotations)),
-    )
+    return dataclasses.replace(assignment, specs=tuple(search.strategies.specs), find_reason=find_reason)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +49,40 @@ class _Chain:
     """The op that makes the first value, those between the values, and the op that reads the last one."""
 
 
+class FreeValues:
+    """The values whose specs may change: inferred, and made by ordinary ops."""
+
+    def __init__(self, graph: Graph):
+        self.graph = graph
+        self.fixed = {*graph.annotations, *graph.names.values(), *graph.inputs, *graph.outputs}
+        self.fixed.update(v for group in graph.groups for v in group.members)
+        self.known = {*graph.inputs, *graph.makers}
+        """All values but constants."""
+
+    def __contains__(self, v: int) -> bool:
+        op = self.graph.makers.get(v)
+        return v not in self.fixed and op is not None and is_written(op)
+
+    def reason(self, specs: Sequence[Spec], value: int, dim: int, axis: Axis) -> Reason:
+        """Why a value that one op reads is sharded over an axis: an array of the op before or behind it is."""
+        maker, (reader,) = self.graph.makers[value], self.graph.users[value]
+        for op in (maker, reader):
+            for v, d in _same_factor(op, value, dim):
+                if v in self.known and axis in specs[v].dims[d].axes:
+                    return Reason.of(op, v, d)
+        return Reason(word=maker.name, site=maker.site)
+
+
+def is_written(op: Op) -> bool:
+    """Whether an op is one of the program's equations, and has a rule."""
+    return op.rule is not None and op.name != "edge" and bool(op.site)
+
+
 class _Search:
     def __init__(self, assignment: Assignment):
         self.graph, self.sizes = assignment.graph, assignment.sizes
         self.strategies = OpStrategies(assignment)
-        self.fixed = {*self.graph.annotations, *self.graph.names.values(), *self.graph.inputs, *self.graph.outputs}
-        self.fixed.update(v for group in self.graph.groups for v in group.members)
-        self.known = {*self.graph.inputs, *self.graph.makers}
+        self.free = FreeValues(self.graph)
 
     @property
     def specs(self) -> list[Spec]:
@@ -113,18 +137,14 @@ class _Search:
         return _Chain(values, ops) if values else None
 
     def is_free(self, v: int) -> bool:
-        """Whether the spec of a value may change: inferred, and of an ordinary op that passes it to one other."""
-        op = self.graph.makers.get(v)
-        if v in self.fixed or op is None or self.graph.num_uses[v] != 1:
-            return False
-        (reader,) = self.graph.users[v]
-        return all(one.rule is not None and one.name != "edge" and one.site for one in (op, reader))
+        """Whether the spec of a value may change, and it is passed to one op of the program."""
+        return v in self.free and self.graph.num_uses[v] == 1 and is_written(self.graph.users[v][0])
 
     def passed_on(self, op: Op) -> int | None:
         """The only array that an op computes its result from, if it keeps all of its elements."""
         if op.rule is None or len(op.results) != 1 or any(kind is not Kind.PASS for kind in op.rule.kinds):
             return None
-        arrays = [v for v in op.operands if v in self.known and self.graph.shapes[v]]
+        arrays = [v for v in op.operands if v in self.free.known and self.graph.shapes[v]]
         sizes = {math.prod(self.graph.shapes[v]) for v in (*arrays, *op.results)}
         return arrays[0] if len(arrays) == 1 and len(sizes) == 1 else None
 
@@ -174,15 +194,6 @@ class _Search:
     def cost(self, chain: _Chain) -> float:
         """The cost of the chain's ops under the specs so far."""
         return sum(self.strategies.of(op).cost for op in chain.ops)
-
-    def reason(self, value: int, dim: int, axis: Axis) -> Reason:
-        """Why a value of a chain is sharded over an axis: an array of the op before or behind it is."""
-        maker, (reader,) = self.graph.makers[value], self.graph.users[value]
-        for op in (maker, reader):
-            for v, d in _same_factor(op, value, dim):
-                if v in self.known and axis in self.specs[v].dims[d].axes:
-                    return Reason.of(op, v, d)
-        return Reason(word=maker.name, site=maker.site)
 
 
 def _axes(spec: Spec) -> set[Axis]:

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from ..annotations.annotate import annotate
 from ..annotations.propagation_barrier import barrier
 from ..errors import ShardingError
+from ..mesh import platform
 from . import host_state
 from .delayed_update import Delayed, delayed, select
 from .memory_formula import check_stage
@@ -51,7 +52,8 @@ class Sharded(optax.GradientTransformationExtraArgs):
         """New parameters and the next state, equal to ``update`` followed by ``optax.apply_updates``.
 
         With replicated parameters each device computes its shard of the new ones, which are then all-gathered in their
-        own dtype, without memory for the updates. Where the scalar `only_if` is false, both stay as they are.
+        own dtype, without memory for the updates. On TPUs it gathers the updates, unless there are master weights: XLA
+        copies what a program gathers last. Where the scalar `only_if` is false, both stay as they are.
         """
         return self.transform.apply(gradients, state, params, only_if, **extra)
 
@@ -231,6 +233,8 @@ class _ShardedTransform:
     def _apply(self, gradients: Any, state: Any, params: Any, extra: dict[str, Any]) -> tuple[Any, Any]:
         state_specs = self._state_specs(params)
         updates, state, weights = self._updates(gradients, state, params, state_specs, extra)
+        if not self.master and platform() == "tpu":
+            return optax.apply_updates(params, barrier(updates, "backward")), state
         weights = optax.apply_updates(weights, updates)
         if self.master:
             weights = _annotate(weights, state_specs)

@@ -92,7 +92,7 @@ LAYERS, SIZE = 4, 2048
 
 
 def of_zero_step(devices=None):
-    """A train step whose moments are sharded and whose weights are not, lowered, and its memory as predicted."""
+    """A train step whose moments are sharded and whose weights are gathered in the end, and its memory as predicted."""
     optimizer = optax.adam(1e-3)
 
     def step(state, x):
@@ -105,7 +105,8 @@ def of_zero_step(devices=None):
             return (y * y).mean()
 
         updates, moments = optimizer.update(jax.grad(loss)(weights), moments, weights)
-        return optax.apply_updates(weights, updates), moments
+        weights = optax.apply_updates(weights, updates)
+        return jax.tree.map(lambda w: sharding.annotate(w, P("data")), weights), moments
 
     weights = [(floats(SIZE, 4 * SIZE), floats(4 * SIZE, SIZE))] * LAYERS
     moments = jax.eval_shape(optimizer.init, weights)

@@ -13,6 +13,7 @@ import pytest
 import sharding
 from sharding import P, ShardingError, zero
 from sharding.cost import compile_only, read_compiled
+from sharding.zero import sharded_optimizer
 
 FEATURES, HIDDEN, SAMPLES, STEPS = 16, 32, 16, 20
 
@@ -106,6 +107,46 @@ def test_training_equals_one_device(name, stage, applies):
     over = 8 if stage == 3 else 1
     assert max_bytes_per_device(own) == 4 * num / over
     assert max_bytes_per_device(moments) == 8 * num / 8
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_updates_that_are_gathered_as_for_tpus(stage, monkeypatch):
+    monkeypatch.setattr(sharded_optimizer, "platform", lambda: "tpu")
+    found = trained("clipped", stage, {"data": 8}, applies=True)
+    check("clipped", found)
+    num = sum(leaf.size for leaf in jax.tree.leaves(params()))
+    assert max_bytes_per_device(found[1][0]) == 4 * num / (8 if stage == 3 else 1)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
+def test_applying_updates_stores_no_more_than_adding_them():
+    """What XLA:TPU stores beside arguments and results: one or two updates, not all new parameters again."""
+    features, layers = 2048, 8
+    shapes = {str(k): jax.ShapeDtypeStruct((features, features), jnp.float32) for k in range(layers)}
+
+    def loss(params, x):
+        for w in params.values():
+            x = jnp.tanh(x @ w)
+        return jnp.square(x).mean()
+
+    def temporary_bytes(tx, applies):
+        def step(state, x):
+            params, inner = state
+            gradients = jax.grad(loss)(params, x)
+            if applies:
+                return tx.apply(gradients, inner, params)
+            updates, inner = tx.update(gradients, inner, params)
+            return optax.apply_updates(params, updates), inner
+
+        args = (shapes, jax.eval_shape(tx.init, shapes)), jax.ShapeDtypeStruct((1024, features), jnp.float32)
+        run = sharding.jit(step, donate_argnums=0, in_shardings=((P(), None), P("data")))
+        return run.lower(*args).compile().memory_analysis().temp_size_in_bytes
+
+    with sharding.mesh(data=8, devices=compile_only("v5p:2x2x2")):
+        tx = zero.shard(optax.adamw(1e-2))
+        applied, added = (temporary_bytes(tx, applies) for applies in (True, False))
+    assert applied <= added < layers * 4 * features**2
 
 
 @pytest.mark.slow
