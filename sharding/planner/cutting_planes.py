@@ -1,7 +1,7 @@
 """The integer program of a reduced problem, with memory at only those times at which it would be exceeded.
 
-Without memory, HiGHS's first choice exceeds the limit; rows for the worst times are added until it no longer does. Each
-program is a relaxation of the problem, so that its bound holds.
+The cheapest choice without memory exceeds the limit; rows for the worst times are added until HiGHS's choice no longer
+does. Each program is a relaxation of the problem, so that its bound holds.
 """
 
 from __future__ import annotations
@@ -28,14 +28,20 @@ class Outcome(NamedTuple):
     bound: float
 
 
-def minimise_core(core: Core, *, seconds: float) -> Outcome:
-    """The cheapest choice of a core within the limit, or None when time ends or nothing fits; and a bound."""
+def minimise_core(core: Core, *, seconds: float, cheap: np.ndarray | None = None) -> Outcome:
+    """The cheapest choice of a core within the limit, or None when time ends or nothing fits; and a bound.
+
+    Args:
+        core: what is left of a problem.
+        seconds: the time limit.
+        cheap: a choice that is nearly the cheapest without memory, for the first rows.
+    """
     import scipy.sparse
 
     deadline, bound = time.monotonic() + seconds, -math.inf
     program, size = build(core.problem), int(core.problem.flat.offsets[-1])
     columns = len(program.objective)
-    times: list[int] = []
+    times = [] if cheap is None else _worst(core.excess(cheap), [])
     while (left := deadline - time.monotonic()) > 0:
         rows = [_row(core, t, columns) for t in times]
         memory = scipy.sparse.csr_array(np.vstack(rows)) if rows else scipy.sparse.csr_array((0, columns))

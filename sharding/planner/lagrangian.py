@@ -107,6 +107,8 @@ class _Search:
         self.entries = PART_ENTRIES
         self.merge_seconds = max(5.0, MERGE_SHARE * (deadline - time.monotonic()))
         self.prices = np.zeros(len(core.memory.limit))
+        self.cheap: np.ndarray | None = None
+        """What message passing chooses without memory."""
         self.gaps = np.zeros(len(core.soft))
         """By how much a node's strategies are worse than its best one, by message passing."""
 
@@ -159,7 +161,8 @@ class _Search:
         for _ in range(MOST_PASSES):
             bound = messages.run(self.core.soft)
             self._bound(bound)
-            self._offer(messages.choice(self.core.soft))
+            self.cheap = messages.choice(self.core.soft)
+            self._offer(self.cheap)
             if is_proven(self.best_cost, self.bound):
                 self.bound = self.best_cost
                 return True
@@ -170,7 +173,7 @@ class _Search:
 
     def _solved(self, seconds: float) -> bool:
         """Whether the integer program of the whole core ended."""
-        outcome = minimise_core(self.core, seconds=seconds)
+        outcome = minimise_core(self.core, seconds=seconds, cheap=self.cheap)
         self.bound = max(self.bound, outcome.bound)
         if outcome.choice is not None:
             self._offer(outcome.choice)
