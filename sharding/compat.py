@@ -173,14 +173,14 @@ def scan_parts(params: dict[str, Any]) -> tuple[int, int]:
 
 
 def with_constants(primitive: str, params: dict[str, Any], number: int) -> dict[str, Any]:
-    """The parameters of a `scan` or `while` whose body has this many more constants, behind those that it has."""
+    """The parameters of a `scan` or `while` whose body has this many more constants than it had."""
     if primitive == "while":
         return params | {"body_nconsts": params["body_nconsts"] + number}
     if "num_consts" in params:
         return params | {"num_consts": params["num_consts"] + number}
     flat = importlib.import_module("jax._src.flattree")
     consts, *others = params["ft_in"].unpack()
-    return params | {"ft_in": flat.FTTuple(flat.FTTuple(consts, *[flat.FTSingleton(None)] * number), *others)}
+    return params | {"ft_in": flat.FTTuple(flat.FTTuple(*[flat.FTSingleton(None)] * (len(consts) + number)), *others)}
 
 
 def is_recomputed(eqn: Any) -> bool:

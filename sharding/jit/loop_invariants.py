@@ -40,7 +40,7 @@ def hoist(eqn: Any) -> list[Any]:
     if eqn.primitive.name not in LOOPS:
         return [eqn]
     key, body = LOOPS[eqn.primitive.name], _body(eqn)
-    first, end = _constants(eqn)
+    first, end = constants_of(eqn)
     outside = dict(zip(body.invars, eqn.invars[first:end], strict=False))
     eqns = _with_inlined_calls(body.eqns, outside)
     moved = _moved(eqns, outside)
@@ -62,7 +62,7 @@ def _body(loop: Any) -> Any:
     return compat.open_jaxpr(loop.params[LOOPS[loop.primitive.name]])
 
 
-def _constants(eqn: Any) -> tuple[int, int]:
+def constants_of(eqn: Any) -> tuple[int, int]:
     """The range of a loop's operands that are constants of its body."""
     if eqn.primitive.name == "scan":
         return 0, compat.scan_parts(eqn.params)[0]
@@ -121,7 +121,7 @@ def _factors(eqns: Sequence[Any]) -> set[Any]:
         if eqn.primitive.name in PRODUCTS:
             found.update(v for v in eqn.invars if not compat.is_literal(v))
         elif eqn.primitive.name in LOOPS:
-            body, (first, end) = _body(eqn), _constants(eqn)
+            body, (first, end) = _body(eqn), constants_of(eqn)
             inner = _factors(body.eqns)
             pairs = zip(eqn.invars[first:end], body.invars, strict=False)
             found.update(v for v, argument in pairs if argument in inner and not compat.is_literal(v))

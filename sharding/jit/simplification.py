@@ -35,6 +35,7 @@ from .shared_sums import SharedSums
 from .single_iterations import same_as_p, unrolled
 from .sliced_products import sliced_first
 from .stacked_rows import StackedRows
+from .sunk_broadcasts import sink_broadcasts
 from .transposed_products import turned
 from .uniform_arrays import as_scalars
 
@@ -50,7 +51,7 @@ SIMPLIFIED_INSIDE = CALLS | {"cond", "scan", "shard_map", "while"}
 
 def simplify(jaxpr: Any, platform: str = "cpu") -> Any:
     """The simplified jaxpr, which computes the same on a platform; itself if nothing changes."""
-    return _Simplifier(platform).jaxpr(as_scalars(fold_constants(jaxpr)))
+    return _Simplifier(platform).jaxpr(sink_broadcasts(as_scalars(fold_constants(jaxpr))))
 
 
 class _Simplifier:

@@ -51,7 +51,7 @@ class Options:
     """The steps that are planned for their time."""
     seconds: float = 60.0
     """The limit that `sharding.plan` gets, after which it tries no more specs."""
-    layers: tuple[int, ...] = (1, 2)
+    layers: tuple[int, ...] = (1, 2, 3, 4)
     """Layers of the GPTs that are compared with XLA's auto-sharding; none to leave it out."""
     budgets: tuple[int, ...] = (0, 16)
     """Memory budgets of this comparison in GB; 0 is XLA's default, 1.1 times the bound that it finds."""
