@@ -8,13 +8,12 @@ would store all weights twice; sums are written over the weights, one array of u
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 from ..graph import Op
-from ..propagation import Assignment, Reason
+from ..propagation import Assignment
 from ..rules import Kind
-from ..spec import Axis, Spec
+from ..spec import Spec
 from .op_strategy import OpStrategies
 from .reshard import chain_cost
 from .reshard_placement import FreeValues
@@ -33,15 +32,7 @@ def gathered_early(assignment: Assignment) -> Assignment:
     made = {v: k for k, op in enumerate(assignment.graph.ops) for v in op.results}
     edges = [op for op in assignment.graph.ops if search.is_gathered_result(op)]
     moved = {v for edge in sorted(edges, key=lambda op: made.get(op.operands[0], -1)) for v in search.moved(edge)}
-    if not moved:
-        return assignment
-
-    def find_reason(value: int, dim: int, axis: Axis) -> Reason:
-        if value not in moved:
-            return assignment.find_reason(value, dim, axis)
-        return search.free.reason(search.specs, value, dim, axis)
-
-    return dataclasses.replace(assignment, specs=tuple(search.specs), find_reason=find_reason)
+    return search.free.with_specs(assignment, search.specs, moved) if moved else assignment
 
 
 class _Search:

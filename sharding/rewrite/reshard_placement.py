@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..graph import Graph, Op
@@ -29,15 +29,7 @@ def placed(assignment: Assignment) -> Assignment:
     """The assignment with each chain of ops around a conversion or behind a sum resharded at its cheapest point."""
     search = _Search(assignment)
     moved = {v: spec for op in assignment.graph.ops if search.is_seed(op) for v, spec in search.chain(op)}
-    if not moved:
-        return assignment
-
-    def find_reason(value: int, dim: int, axis: Axis) -> Reason:
-        if value not in moved:
-            return assignment.find_reason(value, dim, axis)
-        return search.free.reason(search.specs, value, dim, axis)
-
-    return dataclasses.replace(assignment, specs=tuple(search.strategies.specs), find_reason=find_reason)
+    return search.free.with_specs(assignment, search.specs, moved) if moved else assignment
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +55,20 @@ class FreeValues:
         op = self.graph.makers.get(v)
         return v not in self.fixed and op is not None and is_written(op)
 
+    def with_specs(self, assignment: Assignment, specs: Sequence[Spec], changed: Container[int]) -> Assignment:
+        """An assignment of this program with other specs, and the reasons for those of the values that changed."""
+
+        def find_reason(value: int, dim: int, axis: Axis) -> Reason:
+            if value not in changed:
+                return assignment.find_reason(value, dim, axis)
+            return self.reason(specs, value, dim, axis)
+
+        return dataclasses.replace(assignment, specs=tuple(specs), find_reason=find_reason)
+
     def reason(self, specs: Sequence[Spec], value: int, dim: int, axis: Axis) -> Reason:
-        """Why a value that one op reads is sharded over an axis: an array of the op before or behind it is."""
-        maker, (reader,) = self.graph.makers[value], self.graph.users[value]
-        for op in (maker, reader):
+        """Why a value is sharded over an axis: an array of the op before it, or of one that reads it, is."""
+        maker = self.graph.makers[value]
+        for op in (maker, *self.graph.users[value]):
             for v, d in _same_factor(op, value, dim):
                 if v in self.known and axis in specs[v].dims[d].axes:
                     return Reason.of(op, v, d)

@@ -111,6 +111,20 @@ def test_annotated_weights_stay():
 
 
 @pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
+def test_every_axis_has_a_reason(step):
+    """With weights over a tensor axis, which what is gathered keeps."""
+    args, (specs, batch) = abstract_args(step)
+    specs = specs | {name: P(None, "model") for name in specs if name != "moments"}
+    specs["moments"] = jax.tree.map(lambda spec: P("data", "model") if spec else spec, specs["moments"])
+    with sharding.mesh({"data": 4, "model": 2}, devices="v5p:2x2x2"):
+        completion = sharding.jit(step, in_shardings=(specs, batch), donate_argnums=0).complete(*args)
+    reasons = completion.assignment.reasons
+    assert all(reason.word for reason in reasons.values())
+    new = [op.operands[0] for op in completion.assignment.graph.ops if op.name == "edge" and not op.site]
+    assert any(key[0] in new for key in reasons)
+
+
+@pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
 def test_values_are_those_of_one_device(step, monkeypatch):
     monkeypatch.setattr(construction, "with_placed_reshards", lambda found, _: with_placed_reshards(found, "tpu"))
     (shapes, batch), specs = abstract_args(step, layers=2, size=16, rows=2048)
