@@ -49,6 +49,8 @@ class KernelCost:
     reduces: bool
     """Whether it computes a reduction of many elements."""
     reads: Reads
+    is_of_rows: bool = False
+    """Whether blocks of threads have whole rows, so that it computes reductions of them, and with the results."""
     memory_us: float = -1.0
     """The time of its reads and of its write; negative: not summed up yet."""
 
@@ -81,19 +83,25 @@ class KernelCost:
             is_reduction=self.is_reduction or producer.is_reduction,
             reduces=self.reduces or producer.reduces,
             reads=reads | {x: self.joined_reads(producer, x) for x in producer.reads},
+            is_of_rows=self.is_of_rows or producer.is_of_rows,
             memory_us=-1.0 if producer.is_reduction else self.memory_us_with(producer),
         )
 
     def with_rows(self, producer: KernelCost) -> KernelCost:
         """That of the kernel if blocks of threads have whole rows, and so compute and read everything once."""
         found = self.with_producer(producer)
-        size = self.root.num_elements
+        sizes = self.root.num_elements, self.num_rows
         once: Mapping[Source, float] = {self.root: 1.0}
         reads: Reads = {
-            x: once if isinstance(x, Instruction) and x.num_elements == size else roots
+            x: once if isinstance(x, Instruction) and x.num_elements in sizes else roots
             for x, roots in found.reads.items()
         }
-        return KernelCost(self.root, self.cycles + producer.cycles, self.blocks, False, False, reads)
+        return KernelCost(self.root, self.cycles + producer.cycles, self.blocks, False, False, reads, is_of_rows=True)
+
+    @property
+    def num_rows(self) -> int:
+        """Of its result."""
+        return self.root.num_elements // self.root.shape[-1] if self.root.shape else 1
 
     def cycles_with(self, producer: KernelCost) -> float:
         """The cycles if it computes a producer, too, as often as it reads each of its elements."""

@@ -1,9 +1,10 @@
 """Order in which a device runs its kernels.
 
 XLA:CPU runs kernels in the order in which they become ready, which keeps many threads busy and many buffers live
-(openxla/xla, `service/hlo_memory_scheduler.cc`, `BFSMemoryScheduler`). XLA:GPU moves them to hide the latencies of
-collectives: models with unrolled layers peak at up to twice the memory that the program's order takes. All combine
-all-reduces: gradients wait for each other, XLA:TPU's up to 120 MiB of them.
+(openxla/xla, `service/hlo_memory_scheduler.cc`, `BFSMemoryScheduler`). Others take the order that needs least memory of
+three; where there are collectives, XLA:GPU then moves kernels to hide their latencies: models with unrolled layers peak
+at up to twice the memory that the program's order takes. All combine all-reduces: gradients wait for each other,
+XLA:TPU's up to 120 MiB of them.
 """
 
 from __future__ import annotations
@@ -77,6 +78,23 @@ class Kernels(list[Kernel]):
         """Per unit those whose results it reads."""
         return _dependencies(self.units)
 
+    @cached_property
+    def gpu_units(self) -> list[list[Kernel]]:
+        """Siblings and combined collectives as on XLA:GPU, in a topological order."""
+        units = fuse_siblings(self, reorders=True)
+        return contiguous(_combined(units, self.results, gpu_latencies.MOST_COMBINED_BYTES))
+
+    @cached_property
+    def overlapped(self) -> list[Step] | None:
+        """The steps with collectives overlapped with other kernels, as on XLA:GPU; None if there are none."""
+        works, made = _works(self.gpu_units)
+        if not any(work.is_collective or work.communicates for work in works):
+            return None
+        order: list[tuple[int, Part]] = [
+            (k, part) for n, part in latency_hiding_order(works) if (k := made[n]) is not None
+        ]
+        return _constants_late(_overlapped_steps(self.gpu_units, order))
+
 
 Order = Callable[[Sequence[Kernel], Sequence[Instruction]], list[Step]]
 """Kernels in program order, and results -> steps in execution order."""
@@ -119,15 +137,32 @@ def xla_cpu_order(kernels: Sequence[Kernel], results: Sequence[Instruction]) -> 
 
 def xla_gpu_order(kernels: Sequence[Kernel], results: Sequence[Instruction]) -> list[Step]:
     """Siblings fused, and collectives combined and overlapped with other kernels, as on XLA:GPU."""
-    units = contiguous(_combined(fuse_siblings(kernels, reorders=True), results, gpu_latencies.MOST_COMBINED_BYTES))
-    works, made = _works(units)
-    order: list[tuple[int, Part]] = [(k, part) for n, part in latency_hiding_order(works) if (k := made[n]) is not None]
-    return _constants_late(_overlapped_steps(units, order))
+    known = Kernels.of(kernels, results)
+    return known.overlapped or _constants_late([Step(unit) for unit in known.gpu_units])
+
+
+def xla_gpu_result_by_result(kernels: Sequence[Kernel], results: Sequence[Instruction]) -> list[Step]:
+    """As `result_by_result` on XLA:GPU, which keeps this order where there are no collectives."""
+    known = Kernels.of(kernels, results)
+    if known.overlapped is not None:
+        return known.overlapped
+    place = {kernel.root: k for k, unit in enumerate(known.gpu_units) for kernel in unit}
+    targets = [*(place[x] for x in results), *range(len(known.gpu_units))]
+    return _constants_late([Step(known.gpu_units[k]) for k in postorder(targets, _dependencies(known.gpu_units))])
+
+
+def xla_gpu_most_freed_first(kernels: Sequence[Kernel], results: Sequence[Instruction]) -> list[Step]:
+    """As `most_freed_first` on XLA:GPU, which keeps this order where there are no collectives."""
+    known = Kernels.of(kernels, results)
+    if known.overlapped is not None:
+        return known.overlapped
+    order = list_order(known.gpu_units, _dependencies(known.gpu_units), results)
+    return _constants_late([Step(known.gpu_units[k]) for k in order])
 
 
 ORDERS: Mapping[Schedule, Sequence[Order]] = {
     "breadth first": [xla_cpu_order],
-    "latency hiding": [xla_gpu_order],
+    "latency hiding": [xla_gpu_most_freed_first, xla_gpu_order, xla_gpu_result_by_result],
     "least memory": [most_freed_first, as_written, result_by_result],
 }
 """Those of which the compiler takes the one that needs least memory, the first one of equals."""

@@ -108,7 +108,7 @@ def lifetimes(
     roots = [kernel.root for kernel in kernels if kernel.root.bodies]
     nested = {root: [_nested(root, inner, orders) for inner in root.bodies] for root in roots}
     known = Kernels(kernels, body.results)
-    schedules = [order(known, body.results) for order in orders]
+    schedules = [*{id(steps): steps for steps in [order(known, body.results) for order in orders]}.values()]
     arrays = StoredArrays([kernel for step in schedules[0] for kernel in step.kernels], body.traits)
     made = (_BufferAssignment(steps, arrays, body, carried, not_temporary, nested) for steps in schedules)
     found = [one.lifetimes(holders) for one in made]

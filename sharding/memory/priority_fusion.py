@@ -158,19 +158,27 @@ class PriorityFusion:
         if not self.can_compute(reader, one) or reader.role == "bitcast":
             return None
         producer, consumer = self.kernels[one], self.kernels[reader]
+        if self.joins_rows(one, reader):
+            return consumer.us - consumer.with_rows(producer).us
         if producer.reduces and consumer.reduces:
             return None
-        if producer.is_reduction and not (reader.elementwise and consumer.reads[one] == {reader: 1.0}):
+        if producer.is_reduction and not (reader.elementwise and [*consumer.reads[one].values()] == [1.0]):
             return None
         if len(producer.reads) + len(consumer.reads) > MOST_OPERANDS:
             return None
         return consumer.us - consumer.us_with(producer)
 
+    def joins_rows(self, one: Instruction, reader: Instruction) -> bool:
+        """Whether the kernel of an op on rows computes an array of a number per row."""
+        producer, consumer = self.kernels[one], self.kernels[reader]
+        is_inside = consumer.is_of_rows and not consumer.is_reduction and consumer.num_rows == one.num_elements
+        return is_inside and (producer.is_of_rows or not producer.is_reduction)
+
     def fuse(self, one: Instruction) -> None:
         """Computes a producer in the kernels of all that read it."""
         readers, operands = [*self.readers[one]], self.arrays(one)
         for reader in readers:
-            self.merge(one, reader)
+            self.merge(one, reader, in_rows=self.joins_rows(one, reader))
         self.remove(one)
         for x in operands:
             self.drop_saving(x, one)
