@@ -1,4 +1,4 @@
-"""What XLA:GPU stores for gradients of attention: a kernel of whole rows sums them and computes a softmax's gradient."""
+"""What XLA:GPU stores for gradients of attention: one kernel sums rows and computes the gradient of their softmax."""
 
 from functools import partial
 
