@@ -59,10 +59,12 @@ class _Search:
         arrays = self.elementwise(value)
         whole = {v: chain for v in arrays if (chain := self.whole(v, target)) is not None}
         gathered = [v for v in arrays if v not in whole]
-        if len(arrays) < 2 or len(gathered) > 1 or not all(map(self.may_be_gathered, gathered)):
+        if len(arrays) < 2 or len(gathered) > 1 or not all(self.may_be_gathered(v, value) for v in gathered):
             return ()
         changed = [value, *gathered, *(v for chain in whole.values() for v in chain)]
         ops = list({id(op): op for v in changed for op in (self.graph.makers[v], *self.graph.users[v])}.values())
+        if any(op.rule is None for op in ops):
+            return ()
         before, sent = [self.specs[v] for v in changed], self.sent(ops)
         self.assign(changed, [target] * len(changed))
         if self.sent(ops) <= sent and not self.sent([edge]):
@@ -96,12 +98,10 @@ class _Search:
             found += chain
         return found
 
-    def may_be_gathered(self, v: int) -> bool:
-        """Whether a value can get another spec, and nothing but the op that makes a result reads it."""
-        (reader,) = self.graph.users[v] if self.graph.num_uses[v] == 1 else (None,)
-        if v not in self.free or reader is None:
-            return False
-        return self.graph.itemsize(v) <= self.graph.itemsize(reader.results[0])
+    def may_be_gathered(self, v: int, value: int) -> bool:
+        """Whether an array can get another spec, is no larger than a value, and only the op that makes it reads it."""
+        is_read_once = v in self.free and self.graph.num_uses[v] == 1
+        return is_read_once and self.graph.itemsize(v) <= self.graph.itemsize(value)
 
     def assign(self, values: Sequence[int], specs: Sequence[Spec]) -> None:
         for v, spec in zip(values, specs, strict=True):

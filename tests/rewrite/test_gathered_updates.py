@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from support import compilers
+from support import compilers, partitioned_ops
 from support.peak_memory import floats
 
 import sharding
@@ -150,3 +150,18 @@ def test_as_the_compiler_for_tpus_does(step):
     found = sharding.cost.read_compiled(compiled).by_kind()
     assert found == completion.communication().lowered("tpu").by_kind()
     assert compiled.memory_analysis().temp_size_in_bytes < 2 * LAYERS * 4 * 4 * SIZE**2
+
+
+def test_new_weights_that_an_op_without_a_rule_reads_are_gathered_themselves():
+    """It is not known what such an op needs: here its rule depends on the devices."""
+    read = partitioned_ops.elementwise(jnp.sin, lambda mesh, *_: "... -> ..." if mesh.devices.size else "")
+
+    def step(state, x):
+        new = updated(state, x)
+        return new, read(new["weights"][0][0])
+
+    _, _, found = jitted_and_completed(step, "v5p:2x2x2")
+    graph, specs = found.assignment.graph, found.assignment.specs
+    results = [graph.names[f"out/0/weights/{k}/{i}"] for k in range(LAYERS) for i in range(2)]
+    is_sharded = [any(specs[graph.makers[v].operands[0]].axes) for v in results]
+    assert is_sharded == [True] + [False] * (2 * LAYERS - 1)
