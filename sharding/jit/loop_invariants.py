@@ -109,7 +109,7 @@ def _moved(eqns: Sequence[Any], outside: Collection[Any]) -> dict[int, Any]:
         invariant.update(eqn.outvars)
         makers.update((v, eqn) for v in eqn.outvars)
         is_factor = not factors.isdisjoint(eqn.outvars) and eqn.primitive.name != "annotate"
-        if (_works(eqn) or is_factor) and _size(eqn.outvars) <= _size(eqn.invars):
+        if (_works(eqn) or is_factor) and num_bytes(eqn.outvars) <= num_bytes(eqn.invars):
             move(eqn)
     return {id(eqn): eqn for eqn in eqns if id(eqn) in moved}
 
@@ -141,6 +141,6 @@ def _works(eqn: Any) -> bool:
     return any(e.primitive.name not in CHEAP and not any(compat.sub_jaxprs(e.params)) for e in compat.equations(eqn))
 
 
-def _size(atoms: Sequence[Any]) -> int:
+def num_bytes(atoms: Sequence[Any]) -> int:
     """Bytes of some arrays; those of other types, such as random keys, count per element."""
     return sum(math.prod(a.aval.shape) * getattr(a.aval.dtype, "itemsize", 1) for a in atoms)

@@ -9,7 +9,6 @@ go, and nothing is stored while a loop runs.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,7 +19,7 @@ from ..graph import CALLS
 from ..rules import ELEMENTWISE
 from .constant_folding import GIVEN_OPERANDS, OF_OPERANDS
 from .equations import inlined_call, is_placed, without_unused
-from .loop_invariants import LOOPS, constants_of
+from .loop_invariants import LOOPS, constants_of, num_bytes
 
 CHEAP = frozenset(
     """
@@ -142,11 +141,10 @@ def _with_own_broadcasts(loop: Any, makers: Mapping[Any, Any]) -> Any:
 
 def _is_spread(array: Any, makers: Mapping[Any, Any]) -> bool:
     """Whether an array is large, and cheap equations compute it of much smaller ones."""
-    num_bytes = _bytes(array)
-    if array not in makers or num_bytes < LEAST_BYTES:
+    if array not in makers or num_bytes([array]) < LEAST_BYTES:
         return False
     _, read = _chain([array], makers)
-    return LEAST_RATIO * sum(map(_bytes, read)) <= num_bytes
+    return LEAST_RATIO * num_bytes(read) <= num_bytes([array])
 
 
 def _chain(arrays: Sequence[Any], makers: Mapping[Any, Any]) -> tuple[list[Any], list[Any]]:
@@ -200,8 +198,3 @@ def _is_cheap(eqn: Any) -> bool:
 
 def _variables(atoms: Sequence[Any]) -> list[Any]:
     return [v for v in atoms if not compat.is_literal(v)]
-
-
-def _bytes(atom: Any) -> int:
-    """Bytes of an array; one of another type, such as random keys, counts per element."""
-    return math.prod(atom.aval.shape) * getattr(atom.aval.dtype, "itemsize", 1)

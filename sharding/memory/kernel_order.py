@@ -85,6 +85,11 @@ class Kernels(list[Kernel]):
         return contiguous(_combined(units, self.results, gpu_latencies.MOST_COMBINED_BYTES))
 
     @cached_property
+    def gpu_dependencies(self) -> list[list[int]]:
+        """Per one of these units those whose results it reads."""
+        return _dependencies(self.gpu_units)
+
+    @cached_property
     def overlapped(self) -> list[Step] | None:
         """The steps with collectives overlapped with other kernels, as on XLA:GPU; None if there are none."""
         works, made = _works(self.gpu_units)
@@ -117,9 +122,7 @@ def result_by_result(kernels: Sequence[Kernel], results: Sequence[Instruction]) 
     """All that the first result needs, then what else the second needs: each weight's gradient right before its update
     (openxla/xla, `service/hlo_memory_scheduler.cc`, `PostOrderScheduler`)."""
     known = Kernels.of(kernels, results)
-    place = {kernel.root: k for k, unit in enumerate(known.units) for kernel in unit}
-    order = postorder([*(place[x] for x in results), *range(len(known.units))], known.dependencies)
-    return [Step(known.units[k]) for k in order]
+    return [Step(known.units[k]) for k in _postorder(known.units, known.dependencies, results)]
 
 
 def most_freed_first(kernels: Sequence[Kernel], results: Sequence[Instruction]) -> list[Step]:
@@ -144,20 +147,15 @@ def xla_gpu_order(kernels: Sequence[Kernel], results: Sequence[Instruction]) -> 
 def xla_gpu_result_by_result(kernels: Sequence[Kernel], results: Sequence[Instruction]) -> list[Step]:
     """As `result_by_result` on XLA:GPU, which keeps this order where there are no collectives."""
     known = Kernels.of(kernels, results)
-    if known.overlapped is not None:
-        return known.overlapped
-    place = {kernel.root: k for k, unit in enumerate(known.gpu_units) for kernel in unit}
-    targets = [*(place[x] for x in results), *range(len(known.gpu_units))]
-    return _constants_late([Step(known.gpu_units[k]) for k in postorder(targets, _dependencies(known.gpu_units))])
+    order = [] if known.overlapped else _postorder(known.gpu_units, known.gpu_dependencies, results)
+    return known.overlapped or _constants_late([Step(known.gpu_units[k]) for k in order])
 
 
 def xla_gpu_most_freed_first(kernels: Sequence[Kernel], results: Sequence[Instruction]) -> list[Step]:
     """As `most_freed_first` on XLA:GPU, which keeps this order where there are no collectives."""
     known = Kernels.of(kernels, results)
-    if known.overlapped is not None:
-        return known.overlapped
-    order = list_order(known.gpu_units, _dependencies(known.gpu_units), results)
-    return _constants_late([Step(known.gpu_units[k]) for k in order])
+    order = [] if known.overlapped else list_order(known.gpu_units, known.gpu_dependencies, results)
+    return known.overlapped or _constants_late([Step(known.gpu_units[k]) for k in order])
 
 
 ORDERS: Mapping[Schedule, Sequence[Order]] = {
@@ -190,6 +188,14 @@ def _dependencies(units: Sequence[Sequence[Kernel]]) -> list[list[int]]:
     owner = {kernel.root: k for k, unit in enumerate(units) for kernel in unit}
     found = [dict.fromkeys(owner[x] for kernel in unit for x in kernel.operands) for unit in units]
     return [[j for j in sources if j != k] for k, sources in enumerate(found)]
+
+
+def _postorder(
+    units: Sequence[Sequence[Kernel]], dependencies: Sequence[Sequence[int]], results: Sequence[Instruction]
+) -> list[int]:
+    """The indices of units, those that the first result needs first."""
+    place = {kernel.root: k for k, unit in enumerate(units) for kernel in unit}
+    return postorder([*(place[x] for x in results), *range(len(units))], dependencies)
 
 
 def _works(units: Sequence[Sequence[Kernel]]) -> tuple[list[Work], list[int | None]]:
