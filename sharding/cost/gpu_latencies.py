@@ -30,6 +30,8 @@ LEAST_SUMMED, LEAST_SUMMED_IF_MEMORY_BOUND = 1024, 768
 """Elements that each of these sums at least."""
 MEMORY_BOUND_FLOPS, MOST_SPLITS = 240, 128
 """Multiply-adds for each 256 bits that a product reads or writes, below which memory bounds it; most parts of one."""
+LATE_BYTES = 2**20
+"""Of a constant that is filled right before it is read."""
 CONVOLUTION_US, LOOP_US = 10.0, 0.01
 """Any convolution; any loop or branch."""
 COLLECTIVES_FILE = Path(__file__).with_name("gpu_collectives.json")

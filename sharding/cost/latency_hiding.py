@@ -3,9 +3,10 @@
 It works from the end of the program to its start (openxla/xla, `service/latency_hiding_scheduler.cc`, with the
 policies of `service/gpu/gpu_hlo_schedule.cc`). The end of a collective, or a loop that has some, is placed as soon as
 no other is in flight; a start once the work placed in between takes as long as its latency. Among what is ready it
-prefers what needs no wait, then what is behind the longest chain of collectives, whose latencies are still to be
-hidden. What is read through a view is not ready at once. So work that nothing waits for, as the weights' gradients,
-moves away from where the program has it.
+prefers what is behind the longest chain of collectives, whose latencies are still to be hidden, then what best fills
+the time until something else is ready. What is read through a view is not ready at once. So work that nothing waits
+for, as the weights' gradients, moves away from where the program has it. Large constants are filled right before they
+are read.
 """
 
 from __future__ import annotations
@@ -35,6 +36,10 @@ class Work:
     is_collective: bool = False
     communicates: bool = False
     """Whether it is a loop or branch with collectives, which runs while no other collective is in flight."""
+    is_view: bool = False
+    """Whether it only names an array, so that it is placed as soon as it is ready."""
+    is_filled_late: bool = False
+    """Whether it is a large constant, placed as soon as it is ready."""
 
 
 @dataclass(slots=True, eq=False)
@@ -69,6 +74,11 @@ class _Node:
     def microseconds(self) -> float:
         """For which it keeps the device busy."""
         return self.work.microseconds if self.part == "kernel" else START_US
+
+    @property
+    def waits_for_its_turn(self) -> bool:
+        """Whether it is an end, or a loop with collectives, so that it is placed while no collective is in flight."""
+        return self.part == "end" or self.work.communicates
 
     @property
     def preference(self) -> tuple[bool, int, int]:
@@ -181,11 +191,7 @@ class _Queue:
     def advance(self, now: float) -> None:
         """Move what is ready by now."""
         while self.later and self.later[0][0] <= now:
-            self.add_ready(self.pop_later())
-
-    def pop_later(self) -> _Node:
-        """The next node that will be ready."""
-        return heapq.heappop(self.later)[2]
+            self.add_ready(heapq.heappop(self.later)[2])
 
     def deepest(self) -> float | None:
         """The largest depth of a ready node."""
@@ -210,12 +216,13 @@ class _Scheduler:
         self.nodes = nodes
         self.now = 0.0
         self.in_flight: _Node | None = None
-        self.free: list[_Node] = []
-        """Nodes that take no time."""
-        self.ends, self.kernels = _Queue(), _Queue()
-        """Ends of collectives, and loops with collectives; other kernels."""
+        self.views: list[_Node] = []
+        self.constants, self.ends, self.kernels = _Queue(), _Queue(), _Queue()
+        """Large constants; ends of collectives, and loops with collectives; other kernels."""
         self.start: _Node | None = None
         """The start of the collective in flight, once all that follows it is placed."""
+        self.waits: list[float] = []
+        """When what was not ready at once is ready, as a heap."""
 
     def order(self) -> list[_Node]:
         """The nodes in the order in which they run."""
@@ -225,8 +232,10 @@ class _Scheduler:
         order: list[_Node] = []
         while len(order) < len(self.nodes):
             node = self.next()
-            node.ready = max(self.now, self.earliest(node)) if node.microseconds else self.now
+            node.ready = max(self.now, self.earliest(node))
             node.done = self.now = node.ready + node.microseconds
+            while self.waits and self.waits[0] < self.now:
+                heapq.heappop(self.waits)
             if node.part != "kernel":
                 self.in_flight = node.twin if node.part == "end" else None
             order.append(node)
@@ -245,7 +254,8 @@ class _Scheduler:
     def earliest(self, node: _Node) -> float:
         """The earliest time for a node after its readers: through a view, others may run before it."""
         times = (
-            (reader.done if node.position in reader.work.views else reader.ready) + latency
+            (max(reader.done, reader.ready + START_US) if node.position in reader.work.views else reader.ready)
+            + latency
             for reader, latency in node.readers
         )
         return max(times, default=0.0)
@@ -253,50 +263,63 @@ class _Scheduler:
     def release(self, node: _Node) -> None:
         """Make a node available whose readers are all placed."""
         node.ready = max(self.now, self.earliest(node))
-        if node.part == "end" or node.work.communicates:
+        if node.work.is_view:
+            self.views.append(node)
+            return
+        if node.ready > self.now:
+            heapq.heappush(self.waits, node.ready)
+        if node.waits_for_its_turn:
             self.ends.push(node)
         elif node.part == "start":
             self.start = node
-        elif not node.microseconds:
-            self.free.append(node)
+        elif node.work.is_filled_late:
+            self.constants.push(node)
         else:
             self.kernels.push(node)
 
     def next(self) -> _Node:
         """The best available node."""
-        if self.free:
-            return self.free.pop()
-        self.ends.advance(self.now)
-        self.kernels.advance(self.now)
-        depth = self.ends.deepest()
-        if self.in_flight is None and depth is not None:
-            return self.ends.take(depth)
-        if self.in_flight is None and self.ends.later:
-            return self.ends.pop_later()
-        start, depth = self.start, self.kernels.deepest()
-        later = [self.kernels.later[0][0]] if self.kernels.later else []
-        if start is not None and start.ready <= self.now:
-            wait = min(later) - self.now if later else None
-            if depth is None or self.is_start_next(start, depth):
-                self.start = None
-                return start
-            kernel = self.kernels.take(depth, wait)
-            if start.depth == depth > 0 and self.is_preferred(start, kernel, wait):
-                self.kernels.add_ready(kernel)
-                self.start = None
-                return start
-            return kernel
-        if depth is not None:
-            waits = [*later, *([start.ready] if start is not None else [])]
-            return self.kernels.take(depth, min(waits) - self.now if waits else None)
-        if start is not None and (not self.kernels.later or start.ready <= self.kernels.later[0][0]):
-            self.start = None
-            return start
-        return self.kernels.pop_later()
+        if self.views:
+            return self.views.pop()
+        wait = self.waits[0] - self.now if self.waits else None
+        first = [self.constants, self.ends] if self.in_flight is None else [self.constants]
+        for queue in first:
+            if (time := self.soonest(queue)) is not None:
+                queue.advance(time)
+                if (depth := queue.deepest()) is not None:
+                    return queue.take(depth, wait)
+        start, time = self.start, self.soonest(self.kernels)
+        if time is None or (start is not None and max(start.ready, self.now) < time):
+            return self.take_start()
+        self.kernels.advance(time)
+        depth = self.kernels.deepest()
+        assert depth is not None
+        if start is None or start.ready > time:
+            return self.kernels.take(depth, wait)
+        if self.is_start_next(start, depth):
+            return self.take_start()
+        kernel = self.kernels.take(depth, wait)
+        if start.depth == depth > 0 and self.is_preferred(start, kernel, wait):
+            self.kernels.add_ready(kernel)
+            return self.take_start()
+        return kernel
+
+    def soonest(self, queue: _Queue) -> float | None:
+        """When the next node of a queue is ready: now, if one is."""
+        queue.advance(self.now)
+        if queue.deepest() is not None:
+            return self.now
+        return queue.later[0][0] if queue.later else None
+
+    def take_start(self) -> _Node:
+        """The start of the collective in flight."""
+        start, self.start = self.start, None
+        assert start is not None
+        return start
 
     def is_start_next(self, start: _Node, depth: float) -> bool:
         """Whether a start whose latency is hidden goes before all ready kernels, of which the deepest is given."""
-        if self.ends.later or self.ends.deepest() is not None:  # another collective waits for this one
+        if self.soonest(self.ends) is not None:  # another collective waits for this one
             return True
         return start.depth > 0 and start.depth > depth
 

@@ -238,6 +238,7 @@ def _as_scheduled(tasks: Sequence[Task], parts: Sequence[TimedOp]) -> list[Task]
             microseconds=1e6 * task.seconds,
             after=tuple(numbers[name] for name in task.after),
             is_collective=part.is_collective,
+            is_view=not task.seconds and not part.is_collective,
         )
         for task, part in zip(tasks, parts, strict=True)
     ]

@@ -125,6 +125,7 @@ TRAITS: Mapping[Platform, CompilerTraits] = {
     ),
     "gpu": CompilerTraits(
         uses_cudnn=True,
+        keeps_several=True,
         fuses_into_scatters=True,
         fuses_windows=True,
         stored_once=RANDOM_BITS,

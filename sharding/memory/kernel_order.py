@@ -2,8 +2,7 @@
 
 XLA:CPU runs kernels in the order in which they become ready, which keeps many threads busy and many buffers live
 (openxla/xla, `service/hlo_memory_scheduler.cc`, `BFSMemoryScheduler`). Others take the order that needs least memory of
-three; where there are collectives, XLA:GPU then moves kernels to hide their latencies: models with unrolled layers peak
-at up to twice the memory that the program's order takes. All combine all-reduces: gradients wait for each other,
+three; XLA:GPU then overlaps collectives (`collective_overlap`). All combine all-reduces: gradients wait for each other,
 XLA:TPU's up to 120 MiB of them.
 """
 
@@ -11,20 +10,19 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from graphlib import TopologicalSorter
 
 from ..cost import gpu_latencies
 from ..cost.collective_combining import combined_collectives, first_ready, postorder
-from ..cost.latency_hiding import Part, Work, latency_hiding_order
 from .compiler_traits import Schedule
 from .contiguous_sums import contiguous
 from .fusion import Kernel
 from .instruction import Instruction
 from .list_schedule import list_order
-from .primitive_traits import BARRIER, updates
+from .primitive_traits import updates
 from .sibling_fusion import fuse_siblings
 
 
@@ -34,7 +32,9 @@ class Step:
 
     kernels: list[Kernel]
     awaited: list[Instruction] = field(default_factory=list)
-    """The operands of collectives that end before it."""
+    """The operands of collectives that end before it, but for all-reduces, which write over theirs."""
+    is_asynchronous: bool = False
+    """Whether it is a collective that other kernels overlap."""
 
     @property
     def operands(self) -> list[Instruction]:
@@ -76,7 +76,7 @@ class Kernels(list[Kernel]):
     @cached_property
     def dependencies(self) -> list[list[int]]:
         """Per unit those whose results it reads."""
-        return _dependencies(self.units)
+        return dependencies_of(self.units)
 
     @cached_property
     def gpu_units(self) -> list[list[Kernel]]:
@@ -87,18 +87,7 @@ class Kernels(list[Kernel]):
     @cached_property
     def gpu_dependencies(self) -> list[list[int]]:
         """Per one of these units those whose results it reads."""
-        return _dependencies(self.gpu_units)
-
-    @cached_property
-    def overlapped(self) -> list[Step] | None:
-        """The steps with collectives overlapped with other kernels, as on XLA:GPU; None if there are none."""
-        works, made = _works(self.gpu_units)
-        if not any(work.is_collective or work.communicates for work in works):
-            return None
-        order: list[tuple[int, Part]] = [
-            (k, part) for n, part in latency_hiding_order(works) if (k := made[n]) is not None
-        ]
-        return _constants_late(_overlapped_steps(self.gpu_units, order))
+        return dependencies_of(self.gpu_units)
 
 
 Order = Callable[[Sequence[Kernel], Sequence[Instruction]], list[Step]]
@@ -115,7 +104,7 @@ def as_written(kernels: Sequence[Kernel], results: Sequence[Instruction]) -> lis
     place = {kernel.root: k for k, unit in enumerate(units) for kernel in unit}
     units = _combined(units, results, MOST_REDUCED_BYTES, refills=True)
     last = [max(place[kernel.root] for kernel in unit) for unit in units]
-    return [Step(units[k]) for k in first_ready(last, _dependencies(units))]
+    return [Step(units[k]) for k in first_ready(last, dependencies_of(units))]
 
 
 def result_by_result(kernels: Sequence[Kernel], results: Sequence[Instruction]) -> list[Step]:
@@ -131,39 +120,82 @@ def most_freed_first(kernels: Sequence[Kernel], results: Sequence[Instruction]) 
     return [Step(known.units[k]) for k in list_order(known.units, known.dependencies, results)]
 
 
+def depth_first_order(
+    units: Sequence[Sequence[Kernel]], sources: Sequence[Sequence[int]], results: Sequence[Instruction]
+) -> list[int]:
+    """The indices of units, first those that a result needs: of what a unit reads, that with most readers on the way
+    first, then that with most bytes (openxla/xla, `hlo/transforms/simplifiers/hlo_memory_scheduler.cc`,
+    `DFSMemoryScheduler`)."""
+    readers = Counter(j for own in sources for j in own)
+    place = {kernel.root: k for k, unit in enumerate(units) for kernel in unit}
+    more, sizes, all_bytes = [0] * len(units), [0.0] * len(units), 0.0
+    for k, unit in enumerate(units):
+        made = sum(kernel.root.num_bytes for kernel in unit if not is_named(kernel))
+        all_bytes += made
+        more[k] = min(len(units), max(readers[k] - 1, 0) + sum(more[j] for j in sources[k]))
+        sizes[k] = min(all_bytes, made + sum(sizes[j] for j in sources[k]))
+
+    def first(indices: Iterable[int]) -> list[int]:
+        return sorted(dict.fromkeys(indices), key=lambda k: (-more[k], -sizes[k]))
+
+    ends = [*first(place[x] for x in results), *range(len(units))]
+    return postorder(ends, [first(own) for own in sources])
+
+
 def xla_cpu_order(kernels: Sequence[Kernel], results: Sequence[Instruction]) -> list[Step]:
     """Breadth first, all-reduces combined, as on XLA:CPU."""
     units = _combined([[kernel] for kernel in kernels], results)
-    ready = TopologicalSorter(dict(enumerate(_dependencies(units))))  # first in, first out
+    ready = TopologicalSorter(dict(enumerate(dependencies_of(units))))  # first in, first out
     return [Step(units[k]) for k in ready.static_order()]
 
 
-def xla_gpu_order(kernels: Sequence[Kernel], results: Sequence[Instruction]) -> list[Step]:
-    """Siblings fused, and collectives combined and overlapped with other kernels, as on XLA:GPU."""
-    known = Kernels.of(kernels, results)
-    return known.overlapped or _constants_late([Step(unit) for unit in known.gpu_units])
+def xla_gpu_most_freed_first(kernels: Sequence[Kernel], results: Sequence[Instruction]) -> list[Step]:
+    """As `most_freed_first` on XLA:GPU."""
+    return _gpu_steps(kernels, results, list_order)
+
+
+def xla_gpu_depth_first(kernels: Sequence[Kernel], results: Sequence[Instruction]) -> list[Step]:
+    """See `depth_first_order`, on XLA:GPU."""
+    return _gpu_steps(kernels, results, depth_first_order)
+
+
+def xla_gpu_as_written(kernels: Sequence[Kernel], results: Sequence[Instruction]) -> list[Step]:
+    """As in the program on XLA:GPU, which mostly is one of the other orders."""
+    return _constants_late([Step(unit) for unit in Kernels.of(kernels, results).gpu_units])
 
 
 def xla_gpu_result_by_result(kernels: Sequence[Kernel], results: Sequence[Instruction]) -> list[Step]:
-    """As `result_by_result` on XLA:GPU, which keeps this order where there are no collectives."""
-    known = Kernels.of(kernels, results)
-    order = [] if known.overlapped else _postorder(known.gpu_units, known.gpu_dependencies, results)
-    return known.overlapped or _constants_late([Step(known.gpu_units[k]) for k in order])
+    """As `result_by_result` on XLA:GPU."""
+    return _gpu_steps(kernels, results, _postorder)
 
 
-def xla_gpu_most_freed_first(kernels: Sequence[Kernel], results: Sequence[Instruction]) -> list[Step]:
-    """As `most_freed_first` on XLA:GPU, which keeps this order where there are no collectives."""
+def _gpu_steps(
+    kernels: Sequence[Kernel],
+    results: Sequence[Instruction],
+    order: Callable[[Sequence[Sequence[Kernel]], Sequence[Sequence[int]], Sequence[Instruction]], list[int]],
+) -> list[Step]:
+    """The units of XLA:GPU in some order."""
     known = Kernels.of(kernels, results)
-    order = [] if known.overlapped else list_order(known.gpu_units, known.gpu_dependencies, results)
-    return known.overlapped or _constants_late([Step(known.gpu_units[k]) for k in order])
+    units = known.gpu_units
+    return _constants_late([Step(units[k]) for k in order(units, known.gpu_dependencies, results)])
 
 
 ORDERS: Mapping[Schedule, Sequence[Order]] = {
     "breadth first": [xla_cpu_order],
-    "latency hiding": [xla_gpu_most_freed_first, xla_gpu_order, xla_gpu_result_by_result],
+    "latency hiding": [
+        xla_gpu_most_freed_first,
+        xla_gpu_as_written,
+        xla_gpu_depth_first,
+        xla_gpu_result_by_result,
+    ],
     "least memory": [most_freed_first, as_written, result_by_result],
 }
 """Those of which the compiler takes the one that needs least memory, the first one of equals."""
+
+
+def is_named(kernel: Kernel) -> bool:
+    """Whether a kernel only names an array."""
+    return kernel.root.role in ("argument", "tuple-element") or kernel.is_view
 
 
 def _combined(
@@ -179,11 +211,11 @@ def _combined(
     groups = {k: (root.name, root.group) for k, root in enumerate(roots) if root.group is not None}
     sizes = {k: roots[k].num_bytes for k in groups}
     ends = [index[x] for x in results]
-    merged = combined_collectives(_dependencies(units), groups, ends, sizes, most_bytes, refills=refills)
+    merged = combined_collectives(dependencies_of(units), groups, ends, sizes, most_bytes, refills=refills)
     return [[kernel for k in unit for kernel in units[k]] for unit in merged]
 
 
-def _dependencies(units: Sequence[Sequence[Kernel]]) -> list[list[int]]:
+def dependencies_of(units: Sequence[Sequence[Kernel]]) -> list[list[int]]:
     """Per unit those whose results it reads."""
     owner = {kernel.root: k for k, unit in enumerate(units) for kernel in unit}
     found = [dict.fromkeys(owner[x] for kernel in unit for x in kernel.operands) for unit in units]
@@ -196,113 +228,6 @@ def _postorder(
     """The indices of units, those that the first result needs first."""
     place = {kernel.root: k for k, unit in enumerate(units) for kernel in unit}
     return postorder([*(place[x] for x in results), *range(len(units))], dependencies)
-
-
-def _works(units: Sequence[Sequence[Kernel]]) -> tuple[list[Work], list[int | None]]:
-    """The work of units as XLA:GPU's scheduler sees it, and the unit that each stands for.
-
-    A split product is summed by another kernel, unless those that slice it do; its result counts from the product on.
-    """
-    owner = {kernel.root: k for k, unit in enumerate(units) for kernel in unit}
-    readers: list[list[str]] = [[] for _ in units]
-    for unit in units:
-        for kernel in unit:
-            for x in kernel.operands:
-                readers[owner[x]].append(kernel.root.name)
-    works: list[Work] = []
-    made: list[int | None] = []
-    last: list[int] = []
-    """Unit -> the work that ends it."""
-    for k, (unit, after) in enumerate(zip(units, _dependencies(units), strict=True)):
-        views = frozenset(last[j] for j in _views(unit, units, owner))
-        works.append(_work(unit, tuple(last[j] for j in after), views))
-        made.append(k)
-        product = unit[0].root.product
-        if product is not None and product.is_split and any(name != "slice" for name in readers[k]):
-            works.append(Work(microseconds=product.sum_us, after=(len(works) - 1,)))
-            made.append(None)
-        last.append(len(works) - 1)
-    return works, made
-
-
-def _views(
-    unit: Sequence[Kernel], units: Sequence[Sequence[Kernel]], owner: Mapping[Instruction, int]
-) -> frozenset[int]:
-    """The units whose results a unit reads through an op that takes no time: one of several, or reshaped for a matrix
-    product or for a collective, whose kernels don't reshape."""
-    found, own = set(), {kernel.root for kernel in unit}
-    for kernel in unit:
-        root, product = kernel.root, kernel.root.product
-        for x in kernel.operands:
-            if x in own:
-                continue
-            is_one_of_several = len(units[owner[x]]) > 1
-            if product is not None:
-                is_view = product.is_reshaped and not (x.product is not None and x.shape == root.shape)
-            else:
-                is_view = root.name in gpu_latencies.COLLECTIVES and x.product is not None and x.product.is_reshaped
-            if is_one_of_several or is_view:
-                found.add(owner[x])
-    return frozenset(found)
-
-
-def _work(unit: Sequence[Kernel], after: tuple[int, ...], views: frozenset[int]) -> Work:
-    """A unit as XLA:GPU's scheduler sees it."""
-    root = unit[0].root
-    if root.role == "unfusible" and root.name in gpu_latencies.COLLECTIVES:
-        num_bytes = sum(x.num_bytes for kernel in unit for x in kernel.operands)
-        latency = gpu_latencies.collective_us(root.name, num_bytes, root.num_devices)
-        return Work(microseconds=latency, after=after, views=views, is_collective=True)
-    return Work(
-        microseconds=sum(map(_kernel_us, unit)),
-        after=after,
-        views=views,
-        communicates=any(not body.names().isdisjoint(gpu_latencies.COLLECTIVES) for body in root.bodies),
-    )
-
-
-def _kernel_us(kernel: Kernel) -> float:
-    """The time of a kernel that is not a collective."""
-    root = kernel.root
-    if root.bodies:
-        return gpu_latencies.LOOP_US
-    if _is_view(kernel) or root.name == BARRIER or root.num_bytes == 0:
-        return 0.0
-    if root.name == "conv_general_dilated":
-        return gpu_latencies.CONVOLUTION_US
-    num_bytes = root.num_bytes + sum(x.num_bytes for x in kernel.operands)
-    if root.product is not None:
-        return gpu_latencies.product_us(root.product, num_bytes)
-    return num_bytes / gpu_latencies.BYTES_PER_US
-
-
-def _is_view(kernel: Kernel) -> bool:
-    """Whether a kernel only names an array."""
-    return kernel.root.role in ("argument", "tuple-element") or kernel.is_view
-
-
-def _overlapped_steps(units: Sequence[list[Kernel]], order: Sequence[tuple[int, Part]]) -> list[Step]:
-    """The steps of scheduled units; the operands of a collective that overlaps others live until it ends.
-
-    One that overlaps none is synchronous (openxla/xla, `hlo/transforms/convert_async_collectives_to_sync.cc`).
-    """
-    steps: list[Step] = []
-    awaited: list[Instruction] = []
-    in_flight: set[int] = set()
-    """Collectives that overlap nothing so far."""
-    for k, part in order:
-        if part == "end":
-            awaited += [] if k in in_flight else [x for kernel in units[k] for x in kernel.operands]
-        else:
-            steps.append(Step(units[k], awaited))
-            awaited = []
-            if part == "start":
-                in_flight.add(k)
-            elif not all(map(_is_view, units[k])):
-                in_flight.clear()
-    if awaited:
-        steps[-1].awaited += awaited
-    return steps
 
 
 def _constants_late(steps: Sequence[Step]) -> list[Step]:

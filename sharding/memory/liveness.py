@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from .collective_overlap import communicates, overlapped
 from .cpu_fusion import fuse_on_cpu
 from .fusion import Kernel, fuse
 from .heap_simulator import Interval, Occupancy, aligned
@@ -99,7 +100,8 @@ def lifetimes(
     Args:
         carried: (argument, result) pairs that share a buffer: a result that can't is a temporary, copied in the end.
         not_temporary: results whose buffers are counted elsewhere.
-        orders: of which the one with the lowest peak is taken, the first of those that are almost equal.
+        orders: of which the one with the lowest peak is taken, the first of those that are almost equal. Where GPUs
+            communicate results count as temporaries for that, and collectives are overlapped in this order.
         holders: results whose buffers hold temporaries before, those of donated arguments after their last use.
     """
     alive = body.live_instructions()
@@ -108,12 +110,18 @@ def lifetimes(
     roots = [kernel.root for kernel in kernels if kernel.root.bodies]
     nested = {root: [_nested(root, inner, orders) for inner in root.bodies] for root in roots}
     known = Kernels(kernels, body.results)
-    schedules = [*{id(steps): steps for steps in [order(known, body.results) for order in orders]}.values()]
+    schedules = [order(known, body.results) for order in orders]
     arrays = StoredArrays([kernel for step in schedules[0] for kernel in step.kernels], body.traits)
-    made = (_BufferAssignment(steps, arrays, body, carried, not_temporary, nested) for steps in schedules)
-    found = [one.lifetimes(holders) for one in made]
-    least = min(one.peak_bytes() for one in found)
-    return next(one for one in found if one.peak_bytes() <= TIE * least)
+
+    def found(steps: list[Step]) -> Lifetimes:
+        return _BufferAssignment(steps, arrays, body, carried, not_temporary, nested).lifetimes(holders)
+
+    if traits.schedule == "latency hiding" and communicates(schedules[0]):
+        made = [_BufferAssignment(steps, arrays, body, [], set(), nested).lifetimes([]) for steps in schedules]
+        return found(overlapped(min(made, key=Lifetimes.peak_bytes).steps, body.results))
+    everything = [found(steps) for steps in schedules]
+    least = min(one.peak_bytes() for one in everything)
+    return next(one for one in everything if one.peak_bytes() <= TIE * least)
 
 
 def _nested(source: Instruction, body: Body, orders: Sequence[Order]) -> Lifetimes:
@@ -213,6 +221,8 @@ class _BufferAssignment:
         if root.role == "tuple-element":
             at = self.arrays.operand_in_place(root.operands[0], root.element)
             return None if at is None else self.freed_buffer(root.operands[0].operands[at], born)
+        if root.name == "all-reduce" and self.steps[born].is_asynchronous:
+            return self.reduced_buffer(root, born)
         is_update = is_bound(root)
         if root in self.bound and not is_update:
             return None
@@ -233,11 +243,22 @@ class _BufferAssignment:
         buffer = self.buffer_of.get(operand)
         return buffer if buffer is not None and buffer.is_temporary and buffer.dies <= step else None
 
+    def reduced_buffer(self, result: Instruction, step: int) -> Buffer | None:
+        """The buffer of the operand of an asynchronous all-reduce, whose result is the same array to XLA."""
+        alike = [x for x in result.operands[:1] if x.stored_bytes == result.stored_bytes]
+        buffer = self.buffer_of.get(alike[0]) if alike else None
+        return buffer if buffer is not None and buffer.is_temporary and buffer.dies <= step else None
+
     def is_one_of_several(self, x: Instruction) -> bool:
-        """Whether a kernel makes an array beside others."""
+        """Whether a kernel makes an array beside others: also cuDNN, which has scratch memory, and a collective that
+        others overlap, whose start it is (openxla/xla, `service/heap_simulator/heap_simulator.cc`)."""
         made = self.arrays.origin.get(x, x)
-        together = [kernel.root for kernel in self.steps[self.step_of[made]].kernels] if made in self.step_of else []
-        return len(together) > 1 and made.role != "tuple-element" and made.group is None
+        if made not in self.step_of:
+            return False
+        step = self.steps[self.step_of[made]]
+        if step.is_asynchronous or (self.body.traits.uses_cudnn and made.name == "conv_general_dilated"):
+            return True
+        return len(step.kernels) > 1 and made.role != "tuple-element" and made.group is None
 
     def alias(self) -> None:
         """Alias each new loop carry or donated result to the old one, unless a kernel needs both at once.

@@ -99,4 +99,5 @@ def read_alike(kernel: Kernel) -> set[Instruction]:
     order = common.pop() if len(common) == 1 else None
     if order is None:
         return set()
-    return {x for x, shape in found.items() if tuple(shape[d] for d in order) == kernel.root.shape}
+    shapes = {x: shape for x, shape in found.items() if len(shape) == len(order)}
+    return {x for x, shape in shapes.items() if tuple(shape[d] for d in order) == kernel.root.shape}

@@ -95,6 +95,7 @@ def slow_nodes(works):
             node.lasts = work.microseconds if node.part == "kernel" else START_US
             own = work.microseconds if node.part == "end" else 0
             node.depth = own + max((one.depth for one in node.after), default=0)
+            node.is_end = node.part == "end" or work.communicates
         nodes += made
         ends.append(made[-1])
     return nodes
@@ -102,7 +103,7 @@ def slow_nodes(works):
 
 def slow_order(works):
     """From the end: each turn looks at all nodes, and takes the best of those whose readers are all placed."""
-    nodes, order, now, in_flight, released = slow_nodes(works), [], 0.0, False, []
+    nodes, order, now, in_flight, released, waits = slow_nodes(works), [], 0.0, False, [], []
 
     def left(node):
         return sum(not reader.placed for reader, _ in node.before)
@@ -110,64 +111,60 @@ def slow_order(works):
     def release(node):
         node.ready = max(now, earliest(node))
         released.append(node)
+        if node.ready > now and not node.work.is_view:
+            waits.append(node.ready)
 
     def earliest(node):
-        return max([0.0, *((one.done if node.k in one.work.views else one.ready) + wait for one, wait in node.before)])
+        return max([0.0, *(behind(reader, node) + wait for reader, wait in node.before)])
+
+    def behind(reader, node):
+        return max(reader.done, reader.ready + START_US) if node.k in reader.work.views else reader.ready
 
     def liked(node):
         waits_alone = sum(left(one) == 1 for one in node.after)
         return any(one.part == "end" for one in node.after), waits_alone, node.k
 
-    def best(found):
-        deepest = max(node.depth for node in found)
-        return max((node for node in found if node.depth == deepest), key=liked)
+    def stall(node):
+        return max(node.ready - now, 0)
 
-    def fitting(ready, depth, until):
-        deepest = [node for node in ready if node.depth == depth]
-        if until:
-            room = min(until) - now
-            nearest = min(abs(room - node.lasts) for node in deepest)
-            deepest = [node for node in deepest if abs(room - node.lasts) == nearest]
-        return max(deepest, key=liked)
+    def misfit(node):
+        return abs(min(waits) - now - node.lasts) if waits else 0
+
+    def best(found):
+        """The one that waits least, then behind most latency, then that fills the time, then that is liked most."""
+        found = [node for node in found if stall(node) == min(map(stall, found))]
+        return max(found, key=lambda node: (node.depth, -misfit(node), liked(node)))
 
     def choice():
         waiting = [node for node in released if not node.placed]
-        kernels = [node for node in waiting if node.part == "kernel"]
-        free = [node for node in kernels if node.lasts == 0 and not node.work.communicates]
-        if free:
-            return free[-1]
-        ends = [node for node in waiting if node.part == "end" or node.work.communicates]
-        kernels = [node for node in kernels if not node.work.communicates]
+        views = [node for node in waiting if node.work.is_view]
+        if views:
+            return views[-1]
+        ends = [node for node in waiting if node.is_end]
         starts = [node for node in waiting if node.part == "start"]
-        ready = [node for node in kernels if node.ready <= now]
-        later = sorted((node for node in kernels if node.ready > now), key=lambda node: (node.ready, -node.k))
-        if not in_flight and ends:
-            due = [node for node in ends if node.ready <= now]
-            return best(due) if due else min(ends, key=lambda node: (node.ready, -node.k))
-        depth = max((node.depth for node in ready), default=None)
-        for start in starts:
-            if start.ready > now:
-                continue
-            if depth is None or ends or 0 < start.depth > depth:
-                return start
-            kernel = fitting(ready, depth, [node.ready for node in later[:1]])
-            room = later[0].ready - now if later else None
-            fills = room is not None and abs(room - kernel.lasts) < abs(room - start.lasts)
-            return start if start.depth == depth > 0 and not fills and liked(start) > liked(kernel) else kernel
-        if ready:
-            until = [node.ready for node in starts if node.ready > now] + [node.ready for node in later[:1]]
-            return fitting(ready, depth, until)
-        if starts and (not later or starts[0].ready <= later[0].ready):
-            return starts[0]
-        return later[0]
+        others = [node for node in waiting if not node.is_end and node.part != "start"]
+        for first in ([node for node in others if node.work.is_filled_late], [] if in_flight else ends):
+            if first:
+                return best(first)
+        if not starts or not others:
+            return best(starts or others)
+        (start,), kernel = starts, best(others)
+        if stall(start) != stall(kernel):
+            return min(start, kernel, key=stall)
+        if ends or not start.depth:
+            return start if ends else kernel
+        if start.depth != kernel.depth:
+            return max(start, kernel, key=lambda node: node.depth)
+        return kernel if misfit(kernel) < misfit(start) or liked(kernel) > liked(start) else start
 
     for node in nodes:
         if not node.before:
             release(node)
     while len(order) < len(nodes):
         node = choice()
-        node.ready = max(now, earliest(node)) if node.lasts else now
+        node.ready = max(now, earliest(node))
         node.done = now = node.ready + node.lasts
+        waits[:] = [time for time in waits if time >= now]
         in_flight = node.part == "end" if node.part != "kernel" else in_flight
         node.placed = True
         order.append((node.k, node.part))
@@ -184,7 +181,9 @@ def test_the_order_is_that_of_the_policy(seed):
         replace(
             one,
             views=frozenset(k for k in one.after if rng.random() < 0.3),
-            communicates=not one.is_collective and seed % 2 == 1 and rng.random() < 0.2,
+            communicates=(kind := rng.random()) < 0.2 and not one.is_collective and seed % 2 == 1,
+            is_view=0.2 <= kind < 0.4 and not one.is_collective,
+            is_filled_late=kind > 0.9 and not one.after,
         )
         for one in random_works(rng)
     ]

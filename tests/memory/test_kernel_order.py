@@ -9,9 +9,16 @@ import pytest
 
 import sharding
 from sharding import P, cost
+from sharding.memory.collective_overlap import overlapped
 from sharding.memory.fusion import Kernel
 from sharding.memory.instruction import Body, Instruction
-from sharding.memory.kernel_order import ORDERS, as_written, result_by_result, xla_cpu_order, xla_gpu_order
+from sharding.memory.kernel_order import (
+    ORDERS,
+    as_written,
+    result_by_result,
+    xla_cpu_order,
+    xla_gpu_depth_first,
+)
 from sharding.memory.liveness import TIE, lifetimes
 
 MEGABYTES = 2**20
@@ -21,6 +28,10 @@ COLLECTIVES = ["all-reduce", "all-gather", "reduce-scatter", "all-to-all"]
 def kernel(name, *operands, role="unfusible", size=8 * MEGABYTES, group=None):
     one = Instruction(name, role, [k.root for k in operands], (size // 4,), size, group=group)
     return Kernel(one, [one], list(one.operands))
+
+
+def xla_gpu_order(kernels, results):
+    return overlapped(xla_gpu_depth_first(kernels, results), results)
 
 
 def names(steps):
@@ -46,25 +57,35 @@ def test_other_kernels_run_while_a_collective_is_in_flight():
     assert names(steps) == ["x", "before", "all-reduce", "other", "end"]
 
 
+@pytest.mark.parametrize("name", ["all-gather", "all-reduce"])
 @pytest.mark.parametrize("is_given", [False, True])
-def test_a_collective_with_nothing_beside_it_is_synchronous(is_given):
-    """Also if only an argument is beside it; its operand lives until the collective has ended otherwise."""
+def test_a_collective_with_nothing_beside_it_is_synchronous(is_given, name):
+    """Also if only an argument is beside it; else its operand lives until it has ended, unless it sums in place."""
     x, y = kernel("x"), kernel("y")
     if is_given:
         y.root.role = "argument"
-    reduced = kernel("all-reduce", x)
-    end = kernel("end", reduced, y)
-    steps = xla_gpu_order([x, reduced, y, end], [end.root])
-    assert names(steps) == ["x", "all-reduce", "y", "end"]
-    assert (x.root in steps[-1].operands) is not is_given
+    moved = kernel(name, x)
+    end = kernel("end", moved, y)
+    steps = xla_gpu_order([x, moved, y, end], [end.root])
+    assert names(steps) == ["x", name, "y", "end"]
+    assert steps[1].is_asynchronous is not is_given
+    assert (x.root in steps[-1].operands) is (not is_given and name == "all-gather")
 
 
 def test_the_operand_of_the_last_collective_lives_until_the_end():
     x, y = kernel("x"), kernel("y")
-    reduced, other = kernel("all-reduce", x), kernel("other", y)
-    steps = xla_gpu_order([x, y, reduced, other], [reduced.root, other.root])
+    gathered, other = kernel("all-gather", x), kernel("other", y)
+    steps = xla_gpu_order([x, y, gathered, other], [gathered.root, other.root])
     assert names(steps)[-1] == "other"
     assert steps[-1].operands == [y.root, x.root]
+
+
+def test_large_constants_are_filled_right_before_they_are_read():
+    x, zeros, small = kernel("x"), kernel("broadcast"), kernel("broadcast", size=4)
+    gathered, other = kernel("all-gather", x), kernel("other", x)
+    end = kernel("end", gathered, other, zeros, small)
+    steps = xla_gpu_order([zeros, small, x, gathered, other, end], [end.root])
+    assert [k.root for step in steps[-2:] for k in step.kernels] == [zeros.root, end.root]
 
 
 def test_an_empty_array_takes_no_time_to_make():
