@@ -1,7 +1,7 @@
 """Multi-output fusion: kernels that read the same array run as one (openxla/xla, `multi_output_fusion.cc`).
 
-These are a reduction and another reader of its array. On TPUs also elementwise kernels, such as those of a weight and
-of its moments, which one kernel updates.
+These are a reduction and the kernel that makes its array, or another reader of it. On TPUs also elementwise kernels,
+such as those of a weight and of its moments, which one kernel updates.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ def fuse_siblings(
 
     Args:
         kernels: in program order.
-        reorders: whether what reads a reduction moves down with it, and kernels that pick from a large array are fused
-            like reductions. Otherwise all others stay in program order.
+        reorders: whether what reads a reduction moves down with it, kernels that pick from a large array are fused like
+            reductions, and reductions that find no other reader run in the kernel that makes their array. Otherwise all
+            others stay in program order.
         elementwise: whether reductions run in the kernel that makes their array, and kernels of elementwise ops move
             down to the next one that reads the same array, and makes one of their shape, also if it reads theirs.
     """
@@ -44,14 +45,18 @@ def fuse_siblings(
             readers.setdefault(x, []).append(k)
     for siblings in readers.values():
         for before, k, after in zip([None, *siblings], siblings, [*siblings[1:], None], strict=False):
-            if elementwise and _is_reduction(kernels[k]) and found.join_maker(k):
+            is_reduction = _is_reduction(kernels[k])
+            if elementwise and is_reduction and found.join_maker(k):
                 continue
-            if len(found.units[k]) != 1 or not (_is_reduction(kernels[k]) or (reorders and _picks(kernels[k]))):
+            if len(found.units[k]) != 1 or not (is_reduction or (reorders and _picks(kernels[k]))):
                 continue
             for sibling in (before, after):
                 target = k if sibling is None else found.owner[kernels[sibling].root]
                 if target != k and found.join(k, target, reorders=reorders):
                     break
+            else:
+                if reorders and is_reduction:
+                    found.join_maker(k)
     for siblings in readers.values() if elementwise else ():
         alike: dict[tuple[int, ...], Instruction] = {}
         """Shape -> the root of the next kernel that makes one."""
