@@ -76,11 +76,6 @@ class _Node:
         return self.work.microseconds if self.part == "kernel" else START_US
 
     @property
-    def waits_for_its_turn(self) -> bool:
-        """Whether it is an end, or a loop with collectives, so that it is placed while no collective is in flight."""
-        return self.part == "end" or self.work.communicates
-
-    @property
     def preference(self) -> tuple[bool, int, int]:
         """Preferred are the nodes behind a collective, then those that make most others ready, then the last."""
         return self.ends_before, self.num_last_reads, self.position
@@ -206,8 +201,18 @@ class _Queue:
             heapq.heappush(self.depths, -node.depth)
         self.by_depth[node.depth].push(node)
 
-    def take(self, depth: float, microseconds: float | None = None) -> _Node:
-        """The best ready node of a depth: of those that take a time most nearly, if given, by preference."""
+    def soonest(self, now: float) -> float | None:
+        """When the next node is ready: now, if one is."""
+        self.advance(now)
+        if self.deepest() is not None:
+            return now
+        return self.later[0][0] if self.later else None
+
+    def take(self, now: float, microseconds: float | None) -> _Node:
+        """The best node of those ready by now: of the deepest that take a time most nearly, if given, by preference."""
+        self.advance(now)
+        depth = self.deepest()
+        assert depth is not None
         return self.by_depth[depth].take(microseconds)
 
 
@@ -268,7 +273,7 @@ class _Scheduler:
             return
         if node.ready > self.now:
             heapq.heappush(self.waits, node.ready)
-        if node.waits_for_its_turn:
+        if node.part == "end" or node.work.communicates:
             self.ends.push(node)
         elif node.part == "start":
             self.start = node
@@ -284,32 +289,16 @@ class _Scheduler:
         wait = self.waits[0] - self.now if self.waits else None
         first = [self.constants, self.ends] if self.in_flight is None else [self.constants]
         for queue in first:
-            if (time := self.soonest(queue)) is not None:
-                queue.advance(time)
-                if (depth := queue.deepest()) is not None:
-                    return queue.take(depth, wait)
-        start, time = self.start, self.soonest(self.kernels)
+            if (time := queue.soonest(self.now)) is not None:
+                return queue.take(time, wait)
+        start, time = self.start, self.kernels.soonest(self.now)
         if time is None or (start is not None and max(start.ready, self.now) < time):
             return self.take_start()
-        self.kernels.advance(time)
-        depth = self.kernels.deepest()
-        assert depth is not None
-        if start is None or start.ready > time:
-            return self.kernels.take(depth, wait)
-        if self.is_start_next(start, depth):
-            return self.take_start()
-        kernel = self.kernels.take(depth, wait)
-        if start.depth == depth > 0 and self.is_preferred(start, kernel, wait):
+        kernel = self.kernels.take(time, wait)
+        if start is not None and start.ready <= time and self.is_preferred(start, kernel, wait):
             self.kernels.add_ready(kernel)
             return self.take_start()
         return kernel
-
-    def soonest(self, queue: _Queue) -> float | None:
-        """When the next node of a queue is ready: now, if one is."""
-        queue.advance(self.now)
-        if queue.deepest() is not None:
-            return self.now
-        return queue.later[0][0] if queue.later else None
 
     def take_start(self) -> _Node:
         """The start of the collective in flight."""
@@ -317,14 +306,13 @@ class _Scheduler:
         assert start is not None
         return start
 
-    def is_start_next(self, start: _Node, depth: float) -> bool:
-        """Whether a start whose latency is hidden goes before all ready kernels, of which the deepest is given."""
-        if self.soonest(self.ends) is not None:  # another collective waits for this one
-            return True
-        return start.depth > 0 and start.depth > depth
-
     def is_preferred(self, start: _Node, kernel: _Node, wait: float | None) -> bool:
-        """Whether a start goes before the best kernel of the same depth, which does not fill the time to a wait."""
+        """Whether a start whose latency is hidden goes before the best kernel: also where another collective waits for
+        it, not where the kernel fills the time to a wait."""
+        if self.ends.soonest(self.now) is not None:
+            return True
+        if start.depth != kernel.depth or not start.depth:
+            return start.depth > kernel.depth
         if wait is not None and abs(wait - kernel.microseconds) < abs(wait - start.microseconds):
             return False
         return start.preference > kernel.preference

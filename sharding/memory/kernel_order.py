@@ -120,7 +120,7 @@ def most_freed_first(kernels: Sequence[Kernel], results: Sequence[Instruction]) 
     return [Step(known.units[k]) for k in list_order(known.units, known.dependencies, results)]
 
 
-def depth_first_order(
+def _depth_first(
     units: Sequence[Sequence[Kernel]], sources: Sequence[Sequence[int]], results: Sequence[Instruction]
 ) -> list[int]:
     """The indices of units, first those that a result needs: of what a unit reads, that with most readers on the way
@@ -155,8 +155,8 @@ def xla_gpu_most_freed_first(kernels: Sequence[Kernel], results: Sequence[Instru
 
 
 def xla_gpu_depth_first(kernels: Sequence[Kernel], results: Sequence[Instruction]) -> list[Step]:
-    """See `depth_first_order`, on XLA:GPU."""
-    return _gpu_steps(kernels, results, depth_first_order)
+    """See `_depth_first`, on XLA:GPU."""
+    return _gpu_steps(kernels, results, _depth_first)
 
 
 def xla_gpu_as_written(kernels: Sequence[Kernel], results: Sequence[Instruction]) -> list[Step]:

@@ -240,14 +240,17 @@ class _BufferAssignment:
         """The buffer of an operand that is not read after a step, unless the compiler keeps it."""
         if self.body.traits.keeps_several and self.is_one_of_several(operand):
             return None
+        return self.unread_buffer(operand, step)
+
+    def unread_buffer(self, operand: Instruction, step: int) -> Buffer | None:
+        """The buffer of an operand that is not read after a step."""
         buffer = self.buffer_of.get(operand)
         return buffer if buffer is not None and buffer.is_temporary and buffer.dies <= step else None
 
     def reduced_buffer(self, result: Instruction, step: int) -> Buffer | None:
         """The buffer of the operand of an asynchronous all-reduce, whose result is the same array to XLA."""
         alike = [x for x in result.operands[:1] if x.stored_bytes == result.stored_bytes]
-        buffer = self.buffer_of.get(alike[0]) if alike else None
-        return buffer if buffer is not None and buffer.is_temporary and buffer.dies <= step else None
+        return self.unread_buffer(alike[0], step) if alike else None
 
     def is_one_of_several(self, x: Instruction) -> bool:
         """Whether a kernel makes an array beside others: also cuDNN, which has scratch memory, and a collective that

@@ -1,10 +1,9 @@
 """Which buffers XLA:GPU writes over, and which it keeps: of elementwise kernels, cuDNN and all-reduces."""
 
-import importlib.util
-
 import jax
 import jax.numpy as jnp
 import pytest
+from support import compilers
 
 import sharding
 from sharding import P, cost
@@ -72,7 +71,7 @@ def test_arrays_that_are_needed_at_once(name):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("jax_cuda13_plugin") is None, reason="no cuda13")
+@compilers.needs("jax_cuda13_plugin")
 @pytest.mark.parametrize("name", CASES)
 def test_the_compiler_for_h100_needs_as_many(name):
     with sharding.mesh(data=8, devices=cost.compile_only("h100:1x8")):
