@@ -71,7 +71,7 @@ class CompilerTraits:
     sums_slices: bool = False
     """Whether reduce-scatters over all devices are all-reduces, of which each reader takes a part."""
     reshapes_products: bool = False
-    """Whether products are of matrices, or of stacks of them, so that results with more dims are bitcasts."""
+    """Whether products are of matrices, or stacks of them, and gathers keep dims of size 1, other dims are bitcasts."""
     transposes_operands: bool = False
     """Whether products read stacks of matrices, to which arguments of the program are transposed."""
     merges_products: bool = False

@@ -106,6 +106,9 @@ def scan(lowering: Lowering, i: int, eqn: Any, scope: Scope | None, env: Env, em
     body = compat.open_jaxpr(eqn.params["jaxpr"])
     child = scope.children.get((i, "jaxpr", 0)) if scope is not None else None
     inputs, entries = loop_operands(lowering, i, eqn, scope, env, emitter)
+    if first_stacked == len(inputs) == n_consts + len(eqn.outvars) and eqn.params["length"] <= eqn.params["unroll"]:
+        lowering.bind(eqn.outvars, _unrolled(lowering, eqn, body, child, inputs, entries, emitter), env)
+        return
     rows = {k: lowering.spec_of(eqn.invars[k], scope).row for k in range(first_stacked, len(inputs))}
     for k in rows:
         inputs[k] = emitter.stored_as(inputs[k], lowering.graph_value(body.invars[k], child))
@@ -131,6 +134,27 @@ def scan(lowering: Lowering, i: int, eqn: Any, scope: Scope | None, env: Env, em
     operands = [*inputs, *stacks]
     carried = [*range(n_consts, first_stacked), *range(len(inputs), len(operands))]
     lowering.bind(*emit_loop(lowering, eqn, operands, carried, outputs, scope, inner.body, emitter), env)
+
+
+def _unrolled(
+    lowering: Lowering,
+    eqn: Any,
+    body: Any,
+    child: Scope | None,
+    inputs: Sequence[Instruction],
+    entries: Sequence[int | None],
+    emitter: Emitter,
+) -> list[Instruction]:
+    """What a scan of values that are only carried computes without a loop: JAX lowers it to none."""
+    n_consts, _ = compat.scan_parts(eqn.params)
+    consts, carry = inputs[:n_consts], [*inputs[n_consts:]]
+    for _ in range(eqn.params["length"]):
+        inner: Env = dict.fromkeys(body.constvars)
+        inner.update(zip(body.invars, [*consts, *carry], strict=True))
+        lowering.lower_equations(body, child, inner, emitter)
+        pairs = zip(body.outvars, entries[n_consts:], strict=True)
+        carry = [stored(lowering, atom, inner, child, target, emitter) for atom, target in pairs]
+    return carry
 
 
 def while_(lowering: Lowering, i: int, eqn: Any, scope: Scope | None, env: Env, emitter: Emitter) -> None:

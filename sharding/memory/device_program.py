@@ -9,6 +9,7 @@ from ..rewrite.executed_assignment import executed
 from . import control_flow_lowering
 from .compiler_traits import CompilerTraits
 from .dead_results import drop_dead_results
+from .dim_orders import settle_layouts
 from .emitter import Emitter
 from .equation_lowering import Env, Handler, Lowering
 from .instruction import Body, Instruction
@@ -87,6 +88,8 @@ def lower(assignment: Assignment, traits: CompilerTraits) -> DeviceProgram:
         merge_products(emitter.body)
     if traits.fuses_around_products:
         fuse_products(emitter.body)
+    if traits.chooses_layouts:
+        settle_layouts(emitter.body)
     if traits.rounds_early:
         settle_rounding(emitter.body)
     if traits.stores_tiles:

@@ -221,7 +221,7 @@ class Emitter:
         """
         facts: Mapping[str, Any] = {"value": x.value, "eqn": x.eqn}
         if itemsize != 2 or not self.traits.widens_16_bits:
-            is_bitcast = self.traits.reshapes_products and x.product is not None and x.product.num_dims < len(x.shape)
+            is_bitcast = self.traits.reshapes_products and _is_reshaped(x)
             is_alike = x.itemsize == self.stored_itemsize(itemsize, x.value) and not is_bitcast
             in_place = ((0, 0),) if self.traits.reduces_in_place and is_alike else ()
             facts = {**facts, "group": (axes, itemsize), "in_place": in_place}
@@ -244,6 +244,13 @@ class Emitter:
         if x.itemsize != 2:
             return x
         return self.emit("convert", "fusible", [x], x.shape, 4, key="32", elementwise=True, value=x.value, eqn=x.eqn)
+
+
+def _is_reshaped(x: Instruction) -> bool:
+    """Whether XLA:GPU computes it with other dims: a product as a matrix, a gather with dims of size 1."""
+    if x.name == "gather" and x.eqn is not None and x.eqn.primitive.name == "gather":
+        return bool(x.eqn.params["dimension_numbers"].collapsed_slice_dims)
+    return x.product is not None and x.product.num_dims < len(x.shape)
 
 
 def before_rounding(x: Instruction) -> Instruction:

@@ -62,6 +62,8 @@ class Instruction:
     num_devices: int = 0
     """The devices of each of a collective's groups; 0 if they span hosts."""
     phase: Phase = ""
+    layout: tuple[int, ...] = ()
+    """The order in which its dims are stored, from the one whose elements are farthest apart; () if it is theirs."""
 
     def __repr__(self) -> str:
         return f"{self.name}{list(self.shape)}"

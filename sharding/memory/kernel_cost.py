@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from .. import compat
 from ..cost.gpu_arithmetic import arithmetic_us, cycles, kernel_us, read_us
 from ..cost.gpu_latencies import BYTES_PER_US
+from .dim_orders import stored_order
 from .instruction import Instruction
 from .primitive_traits import REDUCTIONS, updates
 
@@ -124,11 +125,16 @@ class KernelCost:
         """Its time in microseconds."""
         return kernel_us(arithmetic_us(self.cycles, self.blocks), self.memory_us)
 
-    def us_with(self, producer: KernelCost) -> float:
-        """Its time if it computes a producer, too."""
+    def us_with(self, producer: KernelCost, *, stores: bool = False) -> float:
+        """Its time if it computes a producer, too.
+
+        Args:
+            stores: whether it also writes what the producer makes.
+        """
         if producer.is_reduction:  # which changes the blocks of threads
             return self.with_producer(producer).us
-        return kernel_us(arithmetic_us(self.cycles_with(producer), self.blocks), self.memory_us_with(producer))
+        memory = self.memory_us_with(producer) + (_written_bytes(producer.root) / BYTES_PER_US if stores else 0.0)
+        return kernel_us(arithmetic_us(self.cycles_with(producer), self.blocks), memory)
 
     def memory_us_with(self, producer: KernelCost) -> float:
         """The time of its reads and its write if as many blocks of threads compute a producer, too."""
@@ -192,19 +198,18 @@ def _cycles(one: Instruction) -> int:
 
 def _reduction_blocks(one: Instruction) -> int:
     """How many blocks of threads run a reduction."""
-    axes = one.eqn.params.get("axes", ()) if one.eqn is not None else ()
-    if len(one.operands) != 1 or not axes:
+    dims = stored_dims(one)
+    if len(one.operands) != 1 or not any(is_reduced for _, is_reduced in dims):
         return math.ceil(sum(x.num_elements for x in one.operands) / LOOP_ELEMENTS)
     (x,) = one.operands
-    dims = [(size, d in axes) for d, size in enumerate(x.shape) if size > 1]
-    minor, is_row = _innermost(dims)
+    minor, is_row = innermost(dims)
     if is_row:
         kept = math.prod(size for size, is_reduced in dims if not is_reduced)
         if minor > MOST_IN_ROW:
             kept, minor = kept * math.isqrt(minor), math.isqrt(minor)
         threads = min(MOST_THREADS, WARP * math.ceil(minor / WARP**2))
         return math.ceil(kept / max(1, THREADS // threads))
-    reduced, _ = _innermost(dims)
+    reduced, _ = innermost(dims)
     kept = math.prod(size for size, is_reduced in dims if not is_reduced)
     if reduced > MOST_IN_COLUMN:
         kept *= math.isqrt(reduced)
@@ -214,8 +219,18 @@ def _reduction_blocks(one: Instruction) -> int:
     return kept * math.ceil(minor / (WARP * vector))
 
 
-def _innermost(dims: list[tuple[int, bool]]) -> tuple[int, bool]:
-    """Removes the last dims that are all reduced, or all kept; returns their elements and which of both it is."""
+def stored_dims(one: Instruction) -> list[tuple[int, bool]]:
+    """The sizes of what a reduction reads in the order in which they are stored, and whether they are reduced."""
+    (x, *_), axes = one.operands, one.eqn.params.get("axes", ()) if one.eqn is not None else ()
+    return [(x.shape[d], d in axes) for d in stored_order(x) if x.shape[d] > 1]
+
+
+def innermost(dims: list[tuple[int, bool]]) -> tuple[int, bool]:
+    """Removes the last dims that are all reduced, or all kept; returns their elements and which of both it is.
+
+    Args:
+        dims: sizes, and whether they are reduced, of one dim or more.
+    """
     found, is_reduced = 1, bool(dims) and dims[-1][1]
     while dims and dims[-1][1] == is_reduced:
         found *= dims.pop()[0]

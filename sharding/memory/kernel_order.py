@@ -22,6 +22,7 @@ from .contiguous_sums import contiguous
 from .fusion import Kernel
 from .instruction import Instruction
 from .list_schedule import list_order
+from .multi_output_fusion import fuse_outputs
 from .primitive_traits import updates
 from .sibling_fusion import fuse_siblings
 
@@ -62,7 +63,7 @@ class Kernels(list[Kernel]):
     @cached_property
     def siblings(self) -> list[list[Kernel]]:
         """Units that run at once, in a topological order."""
-        return fuse_siblings(self, elementwise=True)
+        return fuse_siblings(self)
 
     @cached_property
     def units(self) -> list[list[Kernel]]:
@@ -81,7 +82,7 @@ class Kernels(list[Kernel]):
     @cached_property
     def gpu_units(self) -> list[list[Kernel]]:
         """Siblings and combined collectives as on XLA:GPU, in a topological order."""
-        units = fuse_siblings(self, reorders=True)
+        units = fuse_outputs(self, self.results)
         return contiguous(_combined(units, self.results, gpu_latencies.MOST_COMBINED_BYTES))
 
     @cached_property

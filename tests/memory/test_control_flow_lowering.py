@@ -132,3 +132,31 @@ def advanced(x):
 def test_carries_take_the_memory_of_donated_arguments_and_unread_ones(f):
     peak = peak_memory.peak_of(f, FLOATS, sizes={"data": 8}, in_shardings=P("data"), donate_argnums=0)
     assert peak.ratio == pytest.approx(1, abs=0.01)
+
+
+def iterated(unroll):
+    """A scan that only carries values."""
+
+    def f(x, y):
+        def body(carry, _):
+            a, b = carry
+            return (jnp.tanh(a @ b) + y, b), None
+
+        return lax.scan(body, (x, y), length=3, unroll=unroll)[0][0]
+
+    return f
+
+
+@pytest.mark.parametrize("platform", TRAITS)
+def test_a_scan_of_carried_values_that_is_unrolled_whole_is_no_loop(platform):
+    x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+
+    def instructions(unroll):
+        with sharding.mesh(data=8):
+            assignment = sharding.jit(iterated(unroll), in_shardings=(P("data"), P())).complete(x, x).assignment
+        return lower(assignment, TRAITS[platform]).body.live_instructions()
+
+    unrolled = instructions(3)
+    assert not any(one.bodies for one in unrolled)
+    assert sum(one.name == "dot_general" for one in unrolled) == 3
+    assert [one.name for one in instructions(2) if one.bodies] == ["scan"]

@@ -52,7 +52,14 @@ def summed():
     return step, (weights, jax.ShapeDtypeStruct((1024, 2048), jnp.float32)), (P(), P("data")), (0,)
 
 
-CASES = {"multiplied": (multiplied, 2), "convolved": (convolved, 2), "summed": (summed, 4)}
+def looked_up():
+    """Gathered rows of a table are all-reduced into another buffer: XLA gathers them with a dim of size 1."""
+    table = jax.ShapeDtypeStruct((8 * 1024, 2048), jnp.float32)
+    ids = jax.ShapeDtypeStruct((2048,), jnp.int32)
+    return lambda table, ids: table[ids].sum(1), (table, ids), (P("data"), P()), ()
+
+
+CASES = {"multiplied": (multiplied, 2), "convolved": (convolved, 2), "summed": (summed, 4), "looked up": (looked_up, 2)}
 """Programs, and the arrays that they need at once."""
 
 

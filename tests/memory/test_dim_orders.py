@@ -1,0 +1,113 @@
+"""Order in which XLA:GPU stores the dims of arrays."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support import compilers
+from support.peak_memory import check_compiled_temporaries, check_temporaries, floats
+
+from sharding.memory.dim_orders import is_transposing, settle_layouts, transposed
+from sharding.memory.instruction import Body, Instruction
+from sharding.memory.kernel_cost import KernelCost, stored_dims
+
+ROWS, COLUMNS = 16384, 512
+X, W = floats(ROWS, 64), floats(64, COLUMNS)
+WHOLE = 4 * ROWS * COLUMNS
+
+
+def summed(axis):
+    """Sums of what takes long to compute: rows of a transposed array are columns of what is stored."""
+
+    def f(x, w):
+        y = (x @ w).T if axis == 1 else x @ w
+        return jnp.sum(jnp.log1p(jnp.exp(y)) * jnp.sin(y), axis), jnp.max(jnp.log1p(jnp.exp(y)), axis)
+
+    return f
+
+
+PROGRAMS = {"columns": (summed(0), (X, W), 2), "rows of the transposed": (summed(1), (X, W), 2)}
+"""A function, its arguments, and how many arrays of `WHOLE` bytes it stores."""
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_what_is_stored(name):
+    check_temporaries(PROGRAMS[name], WHOLE, "gpu")
+
+
+@pytest.mark.slow
+@compilers.needs("jax_cuda13_plugin")
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_compiler_for_h100_does_so(name):
+    check_compiled_temporaries(PROGRAMS[name], WHOLE, "h100:1x8")
+
+
+def made(name, *operands, shape, role="fusible", **facts):
+    return Instruction(name, role, list(operands), shape, 4 * int(np.prod(shape)), elementwise=name == "add", **facts)
+
+
+def transpose(x, *order):
+    eqn = jax.make_jaxpr(lambda y: jnp.transpose(y, order))(jnp.zeros(x.shape)).eqns[0]
+    return made("transpose", x, shape=tuple(x.shape[d] for d in order), eqn=eqn)
+
+
+def reduction(x, *axes):
+    eqn = jax.make_jaxpr(lambda y: jax.lax.reduce_sum_p.bind(y, axes=axes, out_sharding=None))(jnp.zeros(x.shape)).eqns[
+        0
+    ]
+    return made("reduce_sum", x, shape=tuple(size for d, size in enumerate(x.shape) if d not in axes), eqn=eqn)
+
+
+def settled(*instructions, results=()):
+    settle_layouts(Body(list(instructions), results=list(results)))
+    return [one.layout for one in instructions]
+
+
+def test_what_follows_a_transpose_is_stored_as_it_was():
+    x = made("argument", shape=(8, 4, 32), role="argument")
+    y = transpose(x, 2, 0, 1)
+    z = made("add", y, y, shape=y.shape)
+    columns, rows = reduction(z, 0), reduction(z, 1, 2)
+    back = transpose(z, 1, 2, 0)
+    whole = made("squeeze", made("expand_dims", z, shape=(1, 32, 8, 4), role="bitcast"), shape=z.shape, role="bitcast")
+    found = settled(x, y, z, columns, rows, back, whole.operands[0], whole)
+    assert found == [(), (1, 2, 0), (1, 2, 0), (), (), (), (0, 2, 3, 1), (1, 2, 0)]
+    assert not any(map(is_transposing, (y, z, back)))
+    assert stored_dims(columns) == [(8, False), (4, False), (32, True)]
+    assert stored_dims(rows) == [(8, True), (4, True), (32, False)]
+
+
+def test_sums_of_the_last_stored_dim_run_in_more_blocks():
+    x = made("argument", shape=(4096, 2048), role="argument")
+    y = transpose(x, 1, 0)
+    rows, columns = reduction(y, 0), reduction(y, 1)
+    settled(x, y, rows, columns)
+    assert KernelCost.of(rows).blocks == KernelCost.of(reduction(x, 1)).blocks
+    assert KernelCost.of(columns).blocks == KernelCost.of(reduction(x, 0)).blocks < KernelCost.of(rows).blocks
+
+
+def test_results_and_operands_of_loops_are_in_the_order_of_their_dims():
+    x = made("argument", shape=(8, 32), role="argument")
+    y, carried = transpose(x, 1, 0), transpose(x, 1, 0)
+    z = made("add", y, y, shape=y.shape)
+    loop = made("while", carried, shape=(0,), role="unfusible", bodies=(Body(),))
+    assert settled(x, y, carried, z, loop, results=[z]) == [(), (1, 0), (), (), ()]
+    assert is_transposing(z) and is_transposing(carried)
+    assert transposed(carried) == (8, 32, 1, 0)
+    assert transposed(y) == () == transposed(z)
+
+
+def test_operands_in_two_orders_are_read_across():
+    x = made("argument", shape=(32, 32), role="argument")
+    y = transpose(x, 1, 0)
+    z = made("add", x, y, shape=x.shape)
+    assert settled(x, y, z) == [(), (1, 0), ()]
+    assert is_transposing(z) and not is_transposing(y)
+
+
+def test_collectives_keep_the_order():
+    x = made("argument", shape=(8, 32), role="argument")
+    y = transpose(x, 1, 0)
+    total = made("all-reduce", y, shape=y.shape, role="unfusible", num_devices=4)
+    product = made("dot_general", y, shape=(32, 32), role="unfusible")
+    assert settled(x, y, total, product) == [(), (1, 0), (1, 0), ()]
