@@ -211,7 +211,6 @@ def unrolled(layers, features):
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(reason="XLA also merges elementwise kernels that read the same array", strict=True)
 @pytest.mark.skipif(importlib.util.find_spec("jax_cuda13_plugin") is None, reason="no cuda13")
 @pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="XLA of JAX 0.10.2 schedules differently")
 def test_the_scheduler_delays_the_gradients_of_unrolled_layers():
