@@ -2,13 +2,13 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from support import compilers
+from support.device_ops import op, reduction
 from support.peak_memory import check_compiled_temporaries, check_temporaries, floats
 
 from sharding.memory.dim_orders import is_transposing, settle_layouts, transposed
-from sharding.memory.instruction import Body, Instruction
+from sharding.memory.instruction import Body
 from sharding.memory.kernel_cost import KernelCost, stored_dims
 
 ROWS, COLUMNS = 16384, 512
@@ -42,20 +42,13 @@ def test_the_compiler_for_h100_does_so(name):
     check_compiled_temporaries(PROGRAMS[name], WHOLE, "h100:1x8")
 
 
-def made(name, *operands, shape, role="fusible", **facts):
-    return Instruction(name, role, list(operands), shape, 4 * int(np.prod(shape)), elementwise=name == "add", **facts)
+def made(name, *operands, **facts):
+    return op(name, *operands, elementwise=name == "add", **facts)
 
 
 def transpose(x, *order):
     eqn = jax.make_jaxpr(lambda y: jnp.transpose(y, order))(jnp.zeros(x.shape)).eqns[0]
     return made("transpose", x, shape=tuple(x.shape[d] for d in order), eqn=eqn)
-
-
-def reduction(x, *axes):
-    eqn = jax.make_jaxpr(lambda y: jax.lax.reduce_sum_p.bind(y, axes=axes, out_sharding=None))(jnp.zeros(x.shape)).eqns[
-        0
-    ]
-    return made("reduce_sum", x, shape=tuple(size for d, size in enumerate(x.shape) if d not in axes), eqn=eqn)
 
 
 def settled(*instructions, results=()):

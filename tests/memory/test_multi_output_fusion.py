@@ -5,9 +5,9 @@ import re
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from support import compilers
+from support.device_ops import op, reduction
 from support.peak_memory import floats
 
 import sharding
@@ -227,28 +227,25 @@ def test_units_follow_what_they_read_and_everything_is_computed(seed):
     assert done.issuperset(results)
 
 
-def reduction(shape, axes):
-    x = Instruction("x", "fusible", [], shape, 4 * int(np.prod(shape)))
-    eqn = jax.make_jaxpr(lambda y: jax.lax.reduce_sum_p.bind(y, axes=axes, out_sharding=None))(jnp.zeros(shape)).eqns[0]
-    kept = tuple(size for d, size in enumerate(shape) if d not in axes)
-    one = Instruction("reduce_sum", "fusible", [x], kept, 4 * int(np.prod(kept)), eqn=eqn)
-    return Kernel(one, [one], [x])
+def summed(shape, *axes):
+    one = reduction(op("x", shape=shape), *axes)
+    return Kernel(one, [one], list(one.operands))
 
 
 def test_loops():
-    rows, columns = loop_of(reduction((8, 128, 1024), (2,))), loop_of(reduction((1024, 1024), (0,)))
+    rows, columns = loop_of(summed((8, 128, 1024), 2)), loop_of(summed((1024, 1024), 0))
     assert rows == Loop(2**20, reduced=((1024, False), (1024, True)))
-    assert rows == loop_of(reduction((1024, 1024), (1,)))
+    assert rows == loop_of(summed((1024, 1024), 1))
     assert columns == Loop(2**20, reduced=((1024, True), (1024, False)))
     assert not rows.fits(columns)
     assert rows.fits(Loop(2**20)) and not rows.fits(Loop(2**10))
-    assert loop_of(reduction((2**20, 3), (1,))) == Loop(2**20)  # a thread per row
+    assert loop_of(summed((2**20, 3), 1)) == Loop(2**20)  # a thread per row
 
 
 def test_a_kernel_of_rows_is_not_fused():
-    sums = reduction((1024, 1024), (1,))
+    sums = summed((1024, 1024), 1)
     (x,) = sums.operands
-    scaled = Instruction("mul", "fusible", [x, sums.root], x.shape, x.num_bytes, elementwise=True)
+    scaled = op("mul", x, sums.root, shape=x.shape, elementwise=True)
     both = Kernel(scaled, [sums.root, scaled], [x])
     assert is_custom(both) and loop_of(both) is None
     assert not is_custom(sums)
@@ -256,7 +253,7 @@ def test_a_kernel_of_rows_is_not_fused():
 
 def test_storing_what_a_producer_makes_takes_longer():
     x = kernel("x").root
-    one = Instruction("mul", "fusible", [x, x], x.shape, x.num_bytes, elementwise=True)
-    two = Instruction("add", "fusible", [one, x], x.shape, x.num_bytes, elementwise=True)
+    one = op("mul", x, x, elementwise=True)
+    two = op("add", one, x, elementwise=True)
     producer, consumer = KernelCost.of(one), KernelCost.of(two)
     assert consumer.us_with(producer) < consumer.us_with(producer, stores=True) < consumer.us + producer.us

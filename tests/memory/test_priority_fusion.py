@@ -3,12 +3,11 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from jax import lax
 from support import compilers
+from support.device_ops import op, reduction
 from support.peak_memory import check_compiled_temporaries, check_temporaries, floats
 
 from sharding.cost.gpu_arithmetic import CORES, arithmetic_us, cycles, kernel_us, read_us
-from sharding.memory.instruction import Instruction
 from sharding.memory.kernel_cost import KernelCost
 from sharding.memory.priority_fusion import PriorityFusion
 
@@ -79,16 +78,8 @@ def test_the_compiler_for_h100_does_so(name):
     check_compiled_temporaries(PROGRAMS[name], WHOLE, "h100:1x8")
 
 
-def made(name, *operands, shape=(2**20,), elementwise=True, **facts):
-    num_bytes = 4 * jax.numpy.zeros(shape).size
-    return Instruction(name, "fusible", list(operands), shape, num_bytes, elementwise=elementwise, **facts)
-
-
-def reduced(x, *axes):
-    """The instruction that sums an array over some axes."""
-    eqn = jax.make_jaxpr(lambda y: lax.reduce_sum_p.bind(y, axes=axes, out_sharding=None))(jnp.zeros(x.shape)).eqns[0]
-    shape = tuple(size for d, size in enumerate(x.shape) if d not in axes)
-    return made("reduce_sum", x, shape=shape, elementwise=False, eqn=eqn, expensive=True)
+def made(name, *operands, elementwise=True, **facts):
+    return op(name, *operands, elementwise=elementwise, **facts)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +96,7 @@ def reduced(x, *axes):
     ],
 )
 def test_blocks_of_threads_that_reduce(shape, axes, blocks):
-    assert KernelCost.of(reduced(made("x", shape=shape), *axes)).blocks == blocks
+    assert KernelCost.of(reduction(made("x", shape=shape), *axes)).blocks == blocks
 
 
 def test_what_an_op_costs_with_its_producers():
