@@ -77,14 +77,16 @@ def is_several(kernel: Kernel) -> bool:
     """Whether a kernel is of several ops, also by what XLA makes of its only one: with a constant, with indices of
     another shape, in two steps, or of joined dims."""
     one = kernel.root
-    if len(kernel.members) > 1 or one.name == "gather" or one.eqn is None:
-        return len(kernel.members) > 1 or one.name == "gather"
-    if one.name in REDUCTIONS:
+    if len(kernel.members) > 1 or one.name == "gather":
+        return True
+    if one.name in REDUCTIONS and one.eqn is not None:
         dims = _joined_dims(one)
         is_split = any(size > MOST_REDUCED[dims[-1][1]] for size, is_reduced in dims if is_reduced)
         return is_split or one.operands[0].shape != tuple(size for size, _ in dims)
+    if not one.elementwise or one.eqn is None:
+        return False
     is_spread = any(compat.is_literal(x) for x in one.eqn.invars) or any(x.shape != one.shape for x in one.operands)
-    return one.elementwise and (is_spread or len(EXPANSIONS.get(one.name, ())) > 1)
+    return is_spread or len(EXPANSIONS.get(one.name, ())) > 1
 
 
 def is_custom(kernel: Kernel) -> bool:
