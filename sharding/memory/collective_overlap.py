@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 
 from ..cost import gpu_latencies
 from ..cost.latency_hiding import Part, Work, latency_hiding_order
-from .fusion import Kernel
+from .fusion import Kernel, dependencies_of
 from .instruction import Instruction
 from .kernel_cost import PARTS
-from .kernel_order import Step, dependencies_of, is_named
+from .kernel_order import Step, is_named
 from .primitive_traits import BARRIER
 
 

@@ -94,4 +94,4 @@ def _named(order: Iterable[int]) -> tuple[int, ...]:
 
 def _alike(one: Instruction) -> list[Instruction]:
     """The operands of an elementwise op that are stored in some order."""
-    return [x for x in one.operands if x.shape == one.shape and x.name not in UNORDERED and not x.is_constant]
+    return [x for x in one.operands if x.shape == one.shape and x.name not in UNORDERED]

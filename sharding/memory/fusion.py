@@ -48,6 +48,13 @@ class Kernel:
         return self.root.role == "bitcast" and all(m.role == "bitcast" for m in self.members)
 
 
+def dependencies_of(units: Sequence[Sequence[Kernel]]) -> list[list[int]]:
+    """Per unit those whose results it reads."""
+    owner = {kernel.root: k for k, unit in enumerate(units) for kernel in unit}
+    found = [dict.fromkeys(owner[x] for kernel in unit for x in kernel.operands) for unit in units]
+    return [[j for j in sources if j != k] for k, sources in enumerate(found)]
+
+
 def fuse(
     instructions: Sequence[Instruction], results: Sequence[Instruction], traits: CompilerTraits = DEFAULT
 ) -> list[Kernel]:

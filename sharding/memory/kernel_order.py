@@ -19,7 +19,7 @@ from ..cost import gpu_latencies
 from ..cost.collective_combining import combined_collectives, first_ready, postorder
 from .compiler_traits import Schedule
 from .contiguous_sums import contiguous
-from .fusion import Kernel
+from .fusion import Kernel, dependencies_of
 from .instruction import Instruction
 from .list_schedule import list_order
 from .multi_output_fusion import fuse_outputs
@@ -214,13 +214,6 @@ def _combined(
     ends = [index[x] for x in results]
     merged = combined_collectives(dependencies_of(units), groups, ends, sizes, most_bytes, refills=refills)
     return [[kernel for k in unit for kernel in units[k]] for unit in merged]
-
-
-def dependencies_of(units: Sequence[Sequence[Kernel]]) -> list[list[int]]:
-    """Per unit those whose results it reads."""
-    owner = {kernel.root: k for k, unit in enumerate(units) for kernel in unit}
-    found = [dict.fromkeys(owner[x] for kernel in unit for x in kernel.operands) for unit in units]
-    return [[j for j in sources if j != k] for k, sources in enumerate(found)]
 
 
 def _postorder(

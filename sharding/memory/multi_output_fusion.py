@@ -14,7 +14,7 @@ from .. import compat
 from ..cost.collective_combining import first_ready
 from ..cost.gpu_arithmetic import EXPANSIONS, LAUNCH_US
 from .dim_orders import is_transposing, transposed
-from .fusion import Kernel
+from .fusion import Kernel, dependencies_of
 from .instruction import Instruction
 from .kernel_cost import MOST_IN_COLUMN, MOST_IN_ROW, WARP, KernelCost, innermost, stored_dims
 from .primitive_traits import REDUCTIONS, updates
@@ -122,6 +122,8 @@ class _Units:
         """Per kernel."""
         self.loops = [loop_of(kernel) for kernel in kernels]
         """Per unit: that of a reduction or transpose, if it has one."""
+        self.are_tiled = [loop is not None and loop.is_tiled for loop in self.loops]
+        """Per kernel."""
         self.are_several = [is_several(kernel) for kernel in kernels]
         self.operands = [{*kernel.operands} for kernel in kernels]
         self.num_reductions = [int(loop is not None and bool(loop.reduced)) for loop in self.loops]
@@ -229,8 +231,8 @@ class _Units:
         """
         producer, root = self.cost(k), self.kernels[k].root
         readers = [reader for reader in self.units[v] if root in self.kernels[reader].operands]
-        tiled = [reader for reader in readers if (loop := loop_of(self.kernels[reader])) and loop.is_tiled]
-        plain = [reader for reader in readers if reader not in tiled]
+        tiled = [reader for reader in readers if self.are_tiled[reader]]
+        plain = [reader for reader in readers if not self.are_tiled[reader]]
         costs = [self.cost(reader) for reader in (*plain[:1], *tiled)]
         together = sum(one.us_with(producer, stores=one is costs[0]) for one in costs)
         return together <= LAUNCH_US + producer.us + sum(one.us for one in costs)
@@ -245,13 +247,8 @@ class _Units:
     def ordered(self) -> list[list[Kernel]]:
         """The units as soon as all they read is there, otherwise by the last of their kernels."""
         kept = [sorted(unit) for unit in self.units if unit]
-        place = {k: at for at, unit in enumerate(kept) for k in unit}
-        sources = [
-            {place[self.index[x]] for k in unit for x in self.kernels[k].operands} - {at}
-            for at, unit in enumerate(kept)
-        ]
-        order = first_ready([unit[-1] for unit in kept], sources)
-        return [self.stored(kept[at]) for at in order]
+        found = [self.stored(unit) for unit in kept]
+        return [found[at] for at in first_ready([unit[-1] for unit in kept], dependencies_of(found))]
 
     def stored(self, unit: Sequence[int]) -> list[Kernel]:
         """The kernels of a unit; what only others of it read is computed by these."""

@@ -2,44 +2,11 @@
 
 import jax
 import jax.numpy as jnp
-import pytest
-from support import compilers
 from support.device_ops import op, reduction
-from support.peak_memory import check_compiled_temporaries, check_temporaries, floats
 
 from sharding.memory.dim_orders import is_transposing, settle_layouts, transposed
 from sharding.memory.instruction import Body
 from sharding.memory.kernel_cost import KernelCost, stored_dims
-
-ROWS, COLUMNS = 16384, 512
-X, W = floats(ROWS, 64), floats(64, COLUMNS)
-WHOLE = 4 * ROWS * COLUMNS
-
-
-def summed(axis):
-    """Sums of what takes long to compute: rows of a transposed array are columns of what is stored."""
-
-    def f(x, w):
-        y = (x @ w).T if axis == 1 else x @ w
-        return jnp.sum(jnp.log1p(jnp.exp(y)) * jnp.sin(y), axis), jnp.max(jnp.log1p(jnp.exp(y)), axis)
-
-    return f
-
-
-PROGRAMS = {"columns": (summed(0), (X, W), 2), "rows of the transposed": (summed(1), (X, W), 2)}
-"""A function, its arguments, and how many arrays of `WHOLE` bytes it stores."""
-
-
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_what_is_stored(name):
-    check_temporaries(PROGRAMS[name], WHOLE, "gpu")
-
-
-@pytest.mark.slow
-@compilers.needs("jax_cuda13_plugin")
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_the_compiler_for_h100_does_so(name):
-    check_compiled_temporaries(PROGRAMS[name], WHOLE, "h100:1x8")
 
 
 def made(name, *operands, **facts):

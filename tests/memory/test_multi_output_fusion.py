@@ -170,10 +170,10 @@ class Reference:
     def run(self):
         for k in reversed(self.kernels):
             siblings = sorted(filter(self.can_be, self.read_by(k.root)), key=self.rank, reverse=True)
-            for u in siblings:
-                for v in siblings:
-                    apart = any(u is w for w in self.units) and any(v is w for w in self.units) and u is not v
-                    if not apart or self.rank(u) == 0 or siblings_index(siblings, u) > siblings_index(siblings, v):
+            for at, u in enumerate(siblings):
+                for v in siblings[at + 1 :]:
+                    are_left = any(u is w for w in self.units) and any(v is w for w in self.units)
+                    if not are_left or self.rank(u) == 0:
                         continue
                     is_free = not self.needs(u, v) and not self.needs(v, u)
                     if is_free and u[0].root.num_elements == v[0].root.num_elements:
@@ -194,10 +194,6 @@ class Reference:
             if u[0].root.num_elements == k.root.num_elements and is_free:
                 self.join(u, maker)
                 return
-
-
-def siblings_index(siblings, unit):
-    return next(at for at, u in enumerate(siblings) if u is unit)
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -47,6 +47,17 @@ def softmax_of_products(x, y):
     return jax.nn.softmax(scores, -1) @ y
 
 
+def summed(axis):
+    """Sums of what takes long to compute: rows of a transposed array are columns of what is stored."""
+
+    def f(x, w):
+        y = (x @ w).T if axis == 1 else x @ w
+        return jnp.sum(jnp.log1p(jnp.exp(y)) * jnp.sin(y), axis), jnp.max(jnp.log1p(jnp.exp(y)), axis)
+
+    return f
+
+
+LONG = floats(4 * ROWS, 64), floats(64, COLUMNS // 4)
 PROGRAMS = {
     "an exponential": (two_sums(jnp.exp), (X,), 0),
     "of a scaled array": (two_sums(lambda x: jnp.exp(x * x)), (X,), 1),
@@ -61,6 +72,8 @@ PROGRAMS = {
     "two results": (lambda x, y: (jnp.log(x) * y, (jnp.log(x) - y) * 3), (X, Y), 0),
     "written over, beside a sum": (lambda x: (jnp.tanh(x).sum(), jnp.tanh(x) * 2), (X,), 0),
     "transposed alike": (transposed_alike, (floats(ROWS, 64), floats(COLUMNS, 64), X), 1),
+    "columns of a product": (summed(0), LONG, 2),
+    "rows of a transposed product": (summed(1), LONG, 2),
     "a softmax": (softmax_of_products, (floats(ROWS, 64), floats(COLUMNS, 64)), 2),
 }
 """A program, its arguments, and how many arrays of `WHOLE` bytes it stores."""
