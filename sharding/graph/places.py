@@ -8,7 +8,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Literal, TypeVar
 
 from .. import compat
@@ -182,7 +182,7 @@ class Places:
             return exact or here
         glob = Glob(name)
         inside = {one for one in self.scopes if any(map(glob.matches, enclosing(one)))}
-        return [v for v, place in self._places.items() if place.scope in inside]
+        return [v for v, place in self._places.items() if place.scope in inside] if inside else []
 
     def _results(self, values: Sequence[int], all_here: Collection[int]) -> list[int]:
         """The values that are read elsewhere than where they are computed, or returned; all if none is."""
@@ -207,7 +207,8 @@ class Places:
         return found
 
 
-def _ends(path: str) -> list[str]:
+@cache
+def _ends(path: str) -> tuple[str, ...]:
     """The ends of a path that start at a folder or at the file, shortest first."""
     parts = path.split(os.sep)
-    return ["/".join(parts[k:]) for k in reversed(range(len(parts)))]
+    return tuple("/".join(parts[k:]) for k in reversed(range(len(parts))))

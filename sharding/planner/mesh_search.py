@@ -24,6 +24,7 @@ from ..errors import ShardingError
 from ..explain.memory_report import memory
 from ..explain.program_costs import Costs, ProgramCosts
 from ..graph import Annotation
+from ..graph.garbage_collection import no_collection
 from ..hardware import Devices, Platform
 from ..propagation import Assignment
 from ..propagation.added_annotation import named_annotations
@@ -84,6 +85,8 @@ class MeshSearch:
     options: SearchOptions
     kept: Mapping[str, P] = field(default_factory=dict)
     """Annotations that the plan must have."""
+    tried: list[MeshPlan] = field(default_factory=list, init=False)
+    """All solutions so far."""
 
     def best(self, seconds: float) -> MeshPlan:
         """The best plan; what exceeds the limit least if nothing fits."""
@@ -99,7 +102,7 @@ class MeshSearch:
         yield fastest
         if fastest.costs.wire_bytes:
             price = WIRE_SHARE * fastest.costs.seconds / fastest.costs.wire_bytes
-            other = self.solved(of.weighed(hidden=hidden, price=price), seconds / 2)
+            other = self.solved(of.weighed(hidden=hidden, price=price), seconds / 2, like=fastest)
             if not np.array_equal(other.solution.choice, fastest.solution.choice):
                 bound = fastest.solution.bound
                 solution = dataclasses.replace(other.solution, problem=fastest.of.problem, bound=bound)
@@ -121,8 +124,14 @@ class MeshSearch:
         found = self.asked(changes, seconds).best(seconds).that_fits(changes)
         return found.plan(found.annotated(), {}, ())
 
-    def solved(self, of: GraphProblem, seconds: float) -> MeshPlan:
-        """The best solution of a problem."""
+    def solved(self, of: GraphProblem, seconds: float, like: MeshPlan | None = None) -> MeshPlan:
+        """The best solution of a problem.
+
+        Args:
+            of: the problem.
+            seconds: for the solver.
+            like: a solution of the same problem with other costs.
+        """
         best: MeshPlan | None = None
         limit = math.inf
         each = max(seconds / MAX_LIMITS, LEAST_SECONDS)
@@ -134,13 +143,25 @@ class MeshSearch:
                     raise
                 break
             now = self.costed(of, solution, limit)
+            self.tried.append(now)
             best = now if best is None else min(best, now, key=lambda one: rank(one.costs, self.options.fits))
             if self.options.fits(now.costs) or limit <= of.problem.least_peak_bytes:
                 break
-            peak = MARGIN * solution.peak_bytes * self.options.limit / now.costs.peak_bytes
-            limit = max(of.problem.least_peak_bytes, peak)
+            limit = max(of.problem.least_peak_bytes, self.lower_limit(now, like))
         assert best is not None
         return best
+
+    def lower_limit(self, too_large: MeshPlan, like: MeshPlan | None) -> float:
+        """The limit of a problem whose solution should fit: below that of one that doesn't.
+
+        In proportion to the peaks of the program and the problem; if the peaks of another solution that fits are known,
+        between the two.
+        """
+        own, most = too_large.peaks, self.options.limit
+        if like is None or not self.options.fits(like.costs) or like.solution.peak_bytes >= own[0]:
+            return MARGIN * own[0] * most / own[1]
+        least = like.peaks
+        return least[0] + MARGIN * (own[0] - least[0]) * (most - least[1]) / (own[1] - least[1])
 
     def costed(self, of: GraphProblem, solution: Solution, limit: float) -> MeshPlan:
         """A solution with the costs of the program that is sharded so."""
@@ -183,10 +204,21 @@ class MeshPlan:
         """Of this program."""
         return self.search.costs(self.assignment) if self.known_costs is None else self.known_costs
 
-    def annotated(self) -> Annotated:
-        """The program with the annotations that make it so."""
+    @property
+    def peaks(self) -> tuple[float, float]:
+        """Of the problem and of the program, in bytes."""
+        return self.solution.peak_bytes, self.costs.peak_bytes
+
+    @no_collection()
+    def annotated(self, slack: float = 1.0) -> Annotated:
+        """The program with the annotations that make it so.
+
+        Args:
+            slack: peak memory over the limit up to which annotations are chosen by time.
+        """
         options = self.search.options
-        return self.annotation_search.run(self.costs.seconds, options.fits, options.deadline)
+        fits = dataclasses.replace(options, limit=slack * options.limit).fits
+        return self.annotation_search.run(self.costs.seconds, fits, options.deadline)
 
     @cached_property
     def annotation_search(self) -> AnnotationSearch:

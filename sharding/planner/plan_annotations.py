@@ -177,14 +177,28 @@ class AnnotationSearch:
 
     def without_useless(self, best: Annotated, fits: Fits, deadline: float) -> Annotated:
         """The same without the annotations that save nothing, the last ones first."""
+        peak_bytes, limit = best.costs.peak_bytes, CLOSE * score(best.costs)
+
+        def is_as_fast(fewer: Annotated) -> bool:
+            return score_at(fewer.costs, peak_bytes) < limit
+
+        def is_as_good(fewer: Annotated) -> bool:
+            return is_as_fast(fewer) and score(fewer.costs) < limit and (fits(fewer.costs) or not fits(best.costs))
+
+        left = self.fewer(best, is_as_fast, deadline)  # without the time that it takes to predict each peak
+        if left is not best and not is_as_good(left):
+            left = self.fewer(best, is_as_good, deadline)
+        return best if left is best else self.without_idle(left)
+
+    def fewer(self, best: Annotated, is_enough: Callable[[Annotated], bool], deadline: float) -> Annotated:
+        """The same without each annotation, the last ones first, without which it is good enough."""
         units: defaultdict[tuple[str, P], list[str]] = defaultdict(list)
         for key, spec in self.free(best).items():
             units[key.partition("#")[0], spec].append(key)
         for keys in reversed(units.values()):
             if time.monotonic() < deadline and all(":" in key or self.is_exception(key, best) for key in keys):
                 fewer = self.completed({k: spec for k, spec in best.annotations.items() if k not in keys})
-                if is_better(fewer.costs, best.costs, CLOSE) and (fits(fewer.costs) or not fits(best.costs)):
-                    best = self.without_idle(fewer)
+                best = fewer if is_enough(fewer) else best
         return best
 
     def is_exception(self, key: str, best: Annotated) -> bool:

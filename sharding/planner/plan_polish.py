@@ -16,6 +16,7 @@ from functools import partial
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
+from ..graph.garbage_collection import no_collection
 from ..spec import to_partition_spec
 from .graph_problem import GraphProblem
 from .parallel_plan import NextBest
@@ -41,6 +42,7 @@ class Polish:
     deadline: float
     """Of `time.monotonic`."""
 
+    @no_collection()
     def run(self, result: Annotated) -> tuple[Annotated, NextBests]:
         """The annotations after those that cost more were replaced, and the next best specs.
 

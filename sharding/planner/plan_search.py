@@ -12,7 +12,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from jax.sharding import PartitionSpec as P
@@ -37,6 +37,9 @@ from .problem_builder import of_graph
 
 ANNOTATED = 3
 """The best meshes, whose plans are written as annotations and completed."""
+NEARLY, MOST_NEARLY = 1.25, 6
+"""If no plan fits, those are written as annotations, with which they may fit, whose peak is up to so many times the
+limit; and how many of them."""
 MAX_FITS = 3
 """How often recomputation and annotations are fitted to each other."""
 Item = tuple[Version, dict[str, int]]
@@ -135,7 +138,7 @@ def _best(search: _Search, items: Sequence[Item]) -> Plan | None:
     try:
         for k, these in enumerate(rounds):
             search.until(deadline - search.options.left * (len(rounds) - k - 1) / 2)
-            found = search.run_all(these)
+            found = search.run_all(these) or search.nearly_fitting()
             if not found:
                 continue
             plan = search.plan(found)
@@ -210,6 +213,8 @@ class _Search:
     """By Ctrl-C."""
     smallest: MeshPlan | None = None
     """The one with the smallest peak, if none fits."""
+    nearly: list[MeshPlan] = field(default_factory=list)
+    """Those that exceed the limit by little, of meshes on which none fits."""
 
     def until(self, deadline: float) -> None:
         self.options = dataclasses.replace(self.options, deadline=deadline)
@@ -243,6 +248,8 @@ class _Search:
                     found.append(best)
                 else:
                     self.too_large(best)
+                    limit = NEARLY * self.options.limit
+                    self.nearly += [tried for tried in one.tried if tried.costs.peak_bytes <= limit]
         except KeyboardInterrupt:
             self.is_interrupted = True
             if not found:
@@ -254,6 +261,12 @@ class _Search:
         if self.smallest is None or one.costs.peak_bytes < self.smallest.costs.peak_bytes:
             self.smallest = one
 
+    def nearly_fitting(self) -> list[MeshPlan]:
+        """The best plans that may fit with what propagation infers from their annotations."""
+        found = {(one.costs.seconds, one.costs.peak_bytes): one for one in self.nearly}
+        self.nearly.clear()
+        return sorted(found.values(), key=lambda one: score(one.costs))[:MOST_NEARLY]
+
     def plan(self, found: Sequence[MeshPlan]) -> Plan | None:
         """The cheapest plan of the best meshes; None if none fits with annotations."""
         annotated: list[tuple[MeshPlan, Annotated]] = []
@@ -264,7 +277,8 @@ class _Search:
                 is_late = self.options.left <= 0 and (is_enough or least <= rank(one.costs, self.options.fits))
                 if is_late or (is_enough and not least[0]):
                     break
-                annotated.append((one, one.annotated()))
+                slack = 1.0 if self.options.fits(one.costs) else NEARLY
+                annotated.append((one, one.annotated(slack)))
                 name = one.search.version.name(one.search.axes)
                 self.on_progress(f"{name} with annotations: {annotated[-1][1].costs}")
         except KeyboardInterrupt:

@@ -109,7 +109,9 @@ class OpStrategies:
         """id of an op -> its strategy under the specs so far."""
         self._cache: dict[tuple, OpStrategy] = {}
         self._cache_of_same: dict[tuple[int, ...], OpStrategy] = {}
-        """By the kind of an op and the identities of its specs, which are kept."""
+        """By the kind of an op and the identities of its specs."""
+        self._replaced: list[Spec] = []
+        """Keeps the specs that `change` replaced, so that no other one has their identities."""
         self._searches = assignment.searches
 
     @staticmethod
@@ -126,9 +128,12 @@ class OpStrategies:
 
     def change(self, v: int, spec: Spec) -> None:
         """Gives a value another spec."""
+        if spec is self.specs[v]:
+            return
+        self._replaced.append(self.specs[v])
         self.specs[v] = spec
-        self._of.clear()
-        self._cache_of_same.clear()
+        for op in (self.graph.makers.get(v), *self.graph.users.get(v, ())):
+            self._of.pop(id(op), None)
 
     def _alike(self, op: Op) -> OpStrategy:
         assert op.rule is not None

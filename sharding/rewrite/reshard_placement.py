@@ -28,7 +28,7 @@ MOST_VALUES = 8
 def placed(assignment: Assignment) -> Assignment:
     """The assignment with each chain of ops around a conversion or behind a sum resharded at its cheapest point."""
     search = _Search(assignment)
-    moved = {v: spec for op in assignment.graph.ops if search.is_seed(op) for v, spec in search.chain(op)}
+    moved = {v: spec for op in _seeds(assignment.graph) if search.is_seed(op) for v, spec in search.chain(op)}
     return search.free.with_specs(assignment, search.specs, moved) if moved else assignment
 
 
@@ -92,14 +92,8 @@ class _Search:
         return self.strategies.specs
 
     def is_seed(self, op: Op) -> bool:
-        """Whether the bytes to move differ along the chain of an op: it converts to another size, or sums."""
-        if op.rule is None or op.name == "edge" or len(op.results) != 1 or not self.graph.shapes[op.results[0]]:
-            return False
-        if op.name == "convert_element_type":
-            return self.graph.itemsize(op.operands[0]) != self.graph.itemsize(op.results[0])
-        return Kind.REDUCE in op.rule.kinds and any(
-            s.kind == "all-reduce" for s in self.strategies.of(op).result_steps[0]
-        )
+        """Whether the bytes to move differ along the chain of one of `_seeds`: sums must be all-reduced."""
+        return _is_conversion(op) or any(s.kind == "all-reduce" for s in self.strategies.of(op).result_steps[0])
 
     def chain(self, seed: Op) -> Iterator[tuple[int, Spec]]:
         """The values of the chain around an op whose specs change; the change is made."""
@@ -196,6 +190,23 @@ class _Search:
     def cost(self, chain: _Chain) -> float:
         """The cost of the chain's ops under the specs so far."""
         return sum(self.strategies.of(op).cost for op in chain.ops)
+
+
+def _seeds(graph: Graph) -> Sequence[Op]:
+    """The ops that convert an array to another size, or sum, however they are sharded."""
+
+    def is_any(op: Op) -> bool:
+        if op.rule is None or op.name == "edge" or len(op.results) != 1 or not graph.shapes[op.results[0]]:
+            return False
+        if _is_conversion(op):
+            return graph.itemsize(op.operands[0]) != graph.itemsize(op.results[0])
+        return Kind.REDUCE in op.rule.kinds
+
+    return graph.once("conversions and sums", lambda: [op for op in graph.ops if is_any(op)])
+
+
+def _is_conversion(op: Op) -> bool:
+    return op.name == "convert_element_type"
 
 
 def _axes(spec: Spec) -> set[Axis]:

@@ -173,7 +173,9 @@ def speed(program: Program, seconds: float) -> Row:
 def warm_up() -> None:
     """Loads what the first plan of a process loads."""
     x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
-    sharding.plan(lambda x: x @ x, x, devices="v5e:2x2", mesh={"x": 4})
+    plan = {"devices": "v5e:2x2", "mesh": {"x": 4}}
+    sharding.plan(lambda x: x @ x, x, **plan)
+    planner.solve(planner.problem_of(lambda x: x @ x, x, **plan).problem, algorithm="alpa")  # SciPy's HiGHS
 
 
 def main(options: Options) -> None:

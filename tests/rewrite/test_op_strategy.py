@@ -1,5 +1,6 @@
 """`OpStrategies`: chooses the cheapest strategies, worked out by hand, and XLA runs them."""
 
+import dataclasses
 import itertools
 
 import jax
@@ -37,6 +38,24 @@ def spec(*dims):
 
 def kinds(ledger):
     return [(c.kind, *c.axes) for c in ledger]
+
+
+def test_strategies_follow_the_specs_of_their_arrays():
+    """Also of specs that are given back, and of new ones that may lie where others did."""
+    with sharding.mesh(a=8):
+        jitted = sharding.jit(lambda x, w: jnp.tanh(x @ w) * 2, in_shardings=(P("a"), P()))
+        assignment = jitted.complete(floats(64, 32), floats(32, 16)).assignment
+    ops = [op for op in assignment.graph.ops if op.rule is not None]
+    changed, before = OpStrategies(assignment), list(assignment.specs)
+    known = [changed.of(op) for op in ops]
+    arrays = [v for v, shape in enumerate(assignment.graph.shapes) if len(shape) == 2]
+    for v, dims in itertools.product(arrays, [((), ()), (("a",), ()), ((), ("a",))]):
+        specs = [*before[:v], spec(*dims), *before[v + 1 :]]
+        changed.change(v, spec(*dims))
+        anew = OpStrategies(dataclasses.replace(assignment, specs=tuple(specs)))
+        assert [changed.of(op) for op in ops] == [anew.of(op) for op in ops]
+        changed.change(v, before[v])
+    assert [changed.of(op) for op in ops] == known
 
 
 @pytest.mark.parametrize("rows, moved", [(4096, "w"), (8, "x")])
