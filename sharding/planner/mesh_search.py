@@ -43,6 +43,8 @@ HIDDEN: Mapping[Platform, tuple[float, ...]] = {"cpu": (0.0,), "tpu": (0.0,), "g
 each of which gives a problem: XLA:GPU starts them early, but how early depends on the plan."""
 WIRE_SHARE = 0.2
 """Of the time of a plan, as the price of its bytes on the wire: for a second plan, which sends less."""
+LITTLE = 0.02
+"""Of a plan's cost that is not worth another limit for a second plan."""
 MAX_LIMITS = 4
 """Limits of the problem that are tried until the completed program fits."""
 LEAST_SECONDS = 2.0
@@ -147,9 +149,15 @@ class MeshSearch:
             best = now if best is None else min(best, now, key=lambda one: rank(one.costs, self.options.fits))
             if self.options.fits(now.costs) or limit <= of.problem.least_peak_bytes:
                 break
+            if like is not None and self.is_good_enough(like, of, solution.bound):
+                return like
             limit = max(of.problem.least_peak_bytes, self.lower_limit(now, like))
         assert best is not None
         return best
+
+    def is_good_enough(self, like: MeshPlan, of: GraphProblem, bound: float) -> bool:
+        """Whether a plan that fits costs little more than the least that a solution does, whether that fits or not."""
+        return self.options.fits(like.costs) and (1 - LITTLE) * of.problem.cost(like.solution.choice) <= bound
 
     def lower_limit(self, too_large: MeshPlan, like: MeshPlan | None) -> float:
         """The limit of a problem whose solution should fit: below that of one that doesn't.

@@ -20,6 +20,7 @@ from operator import itemgetter
 import numpy as np
 
 from ..graph import Graph, group_annotations
+from ..spec import Spec
 from .axis_atoms import AtomTable
 from .factor_propagation import Expansion, expansions
 from .interned_shardings import ShardingTable, ValueSharding
@@ -49,6 +50,8 @@ class Engine:
         self.op_graph = PropagationGraph.of(graph)
         self.read = [itemgetter(*values) for values in self.op_graph.values]
         self.shardings = ShardingTable()
+        self.specs: dict[int, Spec] = {}
+        """Those of the shardings' numbers, so that equal ones are one object."""
         self.visit_cache: dict[tuple, tuple[tuple[int, int, Expansion], ...]] = {}
         self.reset()
 

@@ -79,8 +79,8 @@ def specs_of(engine: Engine) -> tuple[Spec, ...]:
         dims = tuple(Dim(axes=engine.table.axes_of(atoms)) for atoms in engine.shardings[number].axes)
         return Spec(dims=dims, unreduced=())
 
-    known = {number: spec(number) for number in dict.fromkeys(engine.state)}
-    state = engine.state
+    known, state = engine.specs, engine.state
+    known.update((number, spec(number)) for number in {*state} - known.keys())
     return (
         tuple(known[state[v]] for v in engine.graph.representatives)
         if engine.graph.groups
