@@ -104,7 +104,8 @@ class MeshSearch:
         yield fastest
         if fastest.costs.wire_bytes:
             price = WIRE_SHARE * fastest.costs.seconds / fastest.costs.wire_bytes
-            other = self.solved(of.weighed(hidden=hidden, price=price), seconds / 2, like=fastest)
+            like = fastest if math.isinf(fastest.limit) else None
+            other = self.solved(of.weighed(hidden=hidden, price=price), seconds / 2, like)
             if not np.array_equal(other.solution.choice, fastest.solution.choice):
                 bound = fastest.solution.bound
                 solution = dataclasses.replace(other.solution, problem=fastest.of.problem, bound=bound)
@@ -132,7 +133,7 @@ class MeshSearch:
         Args:
             of: the problem.
             seconds: for the solver.
-            like: a solution of the same problem with other costs.
+            like: a solution of the same problem with other costs, which needs no limit.
         """
         best: MeshPlan | None = None
         limit = math.inf
