@@ -19,6 +19,7 @@ from .product_fusion import fuse_products
 from .product_layouts import transpose_operands, transpose_results
 from .product_merging import merge_products
 from .product_rounding import settle_rounding
+from .result_orders import copy_results
 from .scatter_folding import fold_scatters
 from .sum_merging import merge_sums
 from .sum_scattering import scatter_sums
@@ -94,6 +95,7 @@ def lower(assignment: Assignment, traits: CompilerTraits) -> DeviceProgram:
         settle_rounding(emitter.body)
     if traits.stores_tiles:
         transpose_in_loops(emitter.body)
+        copy_results(emitter.body)
         move_reshapes(emitter.body)
         pad_tiles(emitter.body)
     kept = frozenset(x for x, is_used in zip(inputs, g.inputs_used, strict=True) if is_used)

@@ -27,13 +27,13 @@ def settle_layouts(body: Body) -> None:
 def is_transposing(one: Instruction) -> bool:
     """Whether an op reads an array in another order than that of its result."""
     if one.name == "transpose" and one.role == "fusible" and one.operands:
-        return one.layout != _layout(one) or not _permutation(one)
+        return one.layout != _layout(one) or not permutation(one)
     return one.elementwise and any(x.layout != one.layout for x in _alike(one))
 
 
 def transposed(one: Instruction) -> tuple[int, ...]:
     """The sizes of a transpose's operand as stored, and their order in the result; () if the last of them stays."""
-    if one.name != "transpose" or not is_transposing(one) or not (moved := _permutation(one)):
+    if one.name != "transpose" or not is_transposing(one) or not (moved := permutation(one)):
         return ()
     (x,) = one.operands
     old = [d for d in stored_order(x) if x.shape[d] > 1]
@@ -59,7 +59,7 @@ def _layout(one: Instruction) -> tuple[int, ...]:
     if not x.layout and one.name != "transpose":
         return ()
     if one.name == "transpose":
-        moved = _permutation(one) if one.role == "fusible" else ()  # else a product writes it so
+        moved = permutation(one) if one.role == "fusible" else ()  # else a product writes it so
         return _named(moved.index(d) for d in stored_order(x)) if moved else ()
     if one.name in REDUCTIONS and one.eqn is not None:
         axes = one.eqn.params.get("axes", ())
@@ -70,7 +70,7 @@ def _layout(one: Instruction) -> tuple[int, ...]:
     return x.layout if one.name in SLICES and len(one.shape) == len(x.shape) else ()
 
 
-def _permutation(one: Instruction) -> tuple[int, ...]:
+def permutation(one: Instruction) -> tuple[int, ...]:
     """The order of a transpose's operand's dims; () if the op does something else."""
     moved = tuple(one.eqn.params.get("permutation", ())) if one.eqn is not None else ()
     (x, *_) = one.operands

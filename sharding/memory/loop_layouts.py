@@ -1,6 +1,7 @@
-"""Layouts of what loops return, as XLA:TPU chooses them: as it is transposed.
+"""Layouts of what loops read and return, as XLA:TPU chooses them: as it is transposed.
 
-Each iteration writes so, and no kernel transposes the whole: what a mapped scan stacks, for example.
+Each iteration reads and writes so, and no kernel transposes the whole: what a mapped scan reads and stacks, for
+example. Rows that are read keep their last dim; the dim of the iterations is never the last one of a stack.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ LOOPS = frozenset({"scan", "while"})
 
 
 def transpose_in_loops(body: Body) -> None:
-    """Makes bitcasts of the transposes of what a loop returns, if there is one order."""
+    """Makes bitcasts of the transposes of what a loop returns, if there is one order, and of what one loop reads."""
     if not any(one.bodies for one in body.instructions):
         return
     readers, results = users(body.instructions), {*body.results}
@@ -19,12 +20,19 @@ def transpose_in_loops(body: Body) -> None:
         for inner in one.bodies:
             transpose_in_loops(inner)
         if one.role == "tuple-element" and one.operands[0].name in LOOPS and one not in results:
-            transposes = [x for x in readers[one] if _order(x) is not None]
+            transposes = [x for x in readers[one] if _order(x)[-1:] not in ((), (0,))]
             if len({_order(x) for x in transposes}) == 1:
                 for x in transposes:
-                    x.role, x.elementwise = "bitcast", False
+                    _make_bitcast(x)
+        elif _order(one)[-1:] == (len(one.shape) - 1,) and one not in results:
+            if sum(x.name in LOOPS for x in readers[one]) == 1:
+                _make_bitcast(one)
 
 
-def _order(x: Instruction) -> tuple[int, ...] | None:
-    """Of the dims of a transpose; None of other ops."""
-    return x.eqn.params.get("permutation") if x.name == "transpose" and x.eqn is not None else None
+def _make_bitcast(x: Instruction) -> None:
+    x.role, x.elementwise = "bitcast", False
+
+
+def _order(x: Instruction) -> tuple[int, ...]:
+    """Of the dims of a transpose; () of other ops."""
+    return tuple(x.eqn.params.get("permutation", ())) if x.name == "transpose" and x.eqn is not None else ()

@@ -123,6 +123,13 @@ def padded_bytes(shape: tuple[int, ...], itemsize: float, minor: Minor | None = 
     return round(num_bytes * min(ratios, default=1.0))
 
 
+def is_row_major(one: Instruction) -> bool:
+    """Whether tiles add least to an array in the order of its dims, in which arguments and results then are stored."""
+    if len(one.shape) < 2:
+        return True
+    return _added(one, _row_major(one.shape)) == padded_bytes(one.shape, one.itemsize) - one.num_bytes
+
+
 def keeps_tiles(one: Instruction) -> bool:
     """Whether it is a slice that leaves out no tile of its operand: the start of it, under another shape."""
     if one.name != "slice" or one.eqn is None or one.eqn.primitive.name != "slice":
