@@ -1,7 +1,8 @@
 """Layouts of what loops read and return, as XLA:TPU chooses them: as it is transposed.
 
 Each iteration reads and writes so, and no kernel transposes the whole: what a mapped scan reads and stacks, for
-example. Rows that are read keep their last dim; the dim of the iterations is never the last one of a stack.
+example. Rows that are read keep their last dim, and are not rounded before for products; the dim of the iterations is
+never the last one of a stack.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ def transpose_in_loops(body: Body) -> None:
                 for x in transposes:
                     _make_bitcast(x)
         elif _order(one)[-1:] == (len(one.shape) - 1,) and one not in results:
-            if sum(x.name in LOOPS for x in readers[one]) == 1:
+            is_rounded = one.itemsize < one.operands[0].itemsize
+            if not is_rounded and sum(x.name in LOOPS for x in readers[one]) == 1:
                 _make_bitcast(one)
 
 

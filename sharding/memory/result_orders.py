@@ -1,15 +1,13 @@
 """Results of a program that XLA:TPU computes in another order of dims than theirs, and copies in the end.
 
 Results are stored in the order of their dims, and so are arguments, unless tiles add more to them so. Between, a
-transpose is another order of what it reads. A product of matrices is written in either order of rows and columns; of
-products of stacks, and of arrays of more dims, the leading ones stay as they are in the operand that they come from. If
-a transpose of such a product is a result, it is copied. What is computed element by element from arguments alone is
-copied where its last dim moves; other dims are moved by the kernel.
+transpose is another order of what it reads. Kernels that read arguments also move dims other than the last one, those
+of products write some orders (`_of_product`). Where that does not do, the result, or an argument, is copied.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
 
 from .dim_orders import UNORDERED, permutation
@@ -30,7 +28,7 @@ def copy_results(body: Body) -> None:
     found: dict[Instruction, Orders] = {}
     passed: dict[Instruction, _Passed] = {}
     for one in body.instructions:
-        found[one], passed[one] = _orders(one, found), _passed(one, passed)
+        found[one], passed[one] = _orders(one, found, passed), _passed(one, passed)
     copied = {x: _copy(x) for x in body.results if x in found and _is_copied(x, found[x], passed[x])}
     if copied:
         body.results = [copied.get(x, x) for x in body.results]
@@ -78,7 +76,7 @@ def _source(x: Instruction) -> Instruction:
     return x
 
 
-def _orders(one: Instruction, found: Mapping[Instruction, Orders]) -> Orders:
+def _orders(one: Instruction, found: Mapping[Instruction, Orders], passed: Mapping[Instruction, _Passed]) -> Orders:
     if one.role in ("argument", "tuple-element"):
         return frozenset({tuple(range(len(one.shape)))}) if is_row_major(one) else ANY
     if one.name == "transpose" and one.operands:
@@ -87,35 +85,51 @@ def _orders(one: Instruction, found: Mapping[Instruction, Orders]) -> Orders:
     if one.name == "dot_general" and one.product is not None:
         return _of_product(one, found)
     if one.elementwise:
-        return _common([found[x] for x in one.operands if x.shape == one.shape and not _is_free(x)])
+        alike = [x for x in one.operands if x.shape == one.shape and found[x] and not _is_free(x)]
+        made = [found[x] for x in alike if passed[x] is _Passed.MADE]
+        return _common(made or [found[x] for x in alike], [found[x] for x in alike] if made else ())
     if one.role == "bitcast":
-        (x,) = one.operands
-        plain = tuple(range(len(x.shape)))
-        return frozenset({tuple(range(len(one.shape)))}) if plain in found[x] else ANY
+        is_plain = any(map(_is_plain, found[one.operands[0]]))
+        return frozenset({tuple(range(len(one.shape)))}) if is_plain else ANY
     return ANY
 
 
-def _common(all_orders: list[Orders]) -> Orders:
-    """Those that operands have in common; if none, of one that is not stored in the order of its dims."""
-    known = [orders for orders in all_orders if orders]
-    if not known:
+def _common(all_orders: Sequence[Orders], others: Sequence[Orders]) -> Orders:
+    """Those that some arrays have in common, of others the last dim; if none, of one that is not stored in order."""
+    if not all_orders:
         return ANY
-    return frozenset.intersection(*known) or next(x for x in known if not any(o == tuple(range(len(o))) for o in x))
+    common = frozenset.intersection(*all_orders) or next(x for x in all_orders if not any(map(_is_plain, x)))
+    kept = frozenset(o for o in common if all(any(o[-1:] == p[-1:] for p in orders) for orders in others))
+    return kept or common
 
 
 def _of_product(one: Instruction, found: Mapping[Instruction, Orders]) -> Orders:
-    """The orders of a product's result: that of its operands' dims, and of matrices also the transposed one."""
+    """The orders of a product's result: stacks first, then rows and columns as in their operands, or the other way.
+
+    Of an operand's rows, the longest dim may also be the last one: it goes along the sublanes of tiles.
+    """
     if one.eqn is None or len(one.operands) != 2 or one.eqn.primitive.name != "dot_general":
         return ANY
     (summed, batch), ndims = one.eqn.params["dimension_numbers"], [len(x.shape) for x in one.operands]
-    rows, columns = (n - len(a) - len(b) for n, a, b in zip(ndims, summed, batch, strict=True))
-    first = len(batch[0])
-    if ndims != [v.aval.ndim for v in one.eqn.invars] or first + rows + columns != len(one.shape):
+    if ndims != [v.aval.ndim for v in one.eqn.invars] or not all(found[x] for x in one.operands):
         return ANY
-    if any(found[x] and tuple(range(len(x.shape))) not in found[x] for x in one.operands):
-        return ANY  # the compiler may also read it in another order
-    dims = tuple(range(len(one.shape)))
-    return frozenset({dims, (*dims[:first], *dims[first + rows :], *dims[first : first + rows])})
+    first = len(batch[0])
+    left, right = ([d for d in range(n) if d not in (*a, *b)] for n, a, b in zip(ndims, summed, batch, strict=True))
+    if first + len(left) + len(right) != len(one.shape):
+        return ANY
+    rows = {tuple(first + left.index(d) for d in order if d in left) for order in found[one.operands[0]]}
+    longest = max(range(first, first + len(left)), key=lambda d: (one.shape[d], d), default=first)
+    rows |= {(*(d for d in dims if d != longest), longest) for dims in rows if dims}
+    start = first + len(left)
+    columns = {tuple(start + right.index(d) for d in order if d in right) for order in found[one.operands[1]]}
+    stacks = tuple(range(first))
+    return frozenset(
+        (*stacks, *dims) for row in rows for column in columns for dims in ((*row, *column), (*column, *row))
+    )
+
+
+def _is_plain(order: Order) -> bool:
+    return order == tuple(range(len(order)))
 
 
 def _is_free(x: Instruction) -> bool:

@@ -8,6 +8,7 @@ from support.peak_memory import check_compiled_temporaries, check_temporaries, f
 
 WIDE, MATRICES = floats(8192, 4096), floats(128, 512, 512)
 NARROW = floats(32, 1024, 8, 64)
+WEIGHTS, LONG_ROWS = floats(512, 256, 512), floats(512, 192, 1024)
 ROWS, WEIGHT = floats(256, 256, 512), floats(512, 512)
 UNIT = 4 * 256 * 256 * 512
 """Also of the other arrays."""
@@ -23,6 +24,10 @@ def stacked(w, x):
 
 def last(w, x):
     return jax.lax.scan(lambda h, row: (jnp.tanh(h @ w + row), None), x[0], x)[0]
+
+
+def layer(h, w):
+    return jnp.tanh(h @ w), None
 
 
 def attention(q, k):
@@ -43,6 +48,8 @@ PRODUCTS = {
     "of an array, before a sine": (lambda w, x: jnp.sin(swapped(x @ w)), (WEIGHT, ROWS), 1),
     "of an array, added": (lambda w, x, y: swapped(x @ w) + y, (WEIGHT, ROWS, ROWS), 1),
     "twice": (lambda w, x: swapped((x @ w) @ w), (WEIGHT, ROWS), 1),
+    "of an array whose longest dim comes last": (lambda w, x: swapped(x @ w), (floats(1024, 768), LONG_ROWS), 0),
+    "of an array, added to it": (lambda w, x: swapped(x + x @ w), (floats(1024, 1024), LONG_ROWS), 0),
     "of heads": (lambda w, x: (x @ w).reshape(256, 256, 4, 128).transpose(0, 2, 1, 3), (WEIGHT, ROWS), 1),
     "of stacks, transposed": (lambda a, b: (a @ b).transpose(0, 2, 1), (MATRICES, MATRICES), 0),
     "of stacks, side by side": (lambda a, b: swapped(a @ b), (MATRICES, MATRICES), 1),
@@ -56,6 +63,7 @@ LOOPS = {
     "a stack, doubled": (lambda w, x: swapped(stacked(w, x)) * 2, (WEIGHT, ROWS), 2),
     "rows": (lambda w, x: last(w, swapped(x)), (WEIGHT, ROWS), 0),
     "rows that are summed, too": (lambda w, x: (last(w, swapped(x)), swapped(x * 2).sum(0)), (WEIGHT, ROWS), 0),
+    "rounded weights": (lambda x, w: jax.lax.scan(layer, x, swapped(w))[0], (floats(512, 512), WEIGHTS), 1),
     "rows of a sine": (lambda w, x: last(w, swapped(jnp.sin(x))), (WEIGHT, ROWS), 1),
     "rows of two loops": (lambda w, x: (last(w, swapped(x)), last(w * 2, swapped(x)[::-1])), (WEIGHT, ROWS), 1),
 }
