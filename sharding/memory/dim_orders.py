@@ -72,7 +72,9 @@ def _layout(one: Instruction) -> tuple[int, ...]:
 
 def permutation(one: Instruction) -> tuple[int, ...]:
     """The order of a transpose's operand's dims; () if the op does something else."""
-    moved = tuple(one.eqn.params.get("permutation", ())) if one.eqn is not None else ()
+    if one.name != "transpose" or one.eqn is None or not one.operands:
+        return ()
+    moved = tuple(one.eqn.params.get("permutation", ()))
     (x, *_) = one.operands
     is_so = len(moved) == len(x.shape) and tuple(x.shape[d] for d in moved) == one.shape
     return moved if is_so else ()

@@ -7,6 +7,7 @@ never the last one of a stack.
 
 from __future__ import annotations
 
+from .dim_orders import permutation
 from .instruction import Body, Instruction, users
 
 LOOPS = frozenset({"scan", "while"})
@@ -21,11 +22,11 @@ def transpose_in_loops(body: Body) -> None:
         for inner in one.bodies:
             transpose_in_loops(inner)
         if one.role == "tuple-element" and one.operands[0].name in LOOPS and one not in results:
-            transposes = [x for x in readers[one] if _order(x)[-1:] not in ((), (0,))]
-            if len({_order(x) for x in transposes}) == 1:
+            transposes = [x for x in readers[one] if permutation(x)[-1:] not in ((), (0,))]
+            if len({permutation(x) for x in transposes}) == 1:
                 for x in transposes:
                     _make_bitcast(x)
-        elif _order(one)[-1:] == (len(one.shape) - 1,) and one not in results:
+        elif permutation(one)[-1:] == (len(one.shape) - 1,) and one not in results:
             is_rounded = one.itemsize < one.operands[0].itemsize
             if not is_rounded and sum(x.name in LOOPS for x in readers[one]) == 1:
                 _make_bitcast(one)
@@ -33,8 +34,3 @@ def transpose_in_loops(body: Body) -> None:
 
 def _make_bitcast(x: Instruction) -> None:
     x.role, x.elementwise = "bitcast", False
-
-
-def _order(x: Instruction) -> tuple[int, ...]:
-    """Of the dims of a transpose; () of other ops."""
-    return tuple(x.eqn.params.get("permutation", ())) if x.name == "transpose" and x.eqn is not None else ()

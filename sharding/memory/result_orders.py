@@ -12,7 +12,7 @@ from enum import IntEnum
 
 from .dim_orders import UNORDERED, permutation
 from .instruction import Body, Instruction
-from .tile_layouts import is_row_major
+from .tile_layouts import is_row_major, product_dims
 
 Order = tuple[int, ...]
 """The dims of an array in the order in which they are stored, from the one whose elements are farthest apart."""
@@ -85,21 +85,21 @@ def _orders(one: Instruction, found: Mapping[Instruction, Orders], passed: Mappi
     if one.name == "dot_general" and one.product is not None:
         return _of_product(one, found)
     if one.elementwise:
-        alike = [x for x in one.operands if x.shape == one.shape and found[x] and not _is_free(x)]
-        made = [found[x] for x in alike if passed[x] is _Passed.MADE]
-        return _common(made or [found[x] for x in alike], [found[x] for x in alike] if made else ())
+        alike = {x: found[x] for x in one.operands if x.shape == one.shape and found[x] and not _is_free(x)}
+        made = [orders for x, orders in alike.items() if passed[x] is _Passed.MADE]
+        return _common(made or [*alike.values()], [*alike.values()])
     if one.role == "bitcast":
         is_plain = any(map(_is_plain, found[one.operands[0]]))
         return frozenset({tuple(range(len(one.shape)))}) if is_plain else ANY
     return ANY
 
 
-def _common(all_orders: Sequence[Orders], others: Sequence[Orders]) -> Orders:
-    """Those that some arrays have in common, of others the last dim; if none, of one that is not stored in order."""
-    if not all_orders:
+def _common(strict: Sequence[Orders], all_orders: Sequence[Orders]) -> Orders:
+    """Those that some arrays have in common, of all the last dim; if none, of one that is not stored in order."""
+    if not strict:
         return ANY
-    common = frozenset.intersection(*all_orders) or next(x for x in all_orders if not any(map(_is_plain, x)))
-    kept = frozenset(o for o in common if all(any(o[-1:] == p[-1:] for p in orders) for orders in others))
+    common = frozenset.intersection(*strict) or next(x for x in strict if not any(map(_is_plain, x)))
+    kept = frozenset(o for o in common if all(any(o[-1:] == p[-1:] for p in orders) for orders in all_orders))
     return kept or common
 
 
@@ -108,14 +108,9 @@ def _of_product(one: Instruction, found: Mapping[Instruction, Orders]) -> Orders
 
     Of an operand's rows, the longest dim may also be the last one: it goes along the sublanes of tiles.
     """
-    if one.eqn is None or len(one.operands) != 2 or one.eqn.primitive.name != "dot_general":
-        return ANY
-    (summed, batch), ndims = one.eqn.params["dimension_numbers"], [len(x.shape) for x in one.operands]
-    if ndims != [v.aval.ndim for v in one.eqn.invars] or not all(found[x] for x in one.operands):
-        return ANY
+    batch, (left, right) = product_dims(one)
     first = len(batch[0])
-    left, right = ([d for d in range(n) if d not in (*a, *b)] for n, a, b in zip(ndims, summed, batch, strict=True))
-    if first + len(left) + len(right) != len(one.shape):
+    if first + len(left) + len(right) != len(one.shape) or not one.shape or not all(found[x] for x in one.operands):
         return ANY
     rows = {tuple(first + left.index(d) for d in order if d in left) for order in found[one.operands[0]]}
     longest = max(range(first, first + len(left)), key=lambda d: (one.shape[d], d), default=first)
@@ -134,4 +129,4 @@ def _is_plain(order: Order) -> bool:
 
 def _is_free(x: Instruction) -> bool:
     """Whether it is computed in any order."""
-    return x.num_elements == 1 or x.name in UNORDERED or x.is_constant
+    return x.num_elements == 1 or x.name in UNORDERED

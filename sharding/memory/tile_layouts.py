@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..rewrite.bfloat16_propagation import PRODUCTS, is_default
@@ -231,23 +231,28 @@ def _of_product(one: Instruction, operand: int | None) -> Minor | None:
 
     Products with vectors are reductions, for which the compiler is free.
     """
-    if one.eqn is None or len(one.operands) != 2 or one.eqn.primitive.name != "dot_general":
+    batch, free = product_dims(one)
+    if not batch[0] or not all(any(x.shape[d] > 1 for d in dims) for x, dims in zip(one.operands, free, strict=True)):
         return None
-    summed, batch = one.eqn.params["dimension_numbers"]
-    left, right = one.operands
-    ranks = (len(left.shape), len(right.shape))
-    if ranks != tuple(len(v.aval.shape) for v in one.eqn.invars) or not batch[0]:
-        return None
-    free = [
-        [d for d in range(ranks[k]) if d not in summed[k] and d not in batch[k] and one.operands[k].shape[d] > 1]
-        for k in (0, 1)
-    ]
-    if not all(free):
-        return None
-    count, own = (len(one.shape), batch[0]) if operand is None else (ranks[operand], batch[operand])
+    count, own = (len(one.shape), batch[0]) if operand is None else (len(one.operands[operand].shape), batch[operand])
     batched = range(len(own)) if operand is None else own
     dims = frozenset(range(count)) - {*batched}
     return Minor(dims, dims)
+
+
+def product_dims(one: Instruction) -> tuple[Sequence[Sequence[int]], Sequence[Sequence[int]]]:
+    """Of both operands of a product, the dims that are multiplied one by one, and those of rows and columns.
+
+    None of other ops, or if operands have other dims than in the program.
+    """
+    none: Sequence[Sequence[int]] = ((), ())
+    if one.eqn is None or len(one.operands) != 2 or one.eqn.primitive.name != "dot_general":
+        return none, none
+    (summed, batch), ndims = one.eqn.params["dimension_numbers"], [len(x.shape) for x in one.operands]
+    if ndims != [v.aval.ndim for v in one.eqn.invars]:
+        return none, none
+    free = [[d for d in range(n) if d not in (*a, *b)] for n, a, b in zip(ndims, summed, batch, strict=True)]
+    return batch, free
 
 
 def _of_convolution(one: Instruction, operand: int | None) -> Minor | None:

@@ -177,13 +177,12 @@ class AnnotationSearch:
 
     def without_useless(self, best: Annotated, fits: Fits, deadline: float) -> Annotated:
         """The same without the annotations that save nothing, the last ones first."""
-        peak_bytes, limit = best.costs.peak_bytes, CLOSE * score(best.costs)
 
         def is_as_fast(fewer: Annotated) -> bool:
-            return score_at(fewer.costs, peak_bytes) < limit
+            return score_at(fewer.costs, best.costs.peak_bytes) < CLOSE * score(best.costs)
 
         def is_as_good(fewer: Annotated) -> bool:
-            return is_as_fast(fewer) and score(fewer.costs) < limit and (fits(fewer.costs) or not fits(best.costs))
+            return is_better(fewer.costs, best.costs, CLOSE) and (fits(fewer.costs) or not fits(best.costs))
 
         left = self.fewer(best, is_as_fast, deadline)  # without the time that it takes to predict each peak
         if left is not best and not is_as_good(left):
