@@ -7,6 +7,7 @@ from typing import Any
 
 from .. import compat
 from ..graph import Scope
+from ..rewrite.scanned_stacks import scanned_spec
 from ..spec import Spec
 from .emitter import Emitter
 from .equation_lowering import Env, Lowering
@@ -109,8 +110,9 @@ def scan(lowering: Lowering, i: int, eqn: Any, scope: Scope | None, env: Env, em
     if first_stacked == len(inputs) == n_consts + len(eqn.outvars) and eqn.params["length"] <= eqn.params["unroll"]:
         lowering.bind(eqn.outvars, _unrolled(lowering, eqn, body, child, inputs, entries, emitter), env)
         return
-    rows = {k: lowering.spec_of(eqn.invars[k], scope).row for k in range(first_stacked, len(inputs))}
-    for k in rows:
+    rows: dict[int, Spec] = {}
+    for k in range(first_stacked, len(inputs)):
+        inputs[k], rows[k] = _scanned(lowering, eqn.invars[k], inputs[k], k, scope, child, emitter)
         inputs[k] = emitter.stored_as(inputs[k], lowering.graph_value(body.invars[k], child))
     inner, inner_env = lower_body(lowering, eqn, body, child, inputs, rows)
     stacks: list[Instruction] = []
@@ -121,7 +123,7 @@ def scan(lowering: Lowering, i: int, eqn: Any, scope: Scope | None, env: Env, em
     for k, (atom, var) in enumerate(zip(body.outvars, eqn.outvars, strict=True)):
         if k < n_carry or compat.is_drop(var):
             continue
-        want, itemsize = lowering.spec_of(var, scope), lowering.itemsize(atom.aval)
+        want, itemsize = _stacked_spec(lowering, var, k, scope, child), lowering.itemsize(atom.aval)
         shape, value = emitter.local_shape(var.aval.shape, want), lowering.graph_value(var, scope)
         stacks.append(emitter.constant(shape, emitter.stored_itemsize(itemsize, value)))
         x = lowering.read(atom, inner_env)
@@ -133,7 +135,30 @@ def scan(lowering: Lowering, i: int, eqn: Any, scope: Scope | None, env: Env, em
     inner.body.results = results
     operands = [*inputs, *stacks]
     carried = [*range(n_consts, first_stacked), *range(len(inputs), len(operands))]
-    lowering.bind(*emit_loop(lowering, eqn, operands, carried, outputs, scope, inner.body, emitter), env)
+    variables, made = emit_loop(lowering, eqn, operands, carried, outputs, scope, inner.body, emitter)
+    for at, (var, (k, _)) in enumerate(zip(variables, outputs, strict=True)):
+        if k >= n_carry:
+            inside, behind = _stacked_spec(lowering, var, k, scope, child), lowering.spec_of(var, scope)
+            made[at] = emitter.reshard(made[at], var.aval.shape, lowering.itemsize(var.aval), inside, behind)
+    lowering.bind(variables, made, env)
+
+
+def _scanned(
+    lowering: Lowering, var: Any, x: Instruction, k: int, scope: Scope | None, child: Scope | None, emitter: Emitter
+) -> tuple[Instruction, Spec]:
+    """The k-th operand of a scan, which is sliced, resharded to what its slices need, and the spec of a slice."""
+    have = lowering.spec_of(var, scope)
+    stack = child.stacked_inputs[k] if child is not None and child.stacked_inputs else None
+    if stack is None:
+        return x, have.row
+    need = scanned_spec(lowering.strategies, stack)
+    return emitter.reshard(x, var.aval.shape, lowering.itemsize(var.aval), have, need), need.row
+
+
+def _stacked_spec(lowering: Lowering, var: Any, k: int, scope: Scope | None, child: Scope | None) -> Spec:
+    """The spec in the loop of the k-th result of a scan, which is stacked."""
+    stack = child.stacked_outputs[k] if child is not None and child.stacked_outputs else None
+    return lowering.spec_of(var, scope) if stack is None else lowering.specs[stack]
 
 
 def _unrolled(

@@ -161,9 +161,8 @@ class Emitter:
     def apply_step(self, x: Instruction, shape: tuple[int, ...], itemsize: float, step: Step) -> Instruction:
         """The array after one reshard step.
 
-        An all-to-all slices its operand and concatenates the result. A reduce-scatter is an all-reduce and a slice on
-        XLA:CPU, which sends 16-bit floats as float32, and over all devices of a TPU slice; an all-reduce to a smaller
-        local shape slices first.
+        A reduce-scatter is an all-reduce and a slice on XLA:CPU, which sends 16-bit floats as float32, and over all
+        devices of a TPU slice; an all-reduce to a smaller local shape slices first.
 
         Args:
             shape: local shape of the result.
@@ -178,9 +177,7 @@ class Emitter:
             group = step.axes if self.traits.combines_all and step.kind == "all-gather" else None
             return self.emit(step.kind, "unfusible", [x], shape, itemsize, key=key, group=group, **sent)
         if step.kind == "all-to-all":
-            pieces = self.emit("slice", "fusible", [x], shape, itemsize, key=key, **facts)
-            received = self.emit(step.kind, "unfusible", [pieces], shape, itemsize, key=key, **sent)
-            return self.emit("concatenate", "unfusible", [received], shape, itemsize, key=key, **facts)
+            return self.all_to_all(x, shape, itemsize, step)
         scatters = self.traits.reduces_in_place and not self.sums_everywhere(step.axes)
         if step.kind == "reduce-scatter" and scatters and len(step.dims) == 1:
             group = (step.axes, itemsize) if self.traits.combines_all else None
@@ -212,6 +209,26 @@ class Emitter:
             **facts,
         )
         return self.transposed(gathered, [order.index(d) for d in range(len(shape))])
+
+    def all_to_all(self, x: Instruction, shape: Sequence[int], itemsize: float, step: Step) -> Instruction:
+        """An all-to-all, which sends and receives parts along a new leading dim.
+
+        XLA:CPU slices and concatenates; others transpose, unless the parts are of a leading dim.
+        """
+        facts: dict[str, Any] = {"value": x.value, "eqn": x.eqn, "key": step.spec.axes}
+        sent, received = _dim_of_parts(x.shape, shape), _dim_of_parts(shape, x.shape)
+        copies = self.traits.gathers_leading_dim
+        if copies or math.prod(x.shape[:sent]) > 1:
+            x = self.emit("slice", "fusible", [x], shape, itemsize, **facts)
+        if not copies and math.prod(shape[:received]) == 1:
+            return self.emit(step.kind, "unfusible", [x], shape, itemsize, axes=step.axes, **facts)
+        if copies:
+            x = self.emit(step.kind, "unfusible", [x], shape, itemsize, axes=step.axes, **facts)
+            return self.emit("concatenate", "unfusible", [x], shape, itemsize, **facts)
+        num = num_parts(step.axes, self.sizes)
+        parts = (num, *(-(-n // num) if d == received else n for d, n in enumerate(shape)))
+        x = self.emit(step.kind, "unfusible", [x], parts, itemsize, axes=step.axes, **facts)
+        return self.emit("transpose", "fusible", [x], shape, itemsize, **facts)
 
     def all_reduce(self, x: Instruction, itemsize: float, axes: tuple[Axis, ...]) -> Instruction:
         """An all-reduce of partial sums; 16-bit floats are reduced in 32 bits.
@@ -251,6 +268,11 @@ def _is_reshaped(x: Instruction) -> bool:
     if x.name == "gather" and x.eqn is not None and x.eqn.primitive.name == "gather":
         return bool(x.eqn.params["dimension_numbers"].collapsed_slice_dims)
     return x.product is not None and x.product.num_dims < len(x.shape)
+
+
+def _dim_of_parts(whole: Sequence[int], parts: Sequence[int]) -> int:
+    """The dim along which an array is in parts."""
+    return next((d for d, (have, need) in enumerate(zip(whole, parts, strict=True)) if have > need), 0)
 
 
 def before_rounding(x: Instruction) -> Instruction:

@@ -54,7 +54,7 @@ def copy_moved_results(
 def is_moved(one: Instruction) -> bool:
     """Whether a collective without arithmetic makes it, or a loop of whose body it is a result that one makes."""
     if one.role != "tuple-element":
-        return one.name in MOVES or (one.name == "concatenate" and one.operands[0].name in MOVES)
+        return one.name in MOVES
     if one.operands[0].name == "cond":
         return False
     return any(is_moved(x) for body in one.operands[0].bodies for x in body.results[one.element : one.element + 1])

@@ -81,6 +81,8 @@ def _orders(one: Instruction, found: Mapping[Instruction, Orders], passed: Mappi
         return frozenset({tuple(range(len(one.shape)))}) if is_row_major(one) else ANY
     if one.name == "transpose" and one.operands:
         moved, (x,) = permutation(one), one.operands
+        if x.name == "all-to-all":
+            return _of_parts(x, one)
         return frozenset(tuple(moved.index(d) for d in order) for order in found[x]) if moved else ANY
     if one.name == "dot_general" and one.product is not None:
         return _of_product(one, found)
@@ -121,6 +123,14 @@ def _of_product(one: Instruction, found: Mapping[Instruction, Orders]) -> Orders
     return frozenset(
         (*stacks, *dims) for row in rows for column in columns for dims in ((*row, *column), (*column, *row))
     )
+
+
+def _of_parts(parts: Instruction, joined: Instruction) -> Orders:
+    """The order in which parts of rows are joined that an all-to-all receives; any if they are of another dim."""
+    if parts.shape[-1] == joined.shape[-1]:
+        return ANY
+    *rest, rows, columns = range(len(joined.shape))
+    return frozenset({(*rest, columns, rows)})
 
 
 def _is_plain(order: Order) -> bool:

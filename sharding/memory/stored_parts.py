@@ -18,10 +18,13 @@ def in_parts(instructions: Sequence[Instruction], readers: Users) -> Iterator[In
     """What XLA:TPU stores since kernels read or write parts of it.
 
     That is what is padded, concatenated, or sliced in several places or at a distance (not along the last dim), an
-    array before and after a slice of it is updated, and one reversed along the last dim.
+    array before and after a slice of it is updated, one reversed along the last dim, and parts that an all-to-all
+    receives, joined for several readers.
     """
     for one in instructions:
-        found = [one] if sum(x.name in PARTS for x in readers[one]) > 1 else []
+        is_joined = one.name == "transpose" and one.operands[:1] and one.operands[0].name == "all-to-all"
+        parts = sum(is_joined or x.name in PARTS for x in readers[one])
+        found = [one] if parts > 1 else []
         if one.name in JOINS:
             found += one.operands
         elif one.name == "dynamic_update_slice":

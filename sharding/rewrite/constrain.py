@@ -36,6 +36,7 @@ from .redundant_constraints import redundant
 from .reshard import Step
 from .rotation import rotated_specs, rotation, rotation_gradient, rotation_parts
 from .rounded_products import rounded_product
+from .scanned_stacks import scanned_spec, scanned_steps
 
 
 def constrain(closed_jaxpr: Any, assignment: Assignment, mesh: AbstractMesh, *, inputs: bool = False) -> Any:
@@ -70,8 +71,6 @@ class _Rewriter:
         """Values that loops carry and branches return."""
         self.rounding = {id(op.site[0]) for op in graph.ops if rounded_product(graph, op) is not None}
         """Ids of the equations that round products, and are constrained in their place."""
-        self.scans = {op.operands[0]: self.strategies.of(op) for op in graph.ops if op.name == "scan xs"}
-        """Stacked array -> how it is sliced."""
         self.done: dict[Any, Any] = {}
         self.signatures, self.numbers = dict[Scope, int](), dict[tuple, int]()
 
@@ -80,12 +79,6 @@ class _Rewriter:
         if key not in self.done:  # a body called twice with equal shardings stays one body
             self.done[key] = _Body(self, jaxpr, scope).rewritten(inputs, is_remat)
         return self.done[key]
-
-    def sliced_spec(self, stacked: int) -> Spec:
-        """Returns the spec of an array that a `scan` slices, in the loop: what its slices need."""
-        (steps,) = self.scans[stacked].operand_steps
-        only_slices = all(step.kind == "slice" for step in steps)
-        return self.program.specs[stacked] if only_slices else steps[-1].spec
 
     def maker(self, scope: Scope, i: int, eqn: Any) -> Op | None:
         """Returns the op of an equation, if it has one with a rule."""
@@ -192,7 +185,7 @@ class _Body(ConstraintEmitter):
         for var in source.invars if self.scope.manual else ():
             body_boundary.shard_map_argument(self, var, first)
         for var, stacked in zip(source.invars, self.scope.stacked_inputs, strict=False):
-            row = None if stacked is None else self.rewriter.sliced_spec(stacked).row
+            row = None if stacked is None else scanned_spec(self.rewriter.strategies, stacked).row
             body_boundary.scan_slice(self, var, row, first)
         for i, eqn in enumerate(self.source_eqns):
             self.equation(i, eqn)
@@ -279,15 +272,13 @@ class _Body(ConstraintEmitter):
         return self.apply_steps(self.read(var), var, steps, eqn)
 
     def scanned(self, operand: Any, var: Any, stacked: Atom, eqn: Any) -> Any:
-        """Reshards an array that a `scan` slices to what its slices need; XLA:GPU would in every iteration."""
-        have = self.var_spec(var)
+        """Reshards an array that a `scan` slices to what its slices need."""
+        have, strategies = self.var_spec(var), self.rewriter.strategies
         if stacked is None or have is None:
             return operand
-        (steps,) = self.rewriter.scans[stacked].operand_steps
-        inside, sliced = self.program.specs[stacked], self.rewriter.sliced_spec(stacked)
-        if have.axes != inside.axes:
-            return self.reshard(operand, have, sliced, eqn)
-        return operand if sliced is inside else self.apply_steps(operand, var, steps, eqn)
+        if have.axes != self.program.specs[stacked].axes:
+            return self.reshard(operand, have, scanned_spec(strategies, stacked), eqn)
+        return self.apply_steps(operand, var, scanned_steps(strategies, stacked), eqn)
 
     def stacked(self, eqn: Any, child: Scope | None) -> list[Spec | None]:
         """The specs of a `scan`'s results in the loop, where they differ from those behind it."""

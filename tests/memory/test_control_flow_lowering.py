@@ -4,10 +4,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
-from support import peak_memory
+from support import compilers, peak_memory
 
 import sharding
 from sharding import P, annotate
+from sharding.memory import usage
 from sharding.memory.compiler_traits import TRAITS
 from sharding.memory.device_program import lower
 from sharding.memory.instruction import all_instructions
@@ -132,6 +133,45 @@ def advanced(x):
 def test_carries_take_the_memory_of_donated_arguments_and_unread_ones(f):
     peak = peak_memory.peak_of(f, FLOATS, sizes={"data": 8}, in_shardings=P("data"), donate_argnums=0)
     assert peak.ratio == pytest.approx(1, abs=0.01)
+
+
+STACK, ROWS = peak_memory.floats(16, 256, 256), peak_memory.floats(256, 256)
+
+
+def layers(x, w):
+    return lax.scan(lambda h, w: (jnp.tanh(h @ w), h), x, w)
+
+
+def states(x, w):
+    return annotate(lax.scan(lambda h, _: (jnp.tanh(h), h), x, None, length=16)[1], P("data")) + w
+
+
+SCANS = {
+    "slices": lambda x, w: layers(x, w)[0],
+    "stacks": states,
+    "slices and stacks": lambda x, w: layers(x, w)[1] + w,
+    "gradients": lambda x, w: jax.grad(lambda w: layers(x, w)[0].sum())(w),
+}
+"""Loops over arrays whose leading dim, that of the iterations, is sharded."""
+
+
+@peak_memory.newest_jax_only
+@pytest.mark.parametrize("batch", [P(), P("model")], ids=["replicated rows", "sharded rows"])
+@pytest.mark.parametrize("name", SCANS)
+def test_a_stack_with_sharded_iterations_is_resharded_outside_its_loop(name, batch):
+    sizes = {"data": 4, "model": 2}
+    peak = peak_memory.peak_of(SCANS[name], ROWS, STACK, sizes=sizes, in_shardings=(batch, P("data")))
+    assert peak.ratio == pytest.approx(1, abs=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("platform", "described"), [compilers.COMPILERS["tpu"], compilers.COMPILERS["gpu"]])
+def test_so_it_is_by_the_compilers_for_tpus_and_gpus(platform, described):
+    x, w = peak_memory.floats(2048, 2048), peak_memory.floats(16, 2048, 2048)
+    with sharding.mesh(data=4, model=2, devices=compilers.devices(described)):
+        f = sharding.jit(SCANS["slices"], in_shardings=(P(), P("data")))
+        found = usage(f.complete(x, w).assignment, platform=platform).peak_bytes
+        assert found == pytest.approx(peak_memory.compiled_bytes(f.lower(x, w)), rel=0.02)
 
 
 def iterated(unroll):
