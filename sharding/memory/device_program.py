@@ -15,6 +15,7 @@ from .equation_lowering import Env, Handler, Lowering
 from .instruction import Body, Instruction
 from .loop_layouts import transpose_in_loops
 from .loop_sinking import sink_into_loops
+from .orders_in_place import keep_orders
 from .product_fusion import fuse_products
 from .product_layouts import transpose_operands, transpose_results
 from .product_merging import merge_products
@@ -85,6 +86,7 @@ def lower(assignment: Assignment, traits: CompilerTraits) -> DeviceProgram:
     if traits.transposes_operands:
         transpose_operands(emitter.body)
         transpose_results(emitter.body)
+        keep_orders(emitter.body)
     if traits.merges_products:
         merge_products(emitter.body)
     if traits.fuses_around_products:

@@ -217,18 +217,15 @@ class Emitter:
         """
         facts: dict[str, Any] = {"value": x.value, "eqn": x.eqn, "key": step.spec.axes}
         sent, received = _dim_of_parts(x.shape, shape), _dim_of_parts(shape, x.shape)
-        copies = self.traits.gathers_leading_dim
+        copies, num = self.traits.gathers_leading_dim, num_parts(step.axes, self.sizes)
         if copies or math.prod(x.shape[:sent]) > 1:
             x = self.emit("slice", "fusible", [x], shape, itemsize, **facts)
-        if not copies and math.prod(shape[:received]) == 1:
-            return self.emit(step.kind, "unfusible", [x], shape, itemsize, axes=step.axes, **facts)
-        if copies:
-            x = self.emit(step.kind, "unfusible", [x], shape, itemsize, axes=step.axes, **facts)
-            return self.emit("concatenate", "unfusible", [x], shape, itemsize, **facts)
-        num = num_parts(step.axes, self.sizes)
-        parts = (num, *(-(-n // num) if d == received else n for d, n in enumerate(shape)))
+        is_joined = not copies and math.prod(shape[:received]) > 1
+        parts = (num, *(-(-n // num) if d == received else n for d, n in enumerate(shape))) if is_joined else shape
         x = self.emit(step.kind, "unfusible", [x], parts, itemsize, axes=step.axes, **facts)
-        return self.emit("transpose", "fusible", [x], shape, itemsize, **facts)
+        if copies:
+            return self.emit("concatenate", "unfusible", [x], shape, itemsize, **facts)
+        return self.emit("transpose", "fusible", [x], shape, itemsize, **facts) if is_joined else x
 
     def all_reduce(self, x: Instruction, itemsize: float, axes: tuple[Axis, ...]) -> Instruction:
         """An all-reduce of partial sums; 16-bit floats are reduced in 32 bits.

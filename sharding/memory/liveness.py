@@ -326,6 +326,7 @@ class _BufferAssignment:
 
     def replaced_by(self, result: Instruction) -> list[Instruction]:
         """The arrays over which the kernel of a result may write it, if all that read them run with it."""
+        result = self.arrays.origin[result]  # of which it may be a bitcast
         kernel = self.arrays.kernel_of[result]
         is_reduced = result.in_place and not is_bound(result)
         found = result.operands[:1] if is_reduced else self.arrays.overwritable(kernel)

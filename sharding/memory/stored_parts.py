@@ -22,9 +22,8 @@ def in_parts(instructions: Sequence[Instruction], readers: Users) -> Iterator[In
     receives, joined for several readers.
     """
     for one in instructions:
-        is_joined = one.name == "transpose" and one.operands[:1] and one.operands[0].name == "all-to-all"
-        parts = sum(is_joined or x.name in PARTS for x in readers[one])
-        found = [one] if parts > 1 else []
+        is_joined = one.name == "transpose" and any(x.name == "all-to-all" for x in one.operands)
+        found = [one] if sum(is_joined or x.name in PARTS for x in readers[one]) > 1 else []
         if one.name in JOINS:
             found += one.operands
         elif one.name == "dynamic_update_slice":
