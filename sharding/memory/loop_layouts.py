@@ -7,10 +7,9 @@ never the last one of a stack.
 
 from __future__ import annotations
 
+from .dead_results import LOOPS
 from .dim_orders import permutation
 from .instruction import Body, Instruction, users
-
-LOOPS = frozenset({"scan", "while"})
 
 
 def transpose_in_loops(body: Body) -> None:

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from .dead_results import LOOPS
 from .dim_orders import UNORDERED, permutation
 from .instruction import Body, Instruction, Users, users
-from .loop_layouts import LOOPS
+from .product_layouts import are_adjacent
 from .tile_layouts import product_dims
 
 Order = Sequence[int]
@@ -78,9 +79,4 @@ def _writes(one: Instruction, order: Order) -> bool:
     batch, (rows, columns) = product_dims(one)
     first, start = len(batch[0]), len(batch[0]) + len(rows)
     groups = (range(first, start), range(start, start + len(columns)))
-    return start + len(columns) == len(order) and all(_lie_together(order, group) for group in groups)
-
-
-def _lie_together(order: Order, dims: Sequence[int]) -> bool:
-    places = sorted(order.index(d) for d in dims)
-    return all(b == a + 1 for a, b in zip(places, places[1:], strict=False))
+    return start + len(columns) == len(order) and all(are_adjacent(map(order.index, group)) for group in groups)

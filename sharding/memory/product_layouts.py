@@ -10,7 +10,7 @@ front of the loops that read it. A cache that is updated in place is copied befo
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from .instruction import Body, Instruction, users
 from .primitive_traits import updates
@@ -116,8 +116,13 @@ def _read_apart(one: Instruction) -> Iterator[tuple[int, Instruction]]:
 
 def _lie_together(shape: Sequence[int], dims: Sequence[int]) -> bool:
     large = [d for d, size in enumerate(shape) if size > 1]
-    places = sorted(large.index(d) for d in dims if shape[d] > 1)
-    return all(b == a + 1 for a, b in zip(places, places[1:], strict=False))
+    return are_adjacent(large.index(d) for d in dims if shape[d] > 1)
+
+
+def are_adjacent(places: Iterable[int]) -> bool:
+    """Whether some places follow each other, in any order."""
+    found = sorted(places)
+    return all(b == a + 1 for a, b in zip(found, found[1:], strict=False))
 
 
 def _is_given(x: Instruction) -> bool:
