@@ -150,7 +150,6 @@ class ProgramCollectives:
             reads_in_place,
             axes=lambda v: self.specs[v].axes,
             sizes=self.sizes,
-            spans_mesh=lambda axes: num_parts(tuple(axes), self.sizes) == math.prod(self.sizes.values()),
             shard_bytes=self.shard_bytes,
         )
 
@@ -270,7 +269,8 @@ class ProgramCollectives:
 
     def sums_and_rest(self, v: int, steps: Sequence[Step]) -> tuple[list[Step], Sequence[Step]]:
         """The reductions of a result, and the steps that reshard it then."""
-        return sums_and_rest(self.graph.makers.get(v), steps, self.platform, self.sizes)
+        is_scalar = self.shard_bytes(v) <= self.graph.itemsize(v)
+        return sums_and_rest(self.graph.makers.get(v), steps, self.platform, self.sizes, is_scalar=is_scalar)
 
     def kind_of_sum(self, v: int, step: Step, *, is_whole: bool = True) -> Kind:
         """The kind of a reduction, which is a reduce-scatter if every use of its result is a slice.

@@ -26,7 +26,7 @@ from ..hardware import Platform
 from ..propagation.partial_sums import SUMS
 from ..rewrite.reshard import Step
 from ..rewrite.rounded_products import rounded_product
-from ..spec import Axis
+from ..spec import Axis, num_parts
 from .reduce_scatter_creation import in_mesh_order, is_part_of_each
 from .sums_behind_loops import ADDS, Reduction, SumsBehindLoop, is_narrow_sum, sums_behind_loops
 
@@ -73,16 +73,23 @@ class Reassociation:
 
 
 def sums_and_rest(
-    op: Op | None, steps: Sequence[Step], platform: Platform, sizes: Mapping[str, int]
+    op: Op | None, steps: Sequence[Step], platform: Platform, sizes: Mapping[str, int], *, is_scalar: bool
 ) -> tuple[list[Step], Sequence[Step]]:
     """The reductions of a result of an op, and the steps that reshard it then.
 
     An all-reduce of which each device first keeps a slice, over the same axes, is a reduce-scatter.
+
+    Args:
+        op: what makes the result.
+        steps: after the op.
+        platform: whose compiler folds reductions.
+        sizes: the mesh axis sizes.
+        is_scalar: whether each device has one element of the result.
     """
     if not steps:
         return [], steps
     summed = [step for step in steps if step.is_sum]
-    sums, rest = _folded_steps(op, summed, platform, sizes), steps[len(summed) :]
+    sums, rest = _folded_steps(op, summed, platform, sizes, is_scalar=is_scalar), steps[len(summed) :]
     slices = list(itertools.takewhile(lambda step: step.kind == "slice", rest))
     if [step.kind for step in sums] == ["all-reduce"] and {a for s in slices for a in s.axes} == {*sums[0].axes}:
         if len(summed) == 1 or is_part_of_each(slices[-1].spec, sums[0].axes):
@@ -90,7 +97,9 @@ def sums_and_rest(
     return sums, rest
 
 
-def _folded_steps(op: Op | None, sums: Sequence[Step], platform: Platform, sizes: Mapping[str, int]) -> list[Step]:
+def _folded_steps(
+    op: Op | None, sums: Sequence[Step], platform: Platform, sizes: Mapping[str, int], *, is_scalar: bool
+) -> list[Step]:
     """The all-reduces of a reduction's result, of which a slice may be kept, as one over all of their axes.
 
     Only products run as a reduce-scatter over some axes and an all-reduce over the others.
@@ -98,11 +107,18 @@ def _folded_steps(op: Op | None, sums: Sequence[Step], platform: Platform, sizes
     if op is None or op.name not in REDUCTIONS or platform not in LOOKED_THROUGH or len(sums) < 2:
         return list(sums)
     axes = tuple(axis for step in reversed(sums) for axis in step.axes)
+    if is_scalar and stays_one_by_one(platform, axes, sizes):
+        return list(sums)
     axes = axes if platform == "tpu" else in_mesh_order(axes, sizes)
     is_scattered = any(step.kind == "reduce-scatter" for step in sums) and is_part_of_each(sums[-1].spec, axes)
     kind = "reduce-scatter" if is_scattered else "all-reduce"
     size = max(step.num_bytes for step in sums)
     return [dataclasses.replace(sums[-1], kind=kind, axes=axes, num_bytes=size)]
+
+
+def stays_one_by_one(platform: Platform, axes: Collection[Axis], sizes: Mapping[str, int]) -> bool:
+    """Whether all-reduces of an all-reduced scalar stay such, as on TPUs if they aren't over all devices together."""
+    return platform == "tpu" and num_parts(tuple(axes), sizes) < math.prod(sizes.values())
 
 
 def computation(op: Op | None) -> tuple[int, ...]:
@@ -142,7 +158,6 @@ def reassociate(
     reads_in_place: Callable[[Op], bool],
     axes: Callable[[int], Sequence[Sequence[Axis]]],
     sizes: Mapping[str, int],
-    spans_mesh: Callable[[Collection[Axis]], bool],
     shard_bytes: Callable[[int], int],
 ) -> Reassociation:
     """The reductions that are left behind each op.
@@ -155,12 +170,11 @@ def reassociate(
         reads_in_place: whether an op reshards none of its operands, and its results only by `reductions`.
         axes: the sharding of a value, which must be that of both summands.
         sizes: the mesh axis sizes.
-        spans_mesh: whether some axes are all of the mesh.
         shard_bytes: bytes of a value on one device.
     """
 
     def folds(v: int, found: Sequence[Reduction], source: int | None = None) -> tuple[Reduction, ...]:
-        """All-reduces of all-reduces as one, but on TPUs not of a scalar over some of the devices.
+        """All-reduces of all-reduces as one.
 
         Args:
             v: the reduced value.
@@ -170,7 +184,8 @@ def reassociate(
         maker = graph.makers.get(v if source is None else source)
         dims = axes(maker.operands[0]) if maker is not None and maker.name in REDUCTIONS else ()
         folded = _folded(found, platform, sizes, [axis for dim in dims for axis in dim])
-        return folded if platform == "gpu" or graph.shapes[v] or spans_mesh(folded[0][1]) else tuple(found)
+        is_scalar = shard_bytes(v) <= graph.itemsize(v)
+        return tuple(found) if is_scalar and stays_one_by_one(platform, folded[0][1], sizes) else folded
 
     left = {v: folds(v, found) for v, found in reductions.items()}
     for op in graph.ops:
@@ -275,7 +290,7 @@ def _negates(graph: Graph, op: Op) -> bool:
 
 
 def _narrowed(graph: Graph, op: Op, left: Mapping[int, Sequence[Reduction]], moves: Callable[[Op], bool]) -> int | None:
-    """The all-reduced value that an op rounds to bfloat16, as its only use: of float32, or a product of integers."""
+    """The sum that an op rounds to bfloat16, as its only use: all-reduced float32, or any of products of integers."""
     if op.name != CONVERT or moves(op):
         return None
     (v,), (result,) = op.operands, op.results
@@ -284,9 +299,10 @@ def _narrowed(graph: Graph, op: Op, left: Mapping[int, Sequence[Reduction]], mov
         if moves(maker) or not (maker.name in ("annotate", "reshape") or _is_reshape(graph, maker)):
             return None
         v = maker.operands[0]
-    is_sum = {kind for kind, _ in left.get(v, ())} == {"all-reduce"}
+    kinds = {kind for kind, _ in left.get(v, ())}
     is_rounded = graph.dtype_names[v] == "float32" and graph.dtype_names[result] == "bfloat16"
-    return v if is_sum and graph.num_uses[v] == 1 and (is_rounded or v == product) else None
+    moves_behind = kinds if v == product else is_rounded and kinds == {"all-reduce"}
+    return v if moves_behind and graph.num_uses[v] == 1 else None
 
 
 def _merged_with(

@@ -74,6 +74,8 @@ class CompilerTraits:
     """Whether products are of matrices, or stacks of them, and gathers keep dims of size 1, other dims are bitcasts."""
     transposes_operands: bool = False
     """Whether products read stacks of matrices, to which arguments of the program are transposed."""
+    slices_products: bool = False
+    """Whether products of which a slice is read compute only that."""
     merges_products: bool = False
     """Whether products that share an operand are slices of one."""
     stores_tiles: bool = False
@@ -114,6 +116,7 @@ TRAITS: Mapping[Platform, CompilerTraits] = {
         multiplies_mixed=True,
         rounds_early=True,
         merges_sums=True,
+        slices_products=True,
         fuses_into_products=True,
         sinks_broadcasts=True,
         stores_tiles=True,
@@ -139,6 +142,7 @@ TRAITS: Mapping[Platform, CompilerTraits] = {
         transposes_operands=True,
         merges_products=True,
         merges_sums=True,
+        slices_products=True,
         scatters_sums=True,
         fuses_around_products=True,
     ),

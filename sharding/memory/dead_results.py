@@ -1,5 +1,6 @@
-"""Results of loops that nothing reads, which compilers drop with all that only they need (openxla/xla,
-`hlo/transforms/while_loop_simplifier.cc`): stacks that a gradient doesn't need, and carries that are only passed on."""
+"""Results of loops and conditionals that nothing reads, which compilers drop with all that only they need (openxla/xla,
+`hlo/transforms/while_loop_simplifier.cc` and `service/conditional_simplifier.cc`): stacks that a gradient doesn't need,
+and carries that are only passed on."""
 
 from __future__ import annotations
 
@@ -13,28 +14,30 @@ LOOPS = frozenset({"scan", "while"})
 
 
 def drop_dead_results(body: Body) -> None:
-    """Removes them from the loops of a body, and of the bodies inside."""
-    loops = [one for one in all_instructions(body) if one.name in LOOPS and one.bodies]
-    alive, read = _alive(body, loops)
-    for one in loops:
-        _keep(one, alive, read[one])
+    """Removes them from the loops and conditionals of a body, and of the bodies inside."""
+    nests = [one for one in all_instructions(body) if one.bodies]
+    alive, read = _alive(body, nests)
+    place = {one: {k: n for n, k in enumerate(sorted(read[one]))} for one in nests}
+    for one in nests:
+        _keep(one, alive, place[one])
     for outer in (body, *(inner for one in all_instructions(body) for inner in one.bodies)):
         found = []
         for x in outer.instructions:
             source = x.operands[0] if x.role == "tuple-element" else x
-            if source.name in LOOPS and source is not x:
-                if x.element not in read[source]:
+            if source in place and source is not x:
+                if x.element not in place[source]:
                     continue
-                x.element = sorted(read[source]).index(x.element)
+                x.element = place[source][x.element]
             if source in alive:
                 found.append(x)
         outer.instructions = found
+        _carry_copied(outer)
 
 
-def _alive(body: Body, loops: list[Instruction]) -> tuple[set[Instruction], dict[Instruction, set[int]]]:
-    """What results depend on, and per loop the results that it needs itself or that are read behind it."""
-    owner = {x: (one, k + _shift(one)) for one in loops for k, x in enumerate(one.bodies[0].arguments)}
-    carries = {one: dict(one.in_place) for one in loops}
+def _alive(body: Body, nests: list[Instruction]) -> tuple[set[Instruction], dict[Instruction, set[int]]]:
+    """What results depend on, and per loop or conditional the results that it needs itself or that are read behind."""
+    owner = {x: (one, k + _shift(one)) for one in nests for inner in one.bodies for k, x in enumerate(inner.arguments)}
+    carries = {one: dict(one.in_place) for one in nests}
     alive: set[Instruction] = set()
     read: dict[Instruction, set[int]] = defaultdict(set)
     waiting = [*body.results, *body.effects]
@@ -45,27 +48,27 @@ def _alive(body: Body, loops: list[Instruction]) -> tuple[set[Instruction], dict
         alive.add(one)
         needed: list[tuple[Instruction, int]] = []
         if one in owner:
-            loop, at = owner[one]
-            waiting.append(loop.operands[at])
-            needed = [(loop, carries[loop][at])] if at in carries[loop] else []
+            nest, at = owner[one]
+            waiting.append(nest.operands[at])
+            needed = [(nest, carries[nest][at])] if at in carries[nest] else []
         elif one in carries:
-            waiting += [*one.operands[: _shift(one)], *one.bodies[0].effects]
+            waiting += one.operands[: _shift(one)]
+            waiting += [x for inner in one.bodies for x in inner.effects]
             needed = [(one, k) for k in _read_by_condition(one)]
         else:
             waiting += one.operands
-            for inner in one.bodies:
-                waiting += [*inner.results, *inner.effects]
             if one.role == "tuple-element":
                 needed = [(x, one.element) for x in one.operands if x in carries]
-        for loop, k in needed:
-            read[loop].add(k)
-            waiting += [loop.bodies[0].results[k], *(loop.operands[at] for at, result in loop.in_place if result == k)]
+        for nest, k in needed:
+            read[nest].add(k)
+            waiting += [inner.results[k] for inner in nest.bodies]
+            waiting += [nest.operands[at] for at, result in nest.in_place if result == k]
     return alive, read
 
 
-def _shift(loop: Instruction) -> int:
-    """The number of operands that only the condition reads."""
-    return len(loop.operands) - len(loop.bodies[0].arguments)
+def _shift(nest: Instruction) -> int:
+    """The number of operands that only the condition reads, or that choose the branch."""
+    return len(nest.operands) - len(nest.bodies[0].arguments)
 
 
 def _read_by_condition(loop: Instruction) -> list[int]:
@@ -77,15 +80,33 @@ def _read_by_condition(loop: Instruction) -> list[int]:
     return [k for k, x in enumerate(condition.invars[loop.eqn.params["cond_nconsts"] :]) if uses[x]]
 
 
-def _keep(loop: Instruction, alive: set[Instruction], read: set[int]) -> None:
-    """Leaves only some results of a loop, and the operands that it reads or that become results."""
-    body, shift, results = loop.bodies[0], _shift(loop), sorted(read)
-    carried = {at for at, k in loop.in_place if k in read}
+def _keep(nest: Instruction, alive: set[Instruction], place: dict[int, int]) -> None:
+    """Leaves only some results of a loop or conditional, and the operands that it reads or that become results.
+
+    Args:
+        place: index of each of these results -> its new index.
+    """
+    shift, carried = _shift(nest), {at for at, k in nest.in_place if k in place}
     kept = [
-        at for at in range(len(loop.operands)) if at < shift or at in carried or body.arguments[at - shift] in alive
+        at
+        for at in range(len(nest.operands))
+        if at < shift or at in carried or any(inner.arguments[at - shift] in alive for inner in nest.bodies)
     ]
-    place = {at: n for n, at in enumerate(kept)}
-    loop.in_place = tuple((place[at], results.index(k)) for at, k in loop.in_place if k in read)
-    loop.operands = [loop.operands[at] for at in kept]
-    body.arguments = [body.arguments[at - shift] for at in kept if at >= shift]
-    body.results = [body.results[k] for k in results]
+    new = {at: n for n, at in enumerate(kept)}
+    nest.in_place = tuple((new[at], place[k]) for at, k in nest.in_place if k in place)
+    nest.operands = [nest.operands[at] for at in kept]
+    for inner in nest.bodies:
+        inner.arguments = [inner.arguments[at - shift] for at in kept if at >= shift]
+        inner.results = [inner.results[k] for k in place]
+
+
+def _carry_copied(body: Body) -> None:
+    """Lets loops carry arrays of which they carried copies, if those that carried them no longer do."""
+    carried: set[Instruction] = set()
+    for one in body.instructions:
+        for at, _ in one.in_place:
+            x = one.operands[at]
+            source = x.operands[0] if one.bodies and x.name == "copy" else x
+            if source.role != "argument" and source not in carried:
+                one.operands[at] = source
+            carried.add(one.operands[at])

@@ -20,6 +20,7 @@ from .product_fusion import fuse_products
 from .product_layouts import transpose_operands, transpose_results
 from .product_merging import merge_products
 from .product_rounding import settle_rounding
+from .product_slicing import slice_products
 from .result_orders import copy_results
 from .scatter_folding import fold_scatters
 from .sum_merging import merge_sums
@@ -79,6 +80,8 @@ def lower(assignment: Assignment, traits: CompilerTraits) -> DeviceProgram:
     sink_into_loops(emitter.body)
     drop_dead_results(emitter.body)
     fold_scatters(emitter.body)
+    if traits.slices_products:
+        slice_products(emitter.body)
     if traits.merges_sums:
         merge_sums(emitter.body)
     if traits.scatters_sums:

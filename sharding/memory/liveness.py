@@ -219,8 +219,9 @@ class _BufferAssignment:
         if self.arrays.origin[root] is not root:
             return self.buffer_of.get(self.arrays.origin[root])
         if root.role == "tuple-element":
-            at = self.arrays.operand_in_place(root.operands[0], root.element)
-            return None if at is None else self.freed_buffer(root.operands[0].operands[at], born)
+            source, at = root.operands[0], self.arrays.operand_in_place(root.operands[0], root.element)
+            free = self.unread_buffer if source.bodies else self.freed_buffer
+            return None if at is None else free(source.operands[at], born)
         if root.name == "all-reduce" and self.steps[born].is_asynchronous:
             return self.reduced_buffer(root, born)
         is_update = is_bound(root)

@@ -224,6 +224,43 @@ def test_a_sum_of_sums_over_some_axes(shape, spec, backend, described):
     assert predicted == compiled
 
 
+@pytest.mark.parametrize(("backend", "described"), COMPILERS.values())
+@pytest.mark.parametrize("reduce", [jnp.sum, jnp.max, lambda x: jnp.sqrt(jnp.square(x).mean(keepdims=True))])
+@pytest.mark.parametrize("spec", [P("a", "b"), P("c", "a"), P(("a", "b")), P(("a", "b"), "c")], ids=str)
+def test_a_scalar_over_some_axes(spec, reduce, backend, described):
+    predicted, compiled = predicted_and_compiled(
+        reduce, (floats(256, 256),), backend, described, {"a": 2, "b": 2, "c": 2}, in_shardings=spec
+    )
+    assert predicted == compiled
+
+
+@pytest.mark.parametrize(("platform", "count"), [("tpu", 2), ("gpu", 1)])
+def test_a_scalar_is_reduced_dim_by_dim_on_tpus(platform, count):
+    with sharding.mesh({"a": 2, "b": 2, "c": 2}):
+        ledger = sharding.jit(jnp.sum, in_shardings=P("a", "b")).complete(ROWS).communication().lowered(platform)
+    assert ledger.by_kind() == {"all-reduce": (count, 4 * count)}
+
+
+def rounded_integers(x, y):
+    """The gradient of a quantised weight, of which each device keeps a part."""
+    return jnp.einsum("bi,bo->io", x, y, preferred_element_type=jnp.int32).astype(jnp.bfloat16)
+
+
+@pytest.mark.parametrize(("backend", "described"), COMPILERS.values())
+def test_products_of_integers_are_rounded_before_they_are_scattered(backend, described):
+    x, y = (jax.ShapeDtypeStruct((1024, n), "int8") for n in (1024, 2048))
+    predicted, compiled = predicted_and_compiled(
+        rounded_integers,
+        (x, y),
+        backend,
+        described,
+        {"data": 2, "fsdp": 2, "model": 2},
+        in_shardings=(P(("data", "fsdp")), P(("data", "fsdp"), "model")),
+        out_shardings=P("fsdp", "model"),
+    )
+    assert predicted == compiled
+
+
 def tied(dtype):
     """The gradient of a table that is used twice, each time converted."""
 

@@ -1,4 +1,4 @@
-"""Loops without the results that nothing reads take as much as loops that never had them."""
+"""Loops and branches without the results that nothing reads take as much as those that never had them."""
 
 from functools import partial
 
@@ -54,6 +54,45 @@ def test_a_carry_that_nothing_reads_is_not_stored(depth, platform):
     assert found[1] == pytest.approx(found[0], abs=1024)
 
 
+def branched(x, *, has_more):
+    """A loop stacks what branches return, of which nothing reads the stack in the end."""
+
+    def body(c, k):
+        def compute(c):
+            return jnp.sort(c @ c), jnp.sort(c) @ c if has_more else 0
+
+        def keep(c):
+            return c, c if has_more else 0
+
+        return lax.cond(k > 3, compute, keep, c)
+
+    return lax.scan(body, x, jnp.arange(8))[0]
+
+
+@pytest.mark.parametrize("platform", TRAITS)
+def test_a_result_of_branches_that_nothing_reads_is_not_stored(platform):
+    found = [
+        temporary_bytes(lambda x, has_more=has_more: branched(x, has_more=has_more), [X], platform)
+        for has_more in (False, True)
+    ]
+    assert found[1] == pytest.approx(found[0], abs=1024)
+
+
+def three_stacks(x):
+    """Three stacks that begin as the same zeros, of which the first one is not read."""
+
+    def body(c, _):
+        c = jnp.sort(c @ c)
+        return c, (jnp.sort(c @ c), c, jnp.sort(c) @ c)
+
+    return lax.scan(body, x, None, length=8)[1][1:]
+
+
+@pytest.mark.parametrize("platform", TRAITS)
+def test_zeros_are_carried_by_a_stack_that_is_read(platform):
+    assert temporary_bytes(three_stacks, [X], platform) < 8 * 256 * 256 * 4
+
+
 @pytest.mark.parametrize("platform", TRAITS)
 def test_what_the_condition_reads_is_stored(platform):
     def until_small(x, y):
@@ -82,7 +121,11 @@ def test_what_another_carry_needs_is_stored(platform):
 
 @peak_memory.newest_jax_only
 @pytest.mark.parametrize(
-    "pair", [(stacked, unstacked), tuple(partial(carried, depth=1, has_more=k) for k in (True, False))]
+    "pair",
+    [
+        (stacked, unstacked),
+        *(tuple(partial(f, has_more=k) for k in (True, False)) for f in (partial(carried, depth=1), branched)),
+    ],
 )
 def test_xla_drops_them_too(pair):
     with_them, without = (peak_memory.peak_of(one, X, sizes={"data": 8}).compiled for one in pair)

@@ -59,7 +59,27 @@ def looked_up():
     return lambda table, ids: table[ids].sum(1), (table, ids), (P("data"), P()), ()
 
 
-CASES = {"multiplied": (multiplied, 2), "convolved": (convolved, 2), "summed": (summed, 4), "looked up": (looked_up, 2)}
+def carried():
+    """A loop carries what one kernel gathers from two tables, in the buffers of the gathered rows."""
+
+    def body(_, carry):
+        a, b = carry
+        return jnp.tanh(a @ a), b + a
+
+    def f(x, y, ids):
+        return sum(z.sum() for z in jax.lax.fori_loop(0, 4, body, (x[ids], y[ids])))
+
+    table = jax.ShapeDtypeStruct((256, 2048), jnp.float32)
+    return f, (table, table, jax.ShapeDtypeStruct((2048,), jnp.int32)), (P(), P(), P()), ()
+
+
+CASES = {
+    "multiplied": (multiplied, 2),
+    "convolved": (convolved, 2),
+    "summed": (summed, 4),
+    "looked up": (looked_up, 2),
+    "carried": (carried, 3),
+}
 """Programs, and the arrays that they need at once."""
 
 
