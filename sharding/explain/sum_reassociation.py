@@ -290,7 +290,8 @@ def _negates(graph: Graph, op: Op) -> bool:
 
 
 def _narrowed(graph: Graph, op: Op, left: Mapping[int, Sequence[Reduction]], moves: Callable[[Op], bool]) -> int | None:
-    """The sum that an op rounds to bfloat16, as its only use: all-reduced float32, or any of products of integers."""
+    """The all-reduced value that an op rounds to bfloat16, as its only use: of float32, or a product of integers, which
+    may be reduce-scattered over other axes."""
     if op.name != CONVERT or moves(op):
         return None
     (v,), (result,) = op.operands, op.results
@@ -301,7 +302,7 @@ def _narrowed(graph: Graph, op: Op, left: Mapping[int, Sequence[Reduction]], mov
         v = maker.operands[0]
     kinds = {kind for kind, _ in left.get(v, ())}
     is_rounded = graph.dtype_names[v] == "float32" and graph.dtype_names[result] == "bfloat16"
-    moves_behind = kinds if v == product else is_rounded and kinds == {"all-reduce"}
+    moves_behind = "all-reduce" in kinds and (v == product or (is_rounded and len(kinds) == 1))
     return v if moves_behind and graph.num_uses[v] == 1 else None
 
 

@@ -6,11 +6,11 @@ is computed, and reduced, once. A `psum` over dims, which is what `vmap` makes o
 reduction that it is. A product of two flattened arrays (`vdot`) contracts their own dims: a flattened array cannot keep
 the sharding of its minor dims. A vmapped `while` is written as JAX lowers it: it runs while the condition of any
 example holds, and the others keep their values. A selection between a value and itself is that value, integers minus
-themselves are zeros, and an array of which a pad cuts off all elements is padding. A reshape in another order of dims
-becomes a transposition and a reshape, a platform-dependent conditional its platform's branch, a loop of one iteration
-or one that is unrolled what it computes, a row of a stack what was stacked, an array that is overwritten whole what is
-written, a transposed product the product in the other order, a slice of a product the product of slices, and a
-reduction of arrays side by side those of each.
+themselves are zeros, an array of which a pad cuts off all elements is padding, one without elements is made of nothing,
+and what is reduced over no dims is left. A reshape in another order of dims becomes a transposition and a reshape, a
+platform-dependent conditional its platform's branch, a loop of one iteration or one that is unrolled what it computes,
+a row of a stack what was stacked, an array that is overwritten whole what is written, a transposed product the product
+in the other order, a slice of a product the product of slices, and a reduction of arrays side by side those of each.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from .. import compat
 from ..graph import CALLS
 from ..graph.straight_line import are_same
 from .constant_folding import GIVEN_OPERANDS, branch_call, fold_constants
+from .empty_arrays import made_of_nothing, with_own_zeros
 from .equal_values import ValueNumbers
 from .equations import are_alike, traced, without_unused
 from .known_indices import OF_EQUALS
@@ -103,6 +104,8 @@ class _Simplifier:
         for eqn in given:
             if any(read(v) is not v for v in eqn.invars):
                 eqn, is_changed = eqn.replace(invars=[read(v) for v in eqn.invars]), True
+            if (loop := with_own_zeros(eqn)) is not eqn:
+                eqn, is_changed = loop, True
             if (product := _unflattened(eqn, flattened)) is not eqn:
                 eqn, is_changed = product, True
             if eqn.primitive.name == "reshape" and len(eqn.outvars[0].aval.shape) == 1 and len(eqn.invars) == 1:
@@ -113,6 +116,8 @@ class _Simplifier:
             if (value := _of_equals(eqn)) is not None:
                 like = partial(jnp.full_like, eqn.invars[0].aval, value, dtype=eqn.outvars[0].aval.dtype)
                 eqn, is_changed = traced(eqn, like, [], eqn.outvars), True
+            if (empty := made_of_nothing(eqn)) is not eqn:
+                eqn, is_changed = empty, True
             if _is_only_padding(eqn):
                 fill = partial(jax.lax.broadcast, sizes=eqn.outvars[0].aval.shape)
                 eqn, is_changed = traced(eqn, fill, eqn.invars[1:], eqn.outvars), True
@@ -253,7 +258,7 @@ def _is_only_padding(eqn: Any) -> bool:
 
 def _passed_on(eqn: Any) -> Any:
     """The operand that an equation returns as it is, such as one of two equal operands or cases; else None."""
-    if eqn.primitive is same_as_p or _turns_nothing(eqn):
+    if eqn.primitive is same_as_p or _turns_nothing(eqn) or _reduces_nothing(eqn):
         return eqn.invars[0]
     if _is_overwritten(eqn):
         return eqn.invars[1]
@@ -270,6 +275,12 @@ def _is_overwritten(eqn: Any) -> bool:
     if eqn.primitive.name != "dynamic_update_slice" or compat.is_literal(eqn.invars[1]):
         return False
     return are_alike(eqn.invars[1], eqn.outvars[0])
+
+
+def _reduces_nothing(eqn: Any) -> bool:
+    """Whether an equation reduces over no dims, as a sum of a number does."""
+    is_reduction = eqn.primitive.name.startswith("reduce_") and eqn.params.get("axes") == () and len(eqn.invars) == 1
+    return is_reduction and are_alike(eqn.invars[0], eqn.outvars[0])
 
 
 def _turns_nothing(eqn: Any) -> bool:

@@ -21,8 +21,10 @@ LANES = 128
 SUBLANES = 8
 LINE = SUBLANES * LANES
 """Most elements of a tile of an array of one dim."""
-MATRICES = frozenset("cholesky eigh householder_product lu qr svd triangular_solve tridiagonal_solve".split())
+MATRICES = frozenset("cholesky eigh lu svd triangular_solve tridiagonal_solve".split())
 """Primitives that a library runs on matrices in row-major order."""
+REFLECTIONS = frozenset("geqrf householder_product ormqr qr".split())
+"""Those that it runs on columns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +191,9 @@ def _minor(one: Instruction, operand: int | None) -> Minor | None:
     if one.name in MATRICES:
         shape = _array(one, operand).shape
         return _row_major(shape) if len(shape) > 1 else None
+    if one.name in REFLECTIONS:
+        ndim = len(_array(one, operand).shape)
+        return Minor(frozenset({ndim - 2}), frozenset({ndim - 1})) if ndim > 2 else None
     if one.name == "gather" or one.name.startswith("scatter"):
         return _of_rows(one, operand)
     return None

@@ -247,7 +247,8 @@ def rounded_integers(x, y):
 
 
 @pytest.mark.parametrize(("backend", "described"), COMPILERS.values())
-def test_products_of_integers_are_rounded_before_they_are_scattered(backend, described):
+@pytest.mark.parametrize("rows", [("data", "fsdp"), "fsdp"])
+def test_products_of_integers_are_rounded_before_they_are_reduced_over_other_axes(rows, backend, described):
     x, y = (jax.ShapeDtypeStruct((1024, n), "int8") for n in (1024, 2048))
     predicted, compiled = predicted_and_compiled(
         rounded_integers,
@@ -255,7 +256,7 @@ def test_products_of_integers_are_rounded_before_they_are_scattered(backend, des
         backend,
         described,
         {"data": 2, "fsdp": 2, "model": 2},
-        in_shardings=(P(("data", "fsdp")), P(("data", "fsdp"), "model")),
+        in_shardings=(P(rows), P(rows, "model")),
         out_shardings=P("fsdp", "model"),
     )
     assert predicted == compiled

@@ -1,0 +1,50 @@
+"""Arrays without elements, and zeros that loops read: compilers find out that nothing depends on either.
+
+A zero that a scan reads in each iteration, such as what a sum begins with, is one in its body.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .. import compat
+from ..graph.straight_line import are_same
+from .equations import traced
+
+
+def made_of_nothing(eqn: Any) -> Any:
+    """An equation whose result has no elements as one without operands; any other equation as it is."""
+    if len(eqn.outvars) != 1 or eqn.effects or not eqn.invars or any(True for _ in compat.sub_jaxprs(eqn.params)):
+        return eqn
+    aval = eqn.outvars[0].aval
+    shape, dtype = getattr(aval, "shape", ()), getattr(aval, "dtype", None)
+    if 0 not in shape or jnp.issubdtype(dtype, jax.dtypes.extended) or aval.sharding.mesh.manual_axes:
+        return eqn
+    return traced(eqn, lambda: jnp.zeros(shape, dtype), [], eqn.outvars)
+
+
+def with_own_zeros(eqn: Any) -> Any:
+    """A scan whose body has the zeros that it is given as constants; any other equation as it is."""
+    if eqn.primitive.name != "scan":
+        return eqn
+    jaxpr, (number, _) = eqn.params["jaxpr"], compat.scan_parts(eqn.params)
+    body = compat.open_jaxpr(jaxpr)
+    zeros = {
+        inside: compat.new_literal(0, inside.aval)
+        for inside, given in zip(body.invars[:number], eqn.invars, strict=False)
+        if compat.is_literal(given) and not given.aval.shape and given.val == 0
+    }
+
+    def read(atom: Any) -> Any:
+        return atom if compat.is_literal(atom) else zeros.get(atom, atom)
+
+    eqns = [
+        e.replace(invars=[*map(read, e.invars)]) if any(read(v) is not v for v in e.invars) else e for e in body.eqns
+    ]
+    if are_same(eqns, body.eqns):
+        return eqn
+    new = compat.rebuild(jaxpr, eqns=eqns, outvars=body.outvars)
+    return eqn.replace(params=eqn.params | {"jaxpr": new})
