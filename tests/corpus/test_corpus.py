@@ -9,7 +9,15 @@ import corpus
 import sharding
 from sharding.mesh import tracing_context
 
-HELPERS = {"__init__", "common", "nnx_training", "test_author_layouts", "test_corpus", "test_training"}
+HELPERS = {
+    "__init__",
+    "common",
+    "keras_training",
+    "nnx_training",
+    "test_author_layouts",
+    "test_corpus",
+    "test_training",
+}
 SIZES = {"data": 2, "model": 4}
 QUICK = ("equinox: mlp", "optax: lion")
 
