@@ -20,10 +20,11 @@ def made_of_nothing(eqn: Any) -> Any:
     if len(eqn.outvars) != 1 or eqn.effects or not eqn.invars or any(True for _ in compat.sub_jaxprs(eqn.params)):
         return eqn
     aval = eqn.outvars[0].aval
-    shape, dtype = getattr(aval, "shape", ()), getattr(aval, "dtype", None)
-    if 0 not in shape or jnp.issubdtype(dtype, jax.dtypes.extended) or aval.sharding.mesh.manual_axes:
+    if 0 not in getattr(aval, "shape", ()) or jnp.issubdtype(aval.dtype, jax.dtypes.extended):
         return eqn
-    return traced(eqn, lambda: jnp.zeros(shape, dtype), [], eqn.outvars)
+    if aval.sharding.mesh.manual_axes:
+        return eqn
+    return traced(eqn, lambda: jnp.zeros(aval.shape, aval.dtype), [], eqn.outvars)
 
 
 def with_own_zeros(eqn: Any) -> Any:
@@ -33,10 +34,12 @@ def with_own_zeros(eqn: Any) -> Any:
     jaxpr, (number, _) = eqn.params["jaxpr"], compat.scan_parts(eqn.params)
     body = compat.open_jaxpr(jaxpr)
     zeros = {
-        inside: compat.new_literal(0, inside.aval)
+        inside: compat.new_literal(given.val, inside.aval)
         for inside, given in zip(body.invars[:number], eqn.invars, strict=False)
         if compat.is_literal(given) and not given.aval.shape and given.val == 0
     }
+    if not zeros:
+        return eqn
 
     def read(atom: Any) -> Any:
         return atom if compat.is_literal(atom) else zeros.get(atom, atom)

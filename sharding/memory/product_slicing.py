@@ -22,12 +22,18 @@ def slice_products(body: Body) -> None:
         for inner in one.bodies:
             slice_products(inner)
         one.operands = [made.get(x, x) for x in one.operands]
-        if one.name == "slice" and one.eqn is not None and not one.axes and not strided_dims(one.eqn):
+        if _is_contiguous(one):
             chain = _chain(one, readers, results, only_widened=body.traits.fuses_into_products)
             if chain:
                 _shrink(chain, one)
                 made[one] = chain[0]
     body.results = [made.get(x, x) for x in body.results]
+
+
+def _is_contiguous(one: Instruction) -> bool:
+    """Whether it is a slice of the program, each of whose dims is read without gaps."""
+    is_own = one.name == "slice" and one.eqn is not None and one.eqn.primitive.name == "slice"
+    return is_own and not one.axes and not strided_dims(one.eqn)
 
 
 def _chain(part: Instruction, readers: Users, results: set[Instruction], *, only_widened: bool) -> list[Instruction]:

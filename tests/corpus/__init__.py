@@ -2,8 +2,8 @@
 
 In: packages from the registry, which the extra `corpus` installs. Some pin what they don't need here and are installed
 without their dependencies: `pip install --no-deps maxtext gemma kauldron lark tensorboard mediapy dialog penzai gpjax
-jax-md keras-hub kagglehub frozendict`; gemma also imports `tensorflow-cpu`, `ipython` and `matplotlib`; distrax needs
-`tf_keras` beside TensorFlow.
+jax-md keras-hub kagglehub frozendict dynamax fastprogress==1.0.3 fastcore`; gemma also imports `tensorflow-cpu`,
+`ipython` and `matplotlib`; distrax needs `tf_keras` beside TensorFlow.
 
 Out: `programs()`, name -> a function from mesh axis sizes to a `Step` of shapes. Each adapter builds the package's own
 model, loss and optimizer at a real size and shards the parameters and the batch; nothing else is changed. No array is

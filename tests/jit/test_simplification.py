@@ -73,15 +73,36 @@ def a_twice_vmapped_while(x):
     return jax.vmap(jax.vmap(grown, (None, 0)))(jnp.arange(3), x)
 
 
+def of_empty_arrays(x):
+    """The gradient of a product with weights of inputs that a model does not have, as of a filter without controls."""
+
+    def loss(x, w):
+        return jnp.sum(jnp.sin(x)) + jnp.sum(jnp.zeros((3, 0)) @ w.T @ jnp.ones((4, 2)))
+
+    return jax.grad(loss, (0, 1))(x, jnp.zeros((4, 0)))
+
+
+def with_a_scanned_zero(x):
+    """Each iteration adds to a zero that is made outside of the loop, by a sum over no dims."""
+    zero = jnp.sum(0.0)
+
+    def body(total, row):
+        return total + jax.lax.reduce_sum_p.bind(zero + row, axes=(), out_sharding=None), zero
+
+    return jax.lax.scan(body, jnp.zeros(4), x)
+
+
 PROGRAMS = [
     a_dot_of_flattened_arrays,
     a_twice_vmapped_while,
     a_vmapped_while,
     in_a_branch,
     in_a_scan,
+    of_empty_arrays,
     of_other_types,
     over_a_vmapped_axis,
     twice,
+    with_a_scanned_zero,
     with_constants,
 ]
 
@@ -379,3 +400,33 @@ def test_what_is_overwritten_whole_is_what_is_written():
     np.testing.assert_array_equal(jax.jit(f)(X), jnp.sin(X))
     with sharding.mesh({"a": 1}, devices=jax.devices()[:1]):
         np.testing.assert_array_equal(sharding.jit(f)(X), jax.jit(f)(X))
+
+
+def test_arrays_without_elements_are_made_of_nothing():
+    jaxpr = jax.make_jaxpr(of_empty_arrays)(X)
+    assert count(jaxpr, "dot_general") > 0
+    made = simplify(jaxpr)
+    empty = [e for e in getattr(made, "jaxpr", made).eqns if any(v.aval.size == 0 for v in e.outvars)]
+    assert empty
+    assert not any(e.invars for e in empty if e.primitive.name == "dot_general")
+
+
+def test_a_loop_has_its_own_zero():
+    simple = simplify(jax.make_jaxpr(with_a_scanned_zero)(X))
+    (scan,) = (e for e in getattr(simple, "jaxpr", simple).eqns if e.primitive.name == "scan")
+    body = getattr(scan.params["jaxpr"], "jaxpr", scan.params["jaxpr"])
+    assert not any(e.primitive.name == "reduce_sum" for e in body.eqns)
+    reads = {v for e in body.eqns for v in e.invars if not isinstance(v, jax.extend.core.Literal)}
+    assert not any(v.aval.shape == () for v in reads)
+
+
+def test_sums_to_a_zero_from_outside_are_reduced_behind_the_loop():
+    """As the log-determinants of a flow's layers are."""
+
+    def f(x):
+        return with_a_scanned_zero(jnp.sum(x, -1))[0]
+
+    x = jax.ShapeDtypeStruct((6, 4, 64), "float32")
+    with sharding.mesh({"data": 8}):
+        ledger = sharding.jit(f, in_shardings=P(None, None, "data")).complete(x).communication().lowered("gpu")
+    assert ledger.by_kind()["all-reduce"][0] == 1
