@@ -3,15 +3,19 @@
     python -m tests.benchmarks.reshards                                # an idle machine: some 20 minutes
     python -m tests.benchmarks.reshards --steps gpt lstm --meshes 0 3  # some of them
     python -m tests.benchmarks.reshards --repeats 0                    # bytes alone, on any machine
+    python -m tests.benchmarks.reshards --repeats 0 --compiler v5p     # or h100: ahead of time, no chip is needed
+    python tests/benchmarks/reshards.py --repeats 0 --corpus --compiler h100  # other people's programs: hours
 
-The steps, meshes and annotations of `prediction`, compiled for eight virtual CPU devices with all constraints and with
-`engine="xla"`, where the partitioner reshards. Both get the same annotations. The bytes are those that a device sends
-in all collectives (`cost.wire_bytes`); the times are of alternating runs.
+The programs, meshes and annotations of `prediction`, compiled with all constraints and with `engine="xla"`, where the
+partitioner reshards. Both get the same annotations. The bytes are those that a device sends in all collectives
+(`cost.wire_bytes`); the times are of alternating runs on eight virtual CPU devices.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,15 +31,21 @@ from sharding import cost
 from sharding.mesh import tracing_context
 from sharding.spec import sizes_text
 
-from . import command_line, prediction
-from .ratios import Ratio
-from .result_file import Result, Row, measured
+sys.path.insert(0, str(Path(__file__).parent.parent))  # as under pytest: `support` and `corpus` are top-level
+
+from benchmarks import command_line, prediction
+from benchmarks.ratios import Ratio
+from benchmarks.result_file import Result, Row, measured
 
 
 @dataclass(frozen=True)
 class Options:
     """The programs and the number of runs."""
 
+    compiler: prediction.CompilerName = "cpu"
+    """XLA:CPU, or a compiler ahead of time (extras `tpu` and `cuda13`), whose programs can't be timed."""
+    corpus: bool = False
+    """Other people's programs (extra `corpus`) in place of the project's own steps."""
     steps: tuple[str, ...] = ()
     """Programs by name, or by the start of their names. Default: all."""
     meshes: tuple[int, ...] = ()
@@ -49,13 +59,14 @@ class Options:
 
     def cases(self) -> list[prediction.Case]:
         """The chosen programs, each on the chosen meshes."""
-        return list(prediction.cases(prediction.Options(steps=self.steps, meshes=self.meshes, styles=self.styles)))
+        given = {"corpus": self.corpus, "steps": self.steps, "meshes": self.meshes, "styles": self.styles}
+        return list(prediction.cases(prediction.Options(compiler=self.compiler, **given)))
 
 
-def compared(case: prediction.Case, repeats: int) -> Row:
+def compared(case: prediction.Case, compiler: prediction.CompilerName, repeats: int) -> Row:
     """The row of a program; the ratio of its times is null if they are not measured."""
     sizes = dict(case.mesh)
-    with sharding.mesh(sizes, devices=prediction.devices_of(sizes, "cpu")):
+    with sharding.mesh(sizes, devices=prediction.devices_of(sizes, compiler)):
         with tracing_context():
             step = case.make()
         jitted = partial(sharding.jit, step.run, in_shardings=step.specs, donate_argnums=0)
@@ -92,8 +103,9 @@ def summary(result: Result) -> str:
     """The ratios of bytes, and of times if measured."""
     sent = sorted(row["sent_ratio"] for row in result.rows)
     times = [row["time_ratio"]["median"] for row in result.rows if row["time_ratio"] is not None]
+    what = "train and inference steps of other people" if result.options.get("corpus") else "train steps"
     text = (
-        f"no more bytes sent in {sum(ratio <= 1 for ratio in sent)} of {len(sent)} train steps, ratio "
+        f"no more bytes sent in {sum(ratio <= 1 for ratio in sent)} of {len(sent)} {what}, ratio "
         f"{statistics.median(sent):.2f} (best {sent[0]:.2f}, worst {sent[-1]:.2f})"
     )
     return f"{text}; step time {Ratio.of_all(times, [1.0])}, of the programs' medians" if times else text
@@ -114,18 +126,29 @@ def table(result: Result) -> list[str]:
 
 def main(options: Options) -> None:
     """Prints a line per program, then the summary."""
+    if options.repeats and options.compiler != "cpu":
+        raise SystemExit(f"Programs for {options.compiler} are compiled only: --repeats 0")
     jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", 8)
-    rows = []
-    for case in options.cases():
-        rows.append(compared(case, options.repeats))
-        times = "" if rows[-1]["time_ratio"] is None else f"time {Ratio(**rows[-1]['time_ratio'])}"
-        label = f"{case.name}; {rows[-1]['mesh']}; {case.style}"
-        print(f"{label:60} sent {rows[-1]['sent_ratio']:5.2f}  {times}", flush=True)
-    result = measured("reshards", options, rows)
-    print(summary(result), result.where, sep="\n")
-    if options.json is not None:
-        result.save(options.json)
+    jax.config.update("jax_num_cpu_devices", 64 if options.corpus else 8)
+    cases = options.cases()
+    num_devices = max(math.prod(dict(case.mesh).values()) for case in cases)
+    name = None if options.compiler == "cpu" else options.compiler
+    result_of = partial(measured, "reshards", options, num_devices=num_devices, platform_name=name)
+    rows: list[Row] = []
+    for case in cases:
+        label = f"{case.name}; {sizes_text(dict(case.mesh))}" + f"; {case.style}" * bool(case.style)
+        try:
+            row = compared(case, options.compiler, options.repeats)
+        except Exception as error:  # of a package or a compiler: the others go on
+            print(f"{label:60} failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}", flush=True)
+            continue
+        rows.append(row)
+        times = "" if row["time_ratio"] is None else f"time {Ratio(**row['time_ratio'])}"
+        print(f"{label:60} sent {row['sent_ratio']:5.2f}  {times}", flush=True)
+        if options.json is not None:
+            result_of(rows).save(options.json)  # of the programs so far: hours of compiling
+    result = result_of(rows)
+    print(summary(result) if rows else "no program", result.where, sep="\n")
 
 
 if __name__ == "__main__":
