@@ -6,11 +6,12 @@ is computed, and reduced, once. A `psum` over dims, which is what `vmap` makes o
 reduction that it is. A product of two flattened arrays (`vdot`) contracts their own dims: a flattened array cannot keep
 the sharding of its minor dims. A vmapped `while` is written as JAX lowers it: it runs while the condition of any
 example holds, and the others keep their values. A selection between a value and itself is that value, integers minus
-themselves are zeros, an array of which a pad cuts off all elements is padding, one without elements is made of nothing,
-and what is reduced over no dims is left. A reshape in another order of dims becomes a transposition and a reshape, a
-platform-dependent conditional its platform's branch, a loop of one iteration or one that is unrolled what it computes,
-a row of a stack what was stacked, an array that is overwritten whole what is written, a transposed product the product
-in the other order, a slice of a product the product of slices, and a reduction of arrays side by side those of each.
+themselves are zeros, an array of which a pad cuts off all elements is padding, a product without elements is made of
+nothing, and what is reduced over no dims is left. A reshape in another order of dims becomes a transposition and a
+reshape, a platform-dependent conditional its platform's branch, a loop of one iteration or one that is unrolled what it
+computes, a row of a stack what was stacked, an array that is overwritten whole what is written, a transposed product
+the product in the other order, a slice of a product the product of slices, and a reduction of arrays side by side those
+of each.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from .. import compat
 from ..graph import CALLS
 from ..graph.straight_line import are_same
 from .constant_folding import GIVEN_OPERANDS, branch_call, fold_constants
-from .empty_arrays import made_of_nothing, with_own_zeros
 from .equal_values import ValueNumbers
 from .equations import are_alike, traced, without_unused
 from .known_indices import OF_EQUALS
 from .loop_invariants import hoist
+from .own_zeros import made_of_nothing, with_own_zeros
 from .reduced_parts import reduced_apart
 from .shared_sums import SharedSums
 from .single_iterations import same_as_p, unrolled

@@ -1,4 +1,4 @@
-"""Arrays without elements, and zeros that loops read: compilers find out that nothing depends on either.
+"""Products without elements, and zeros that loops read: compilers find out that nothing depends on either.
 
 A zero that a scan reads in each iteration, such as what a sum begins with, is one in its body.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from .. import compat
@@ -16,13 +15,11 @@ from .equations import traced
 
 
 def made_of_nothing(eqn: Any) -> Any:
-    """An equation whose result has no elements as one without operands; any other equation as it is."""
-    if len(eqn.outvars) != 1 or eqn.effects or not eqn.invars or any(True for _ in compat.sub_jaxprs(eqn.params)):
+    """A matrix product without elements, as an array that reads nothing; any other equation as it is."""
+    if eqn.primitive.name != "dot_general":
         return eqn
     aval = eqn.outvars[0].aval
-    if 0 not in getattr(aval, "shape", ()) or jnp.issubdtype(aval.dtype, jax.dtypes.extended):
-        return eqn
-    if aval.sharding.mesh.manual_axes:
+    if aval.size or aval.sharding.mesh.manual_axes:
         return eqn
     return traced(eqn, lambda: jnp.zeros(aval.shape, aval.dtype), [], eqn.outvars)
 
