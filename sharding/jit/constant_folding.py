@@ -21,7 +21,7 @@ from ..graph import CALLS
 from ..graph.straight_line import are_same
 from .batched_indices import batched
 from .counted_loops import as_scan
-from .equations import are_alike, traced
+from .equations import are_alike, traced, zeros_instead
 from .known_indices import Index, Known, constant, of_atom, of_constant, of_result, of_row, of_stack
 from .package_primitives import implementation
 from .unchanged_carries import carried_as_constants
@@ -72,7 +72,7 @@ class _Pass:
                 if not eqn.outvars[0].aval.shape:
                     known[eqn.outvars[0]], same[eqn.outvars[0]] = 0, compat.new_literal(0, eqn.outvars[0].aval)
                     continue
-                eqn = _zeros(eqn)
+                eqn = zeros_instead(eqn)
             if (case := _known_case(eqn, known)) is not None:
                 same[eqn.outvars[0]] = case
                 continue
@@ -188,12 +188,6 @@ def _reshaped(eqn: Any, known: Known, zeros: Collection[Any]) -> Any:
     if shape == source.aval.shape:
         return eqn
     return traced(eqn, lambda x: jnp.reshape(x, shape), [source], [result])
-
-
-def _zeros(eqn: Any) -> Any:
-    """An equation whose result is an array of zeros instead."""
-    (result,) = eqn.outvars
-    return traced(eqn, lambda: jnp.zeros(result.aval.shape, result.aval.dtype), [], [result])
 
 
 def _is_zero_array(eqn: Any) -> bool:

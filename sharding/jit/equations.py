@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.extend.core as jex
+import jax.numpy as jnp
 
 from .. import compat
 
@@ -30,6 +31,12 @@ def traced(like: Any, f: Callable[..., Any], operands: Sequence[Any], results: S
     invars = [v if compat.is_literal(v) else given[v] for v in eqn.invars]
     outvars = [jex.Var(v.aval) for v in eqn.outvars] if results is None else results
     return compat.new_eqn(like, invars, outvars, eqn.primitive, eqn.params)
+
+
+def zeros_instead(eqn: Any) -> Any:
+    """An equation whose result is an array of zeros instead."""
+    (result,) = eqn.outvars
+    return traced(eqn, lambda: jnp.zeros(result.aval.shape, result.aval.dtype), [], [result])
 
 
 def are_alike(some: Any, other: Any) -> bool:

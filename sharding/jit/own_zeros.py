@@ -1,27 +1,14 @@
-"""Products without elements, and zeros that loops read: compilers find out that nothing depends on either.
+"""Zeros that scans read in each iteration, such as what a sum begins with, as zeros in their bodies.
 
-A zero that a scan reads in each iteration, such as what a sum begins with, is one in its body.
+Compilers find out that adding one changes nothing, and reduce the sum behind the loop.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import jax.numpy as jnp
-
 from .. import compat
 from ..graph.straight_line import are_same
-from .equations import traced
-
-
-def made_of_nothing(eqn: Any) -> Any:
-    """A matrix product without elements, as an array that reads nothing; any other equation as it is."""
-    if eqn.primitive.name != "dot_general":
-        return eqn
-    aval = eqn.outvars[0].aval
-    if aval.size or aval.sharding.mesh.manual_axes:
-        return eqn
-    return traced(eqn, lambda: jnp.zeros(aval.shape, aval.dtype), [], eqn.outvars)
 
 
 def with_own_zeros(eqn: Any) -> Any:

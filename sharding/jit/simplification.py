@@ -28,10 +28,10 @@ from ..graph import CALLS
 from ..graph.straight_line import are_same
 from .constant_folding import GIVEN_OPERANDS, branch_call, fold_constants
 from .equal_values import ValueNumbers
-from .equations import are_alike, traced, without_unused
+from .equations import are_alike, traced, without_unused, zeros_instead
 from .known_indices import OF_EQUALS
 from .loop_invariants import hoist
-from .own_zeros import made_of_nothing, with_own_zeros
+from .own_zeros import with_own_zeros
 from .reduced_parts import reduced_apart
 from .shared_sums import SharedSums
 from .single_iterations import same_as_p, unrolled
@@ -117,8 +117,8 @@ class _Simplifier:
             if (value := _of_equals(eqn)) is not None:
                 like = partial(jnp.full_like, eqn.invars[0].aval, value, dtype=eqn.outvars[0].aval.dtype)
                 eqn, is_changed = traced(eqn, like, [], eqn.outvars), True
-            if (empty := made_of_nothing(eqn)) is not eqn:
-                eqn, is_changed = empty, True
+            if _is_empty_product(eqn):
+                eqn, is_changed = zeros_instead(eqn), True
             if _is_only_padding(eqn):
                 fill = partial(jax.lax.broadcast, sizes=eqn.outvars[0].aval.shape)
                 eqn, is_changed = traced(eqn, fill, eqn.invars[1:], eqn.outvars), True
@@ -247,6 +247,14 @@ def _of_equals(eqn: Any) -> int | None:
         return None
     aval = eqn.invars[0].aval
     return OF_EQUALS[eqn.primitive.name] if aval.shape and jnp.issubdtype(aval.dtype, jnp.integer) else None
+
+
+def _is_empty_product(eqn: Any) -> bool:
+    """Whether an equation multiplies to an array without elements; not in the body of a `shard_map`."""
+    if eqn.primitive.name != "dot_general":
+        return False
+    aval = eqn.outvars[0].aval
+    return aval.size == 0 and not aval.sharding.mesh.manual_axes
 
 
 def _is_only_padding(eqn: Any) -> bool:

@@ -20,7 +20,7 @@ def drop_dead_results(body: Body) -> None:
     place = {one: {k: n for n, k in enumerate(sorted(read[one]))} for one in nests}
     for one in nests:
         _keep(one, alive, place[one])
-    for outer in (body, *(inner for one in all_instructions(body) for inner in one.bodies)):
+    for outer in (body, *(inner for one in nests for inner in one.bodies)):
         found = []
         for x in outer.instructions:
             source = x.operands[0] if x.role == "tuple-element" else x

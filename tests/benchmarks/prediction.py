@@ -105,6 +105,11 @@ class Case:
     style: str
     make: Callable[[], Step]
 
+    @property
+    def label(self) -> str:
+        """What the line of the program begins with."""
+        return f"{self.name}; {sizes_text(dict(self.mesh))}" + f"; {self.style}" * bool(self.style)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
@@ -160,6 +165,18 @@ def chosen(asked: Sequence[str], names: Collection[str]) -> list[str]:
 def at(indices: Sequence[int], meshes: Sequence[Sizes]) -> Sequence[Sizes]:
     """The meshes at some indices; all if none is given."""
     return [meshes[k] for k in indices] if indices else meshes
+
+
+def result_of(benchmark: str, options: Any, compared: Sequence[Case]) -> Callable[[Sequence[Any]], Result]:
+    """A function from rows to the result of a benchmark that compares programs for the compiler of its options."""
+    name = None if options.compiler == "cpu" else options.compiler
+    num_devices = max(math.prod(dict(case.mesh).values()) for case in compared)
+    return partial(measured, benchmark, options, num_devices=num_devices, platform_name=name)
+
+
+def first_line(error: Exception) -> str:
+    """The type of an error, and the first line of its message."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def devices_of(sizes: dict[str, int], compiler: CompilerName) -> Sequence[Any]:
@@ -313,28 +330,26 @@ def main(options: Options) -> None:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 64 if options.corpus else 8)
     compared, known = list(cases(options)), known_programs(options)
-    name = None if options.compiler == "cpu" else options.compiler
-    num_devices = max(math.prod(dict(case.mesh).values()) for case in compared)
-    result_of = partial(measured, "prediction", options, num_devices=num_devices, platform_name=name)
+    result = result_of("prediction", options, compared)
     found: list[Program] = []
     failed: list[Row] = []
     for case in compared:
         mesh = sizes_text(dict(case.mesh))
-        label = f"{case.name}; {mesh}" + f"; {case.style}" * bool(case.style)
         try:
             p = program(case, options.compiler, known.get((case.name, mesh, case.style)))
         except Exception as error:  # of the package, the library or the compiler: the others go on
-            text = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            text = first_line(error)
             failed.append({"name": case.name, "mesh": mesh, "style": case.style, "error": text})
-            print(f"{label:60} failed: {text}", flush=True)
+            print(f"{case.label:60} failed: {text}", flush=True)
         else:
             found.append(p)
             agree = "as predicted" if p.counts_agree and p.bytes_agree else "mispredicted"
-            print(f"{label:60} {agree:14} peak {p.peak_ratio:5.2f}  compiled in {p.compile_seconds:.0f} s", flush=True)
+            times = f"compiled in {p.compile_seconds:.0f} s"
+            print(f"{case.label:60} {agree:14} peak {p.peak_ratio:5.2f}  {times}", flush=True)
         if options.json is not None:
-            result_of([*found, *failed]).save(options.json)  # hours of compiling: `--compiled` goes on from here
-    result = result_of([*found, *failed])
-    print(summary(result) if found else "no program", result.where, sep="\n")
+            result([*found, *failed]).save(options.json)  # hours of compiling: `--compiled` goes on from here
+    final = result([*found, *failed])
+    print(summary(final) if found else "no program", final.where, sep="\n")
     if options.fit and found:
         store(fitted(found), options.compiler)
         print(f"{fitted(found)} written to {PEAK_ERRORS_FILE}")

@@ -13,7 +13,6 @@ partitioner reshards. Both get the same annotations. The bytes are those that a 
 
 from __future__ import annotations
 
-import math
 import statistics
 import sys
 import time
@@ -35,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # as under pytest: `suppo
 
 from benchmarks import command_line, prediction
 from benchmarks.ratios import Ratio
-from benchmarks.result_file import Result, Row, measured
+from benchmarks.result_file import Result, Row
 
 
 @dataclass(frozen=True)
@@ -59,8 +58,8 @@ class Options:
 
     def cases(self) -> list[prediction.Case]:
         """The chosen programs, each on the chosen meshes."""
-        given = {"corpus": self.corpus, "steps": self.steps, "meshes": self.meshes, "styles": self.styles}
-        return list(prediction.cases(prediction.Options(compiler=self.compiler, **given)))
+        chosen = prediction.Options(corpus=self.corpus, steps=self.steps, meshes=self.meshes, styles=self.styles)
+        return list(prediction.cases(chosen))
 
 
 def compared(case: prediction.Case, compiler: prediction.CompilerName, repeats: int) -> Row:
@@ -131,24 +130,21 @@ def main(options: Options) -> None:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 64 if options.corpus else 8)
     cases = options.cases()
-    num_devices = max(math.prod(dict(case.mesh).values()) for case in cases)
-    name = None if options.compiler == "cpu" else options.compiler
-    result_of = partial(measured, "reshards", options, num_devices=num_devices, platform_name=name)
+    result = prediction.result_of("reshards", options, cases)
     rows: list[Row] = []
     for case in cases:
-        label = f"{case.name}; {sizes_text(dict(case.mesh))}" + f"; {case.style}" * bool(case.style)
         try:
             row = compared(case, options.compiler, options.repeats)
         except Exception as error:  # of a package or a compiler: the others go on
-            print(f"{label:60} failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}", flush=True)
+            print(f"{case.label:60} failed: {prediction.first_line(error)}", flush=True)
             continue
         rows.append(row)
         times = "" if row["time_ratio"] is None else f"time {Ratio(**row['time_ratio'])}"
-        print(f"{label:60} sent {row['sent_ratio']:5.2f}  {times}", flush=True)
+        print(f"{case.label:60} sent {row['sent_ratio']:5.2f}  {times}", flush=True)
         if options.json is not None:
-            result_of(rows).save(options.json)  # of the programs so far: hours of compiling
-    result = result_of(rows)
-    print(summary(result) if rows else "no program", result.where, sep="\n")
+            result(rows).save(options.json)  # of the programs so far: hours of compiling
+    final = result(rows)
+    print(summary(final) if rows else "no program", final.where, sep="\n")
 
 
 if __name__ == "__main__":

@@ -61,6 +61,11 @@ def specs(tree: Any, rules: Rules, sizes: Sizes) -> Any:
     return jax.tree_util.tree_map_with_path(spec_of, tree)
 
 
+def specs_by(rules: Rules, arrays: Any, sizes: Sizes) -> Any:
+    """Specs by the paths of the arrays."""
+    return specs(arrays, rules, sizes)
+
+
 def renamed(spec_tree: Any, tree: Any, sizes: Sizes, axes: Mapping[str, str] | None = None) -> Any:
     """A package's own specs of `tree` on our mesh.
 

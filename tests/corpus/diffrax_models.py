@@ -18,8 +18,8 @@ from support.train_steps.step import Sizes, Step, on_mesh
 from sharding import P
 
 from . import MakeProgram
-from .common import KEY, Rules, batch_specs, floats, ints, replicated
-from .equinox_models import equinox_step, specs_by
+from .common import KEY, Rules, batch_specs, floats, ints, replicated, specs_by
+from .equinox_models import equinox_step
 
 PACKAGE = "diffrax"
 

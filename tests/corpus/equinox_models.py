@@ -18,7 +18,7 @@ from support.train_steps.step import Sizes, Step
 from sharding import P
 
 from . import MakeProgram
-from .common import KEY, Rules, batch_specs, bfloat16, floats, ints, largest_dim, replicated, specs
+from .common import KEY, Rules, batch_specs, bfloat16, floats, ints, largest_dim, replicated, specs_by
 
 PACKAGE = "equinox"
 
@@ -171,11 +171,6 @@ def mlp(sizes: Sizes) -> Step:
     batch = floats(1024, 2048), floats(1024, 2048)
     make = partial(eqx.nn.MLP, 2048, 2048, 8192, 8, jax.nn.relu)
     return equinox_step(lambda key: make(key=key), squared_loss, batch, sizes, partial(specs_by, ALTERNATING))
-
-
-def specs_by(rules: Rules, arrays: Any, sizes: Sizes) -> Any:
-    """Specs by the paths of the arrays."""
-    return specs(arrays, rules, sizes)
 
 
 BIG = {"features": 2048, "heads": 16, "layers": 16}

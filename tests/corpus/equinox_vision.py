@@ -17,8 +17,8 @@ from support.train_steps.step import Sizes, Step
 from sharding import P
 
 from . import MakeProgram
-from .common import KEY, Rules, batch_specs, bfloat16, floats, ints, largest_dim, replicated
-from .equinox_models import equinox_step, is_shape, specs_by
+from .common import KEY, Rules, batch_specs, bfloat16, floats, ints, largest_dim, replicated, specs_by
+from .equinox_models import equinox_step, is_shape
 
 PACKAGE = "equinox"
 

@@ -19,7 +19,7 @@ from support.train_steps.step import Sizes, Step
 from sharding import P
 
 from . import MakeProgram
-from .common import Rules, batch_specs, floats, ints, largest_dim, replicated, specs
+from .common import Rules, batch_specs, floats, ints, largest_dim, replicated, specs, specs_by
 from .keras_training import abstract, keras_step, shapes
 
 PACKAGE = "keras-hub"
@@ -167,11 +167,7 @@ MEGATRON: Rules = (
     ("*/attention_proj/kernel", P("model", "fsdp")),
     ("*/ada_layer_norm/dense/kernel", P("fsdp", "model")),
 )
-
-
-def megatron(params: Any, sizes: Sizes) -> Any:
-    """Tensor parallelism, and FSDP over the other dim."""
-    return specs(params, MEGATRON, sizes)
+megatron = partial(specs_by, MEGATRON)
 
 
 PROGRAMS: dict[str, MakeProgram] = {

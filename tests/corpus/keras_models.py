@@ -13,7 +13,7 @@ from support.train_steps.step import Sizes, Step
 from sharding import P
 
 from . import MakeProgram
-from .common import Rules, floats, ints, largest_dim, replicated, specs
+from .common import Rules, floats, ints, largest_dim, replicated, specs_by
 from .keras_training import abstract, keras_step
 
 PACKAGE = "keras"
@@ -43,7 +43,7 @@ def lstm(sizes: Sizes) -> Step:
     model = abstract(partial(language_model, 2048, 3, 128))
     tokens = ints(64, 128)
     optimizer = keras.optimizers.Adam(1e-3, global_clipnorm=1.0)
-    return keras_step(model, CLASSES, tokens, tokens, sizes, weights=partial(of, GATES), optimizer=optimizer)
+    return keras_step(model, CLASSES, tokens, tokens, sizes, weights=partial(specs_by, GATES), optimizer=optimizer)
 
 
 def speech_model(hidden: int, frames: int) -> keras.Model:
@@ -63,7 +63,7 @@ def speech(sizes: Sizes) -> Step:
     """The train step with the loss of connectionist temporal classification."""
     model = abstract(partial(speech_model, 1024, 1024))
     batch = floats(64, 1024, 128, 1), ints(64, 128)
-    return keras_step(model, mean_of(keras.losses.CTC()), *batch, sizes, weights=partial(of, GATES))
+    return keras_step(model, mean_of(keras.losses.CTC()), *batch, sizes, weights=partial(specs_by, GATES))
 
 
 def text_model(vocab: int, features: int, length: int) -> keras.Model:
@@ -82,7 +82,7 @@ def text(sizes: Sizes) -> Step:
     model = abstract(partial(text_model, 131_072, 512, 512))
     optimizer = keras.optimizers.AdamW(3e-4)
     rows = ints(128, 512), ints(128)
-    return keras_step(model, CLASSES, *rows, sizes, weights=partial(of, WORDS), optimizer=optimizer)
+    return keras_step(model, CLASSES, *rows, sizes, weights=partial(specs_by, WORDS), optimizer=optimizer)
 
 
 def image_classifier(sizes: Sizes, *, make: Any, rows: int, pixels: int, weights: Any, optimizer: Any = None) -> Step:
@@ -90,11 +90,6 @@ def image_classifier(sizes: Sizes, *, make: Any, rows: int, pixels: int, weights
     model = abstract(lambda: make(weights=None, input_shape=(pixels, pixels, 3), classifier_activation=None))
     batch = floats(rows, pixels, pixels, 3), ints(rows)
     return keras_step(model, CLASSES, *batch, sizes, weights=weights, optimizer=optimizer)
-
-
-def of(rules: Rules, params: Any, sizes: Sizes) -> Any:
-    """The specs by rules."""
-    return specs(params, rules, sizes)
 
 
 GATES: Rules = (

@@ -20,8 +20,7 @@ from support.train_steps.step import Sizes, Step
 from sharding import P
 
 from . import MakeProgram
-from .common import KEY, Rules, floats, ints, replicated
-from .equinox_models import specs_by
+from .common import KEY, Rules, floats, ints, replicated, specs_by
 from .equinox_vision import stateful_step
 
 PACKAGE = "linax"

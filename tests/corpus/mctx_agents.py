@@ -18,7 +18,7 @@ from support.train_steps.step import Sizes, Step
 from sharding import P
 
 from . import MakeProgram
-from .common import KEY, Rules, batch_specs, floats, ints, replicated, specs
+from .common import KEY, Rules, batch_specs, floats, ints, replicated, specs_by
 
 PACKAGE = "mctx"
 ACTIONS = 128
@@ -137,11 +137,6 @@ DENSE: Rules = (
 )
 
 
-def dense(params: Any, sizes: Sizes) -> Any:
-    """Tensor parallelism of each MLP."""
-    return specs(params, DENSE, sizes)
-
-
 PROGRAMS: dict[str, MakeProgram] = {
     "muzero, residual": partial(
         acting,
@@ -157,6 +152,6 @@ PROGRAMS: dict[str, MakeProgram] = {
         width=2048,
         blocks=0,
         observation=floats(1024, 512),
-        weights=dense,
+        weights=partial(specs_by, DENSE),
     ),
 }

@@ -12,7 +12,6 @@ from sharding.memory import usage
 
 ROWS, COLUMNS = 1024, 8192
 X, W = floats(16, ROWS, 1024), floats(1024, COLUMNS)
-SCORES = floats(8, 4, ROWS, 128)
 UNIT = 4 * X.shape[0] // 2 * ROWS * COLUMNS // 4
 """The bytes of a product on one device."""
 
